@@ -1,0 +1,39 @@
+from pydantic import Field
+
+from glm46.config.section import Section
+
+
+class Checkpoint(Section):
+    """[checkpoint]: what is saved, how often, and what a run starts from."""
+
+    enable: bool = True
+    """Save checkpoints, and resume from the newest one in ``folder``."""
+
+    folder: str = "checkpoint"
+    """Folder under job.dump_folder; step N is in ``step-00000N``."""
+
+    interval: int = Field(500, ge=1)
+    """Steps between two checkpoints. The last step is always saved."""
+
+    keep_latest_k: int = Field(10, ge=0)
+    """How many of the newest checkpoints are kept; 0 keeps all."""
+
+    load_step: int = Field(-1, ge=-1)
+    """Step to resume from; -1 takes the newest."""
+
+    initial_load_path: str | None = None
+    """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last of the phase
+    before."""
+
+    initial_load_model_only: bool = False
+    """Take only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
+
+
+class Metrics(Section):
+    """[metrics]: how often figures are written, and where besides console and metrics.jsonl."""
+
+    log_freq: int = Field(10, ge=1)
+    """Steps between two rows of metrics. Each one costs a synchronisation with the device."""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files under job.dump_folder/tb."""

@@ -1,0 +1,130 @@
+"""The shape of a model, under the names of Hugging Face's ``config.json``, and the [model] table that picks one."""
+
+from typing import Literal, Optional
+
+from pydantic import Field, create_model
+
+from glm46.config.section import Section
+
+
+class RopeScaling(Section):
+    """[model.rope_scaling]: stretch the rotary positions beyond the length trained on."""
+
+    rope_type: Literal["linear", "yarn"]
+    """linear: position interpolation (arXiv 2306.15595). yarn: arXiv 2309.00071. GLM itself only raises rope_theta."""
+
+    factor: float = Field(ge=1.0)
+    """Target length divided by original length."""
+
+    original_max_position_embeddings: int = Field(ge=1)
+    """Length the model was trained on before."""
+
+    beta_fast: float = Field(32.0, gt=0.0)
+    """yarn: turns inside the original length above which a frequency is left alone."""
+
+    beta_slow: float = Field(1.0, gt=0.0)
+    """yarn: turns below which a frequency is fully interpolated."""
+
+
+class ModelShape(Section):
+    """Every number that decides the parameters and the arithmetic of a GLM-4.5/4.6 model."""
+
+    vocab_size: int = Field(ge=1)
+    """Rows of embedding and head, padding rows included."""
+
+    hidden_size: int = Field(ge=1)
+    """Width of the residual stream."""
+
+    num_hidden_layers: int = Field(ge=1)
+    """Decoder layers, multi-token prediction layers not counted."""
+
+    first_k_dense_replace: int = Field(ge=0)
+    """The first layers with a dense feed-forward network instead of experts."""
+
+    intermediate_size: int = Field(ge=1)
+    """Width of the dense feed-forward network."""
+
+    moe_intermediate_size: int = Field(ge=1)
+    """Width of one expert."""
+
+    n_routed_experts: int = Field(ge=1)
+    """Routed experts per layer."""
+
+    num_experts_per_tok: int = Field(ge=1)
+    """Routed experts each token uses."""
+
+    n_shared_experts: int = Field(ge=0)
+    """Experts that every token uses, held as one of this many times the width."""
+
+    n_group: int = Field(1, ge=1)
+    """Groups of experts; a token may use only ``topk_group`` of them. 1 is no limit."""
+
+    topk_group: int = Field(1, ge=1)
+    """Groups a token may use."""
+
+    norm_topk_prob: bool = True
+    """Divide the chosen scores by their sum."""
+
+    routed_scaling_factor: float = Field(gt=0.0)
+    """Factor on the routed experts' output."""
+
+    num_attention_heads: int = Field(ge=1)
+    """Query heads."""
+
+    num_key_value_heads: int = Field(ge=1)
+    """Key and value heads; each serves an equal number of query heads."""
+
+    head_dim: int = Field(ge=2)
+    """Width of one head; heads times this need not equal hidden_size."""
+
+    use_qk_norm: bool
+    """RMSNorm of queries and keys per head, before the rotation. True for GLM-4.5 and 4.6, false for Air."""
+
+    attention_bias: bool = True
+    """Biases of the query, key and value projections. The output projection has none."""
+
+    partial_rotary_factor: float = Field(0.5, gt=0.0, le=1.0)
+    """Part of each head that is rotated."""
+
+    rope_theta: float = Field(1_000_000.0, gt=0.0)
+    """Base of the rotary frequencies: 1e4 in GLM's pre-training at 4K, 1e6 from 32K on."""
+
+    rope_scaling: RopeScaling | None = None
+    """Stretching of positions; absent for every published GLM."""
+
+    sliding_window: int | None = Field(None, ge=1)
+    """Each token sees at most this many tokens, itself included. Absent: all before it."""
+
+    rms_norm_eps: float = Field(1e-5, gt=0.0)
+    """Term under the root of every RMSNorm."""
+
+    initializer_range: float = Field(0.02, gt=0.0)
+    """Standard deviation of the initial weights."""
+
+    max_position_embeddings: int = Field(ge=1)
+    """Longest sequence the weights are meant for."""
+
+    num_nextn_predict_layers: int = Field(1, ge=0)
+    """Multi-token prediction layers; each predicts one more token ahead."""
+
+
+class _ModelBase(Section):
+    """[model]: a preset, and any key of the shape to change in it."""
+
+    flavor: str
+    """Preset to start from; the list is in glm46/config/presets.py."""
+
+    tokenizer_path: str = "builtin"
+    """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file or a Hugging Face tokenizer.json."""
+
+
+# The table repeats every field of ModelShape with "absent" as its default, so that each shape key is documented once.
+Model = create_model(
+    "Model",
+    __base__=_ModelBase,
+    __doc__=_ModelBase.__doc__,
+    **{
+        name: (Optional[field.rebuild_annotation()], Field(None, description=field.description))
+        for name, field in ModelShape.model_fields.items()
+    },
+)

@@ -1,0 +1,42 @@
+from typing import Literal
+
+from pydantic import Field
+
+from glm46.config.section import Schedule, Section
+
+
+class MoE(Section):
+    """[moe]: how tokens are kept spread over the experts while training."""
+
+    balance: Literal["sign", "proportional", "none"] = "sign"
+    """Rule for the selection bias after each optimizer step. sign: loss-free balancing (arXiv 2408.15664), as GLM-4.5.
+    proportional: moving average of the counts, bias moved by the relative excess, clamped."""
+
+    bias_update_rate: Schedule = 0.001
+    """Step of the selection bias; GLM-4.5 uses 0.001 for its first 15T tokens, then 0."""
+
+    bias_ema_decay: float = Field(0.99, ge=0.0, lt=1.0)
+    """proportional: decay of the moving average of the token counts."""
+
+    bias_clamp: float = Field(5.0, gt=0.0)
+    """proportional: largest absolute value of the bias."""
+
+    sequence_aux_loss_weight: float = Field(1e-4, ge=0.0)
+    """Weight of the sequence-level balance loss (arXiv 2412.19437, eq. 17 to 20)."""
+
+    z_loss_weight: float = Field(0.0, ge=0.0)
+    """Weight of the router z-loss: mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
+
+    router_temperature: Schedule = 1.0
+    """Divisor of the router logits while training; a schedule warms it up. 1 is off."""
+
+    capacity_factor: float | None = Field(None, gt=0.0)
+    """Most tokens an expert takes from one micro-batch, relative to an even share; tokens beyond it lose that expert and
+    are counted as overflow. Absent: no token is dropped, as GLM trains."""
+
+
+class MTP(Section):
+    """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
+
+    loss_weight: Schedule = 0.3
+    """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1."""

@@ -1,0 +1,84 @@
+from typing import Literal
+
+from pydantic import Field
+
+from glm46.config.section import Section
+
+
+class Optimizer(Section):
+    """[optimizer]: Muon for the matrices and AdamW for the rest, or AdamW for everything."""
+
+    name: Literal["Muon", "AdamW"] = "Muon"
+    """Muon: matrices and experts under Muon, the rest under AdamW. AdamW: everything under AdamW."""
+
+    lr: float = Field(2.5e-4, gt=0.0)
+    """Peak learning rate. With adjust_lr = "match_rms_adamw" one rate serves Muon and AdamW."""
+
+    adamw_lr: float | None = Field(None, gt=0.0)
+    """Peak learning rate of the parameters under AdamW when Muon's differs. Absent: ``lr``."""
+
+    weight_decay: float = Field(0.1, ge=0.0)
+    """Decoupled weight decay of matrices, embedding and head. Norm weights and biases are not decayed."""
+
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """AdamW: decay of the first moment."""
+
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    """AdamW: decay of the second moment."""
+
+    eps: float = Field(1e-8, gt=0.0)
+    """AdamW: term added to the denominator."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """AdamW: how torch.optim.AdamW runs."""
+
+    momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    """Muon: decay of the momentum."""
+
+    nesterov: bool = True
+    """Muon: look ahead by one momentum step."""
+
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Muon: Newton-Schulz iterations."""
+
+    ns_coefficients: Literal["keller", "quintic", "polar_express", "deepseek_v4"] = "keller"
+    """Muon: named coefficients of the iteration; sources in glm46/optim/newton_schulz.py."""
+
+    ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Muon: precision of the Newton-Schulz products."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near 2.5e-4.
+    original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
+
+    router: Literal["muon", "adamw"] = "muon"
+    """Rule of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""
+
+    lm_head: Literal["adamw", "muon"] = "adamw"
+    """Rule of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use AdamW."""
+
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Type of the optimizer states. 8bit: torchao's block-quantised states."""
+
+
+class LRScheduler(Section):
+    """[lr_scheduler]: the learning rate as a pure function of the tokens seen since the start of the curriculum."""
+
+    warmup_tokens: int = Field(0, ge=0)
+    """Tokens over which the rate rises from 0 to its peak."""
+
+    total_tokens: int | None = Field(None, ge=1)
+    """Tokens of the whole curriculum, over all phases, at which the decay ends. Absent: the end of this run."""
+
+    start_tokens: int = Field(0, ge=0)
+    """Tokens seen in earlier phases, so that the schedule continues over phases without reset."""
+
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay from the peak to min_lr_factor."""
+
+    decay_ratio: float | None = Field(None, gt=0.0, le=1.0)
+    """Part of total_tokens, at its end, over which the rate decays; constant before that. Absent: decay right after the
+    warm-up."""
+
+    min_lr_factor: float = Field(0.1, ge=0.0, le=1.0)
+    """Rate at the end of the decay, relative to the peak."""

@@ -1,0 +1,61 @@
+"""The published shapes and our scale-downs. Values: config.json of the releases, see docs/model.md for the sources."""
+
+from glm46.config.model import ModelShape
+
+_GLM_45 = dict(
+    vocab_size=151552, hidden_size=5120, num_hidden_layers=92, first_k_dense_replace=3, intermediate_size=12288,
+    moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=8, n_shared_experts=1,
+    routed_scaling_factor=2.5, num_attention_heads=96, num_key_value_heads=8, head_dim=128, use_qk_norm=True,
+    max_position_embeddings=131072, num_nextn_predict_layers=1,
+)  # fmt: skip
+
+PRESETS: dict[str, ModelShape] = {
+    "GLM-4.6": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
+    "GLM-4.5": ModelShape(**_GLM_45),
+    "GLM-4.5-Air": ModelShape(
+        **_GLM_45 | dict(
+            hidden_size=4096, num_hidden_layers=46, first_k_dense_replace=1, intermediate_size=10944,
+            moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0, use_qk_norm=False,
+        )
+    ),
+    # GLM-4.6 with fewer, narrower layers: the width-to-depth and expert ratios stay near the original's.
+    "100B": ModelShape(
+        **_GLM_45 | dict(
+            hidden_size=4096, num_hidden_layers=48, first_k_dense_replace=1, intermediate_size=10240,
+            moe_intermediate_size=1280, n_routed_experts=128, num_attention_heads=64, max_position_embeddings=202752,
+        )
+    ),
+    "15B": ModelShape(
+        **_GLM_45 | dict(
+            hidden_size=2048, num_hidden_layers=28, first_k_dense_replace=1, intermediate_size=6144,
+            moe_intermediate_size=768, n_routed_experts=96, num_experts_per_tok=8, num_attention_heads=32,
+            num_key_value_heads=4, max_position_embeddings=202752,
+        )
+    ),
+    # About the size of a laptop's patience, with every part that GLM-4.6 has.
+    "100M": ModelShape(
+        **_GLM_45 | dict(
+            vocab_size=8192, hidden_size=512, num_hidden_layers=8, first_k_dense_replace=1, intermediate_size=1536,
+            moe_intermediate_size=256, n_routed_experts=32, num_experts_per_tok=4, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+        )
+    ),
+    "debug": ModelShape(
+        **_GLM_45 | dict(
+            vocab_size=8192, hidden_size=256, num_hidden_layers=4, first_k_dense_replace=1, intermediate_size=768,
+            moe_intermediate_size=128, n_routed_experts=16, num_experts_per_tok=4, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, rope_theta=10000.0,
+        )
+    ),
+}  # fmt: skip
+
+
+def resolve_shape(model) -> ModelShape:
+    """The shape that a [model] table means: its preset with the keys that the table states put over it.
+
+    Raises:
+        KeyError: the flavor is not a preset; `config.loader` turns this into a message before any other use.
+    """
+    preset = PRESETS[model.flavor].model_dump()
+    stated = {key: value for key, value in model.model_dump().items() if key in preset and value is not None}
+    return ModelShape.model_validate(preset | stated)

@@ -1,0 +1,28 @@
+"""What every section of the TOML file has in common, and the one type that several sections share."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A table of the TOML file: frozen, strict, and it knows no key that it does not document.
+
+    The string under each field is its documentation: ``python -m glm46 schema`` and ``train --help`` print it.
+    A boolean is never a number and a string is never parsed into one, because a typing slip must not train for days.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":
+    if isinstance(schedule, tuple):
+        tokens = [point[0] for point in schedule]
+        if not tokens or tokens != sorted(tokens) or tokens[0] < 0:
+            raise ValueError("a schedule is a number, or points [tokens, value] with tokens >= 0 in ascending order")
+    return schedule
+
+
+Schedule = Annotated[float | tuple[tuple[int, float], ...], AfterValidator(_ascending)]
+"""A number, or points ``[[tokens, value], ...]`` joined by straight lines over the tokens seen since the start of the
+curriculum. Two points with the same token count make a jump; outside the points the nearest value holds."""

@@ -1,0 +1,70 @@
+from typing import Literal
+
+from pydantic import Field
+
+from glm46.config.section import Schedule, Section
+
+
+class Training(Section):
+    """[training]: how much is trained on, in what batches, in which precision."""
+
+    local_batch_size: int = Field(1, ge=1)
+    """Sequences per rank and micro-batch."""
+
+    global_batch_size: Schedule | None = None
+    """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree, the
+    rest is gradient accumulation. A schedule is a batch-size ramp, rounded down to such a multiple. Absent: one
+    micro-batch per rank."""
+
+    seq_len: int = Field(4096, ge=2)
+    """Tokens per sequence."""
+
+    tokens: int | None = Field(None, ge=1)
+    """Training budget of this run in tokens. Give this or ``steps``."""
+
+    steps: int | None = Field(None, ge=1)
+    """Training budget of this run in optimizer steps. Give this or ``tokens``."""
+
+    max_norm: float = Field(1.0, gt=0.0)
+    """Largest global gradient norm; gradients above it are scaled down to it."""
+
+    max_skipped_steps: int = Field(10, ge=0)
+    """Steps in a row with a non-finite loss or gradient norm that are skipped before the run stops with an error."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the master weights. Optimizer states follow ``optimizer.state_dtype``."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights and activations in forward and backward. On a CPU BF16 is slow: debug configs say float32."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks."""
+
+    gc_freq: int = Field(50, ge=1)
+    """Python garbage is collected every this many steps, on all ranks at once, instead of whenever one rank likes."""
+
+
+class Validation(Section):
+    """[validation]: loss on documents that were never trained on."""
+
+    enable: bool = False
+    """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
+
+    freq: int = Field(100, ge=1)
+    """Steps between two validations."""
+
+    steps: int = Field(-1, ge=-1)
+    """Batches per source and validation; -1 takes all held-out text."""
+
+    local_batch_size: int | None = Field(None, ge=1)
+    """Sequences per rank and batch. Absent: as in training."""
+
+
+class Debug(Section):
+    """[debug]: seeds and determinism."""
+
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights and of the sample order. The same seed gives the same run on every layout."""
+
+    deterministic: bool = False
+    """Use deterministic kernels only; an operation that has none is an error."""
