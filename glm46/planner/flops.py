@@ -1,0 +1,96 @@
+"""How much arithmetic a token costs in training: the matrix products of forward and backward, nothing else.
+
+Backward costs twice the forward, so training is three forwards. Causal attention is counted as causal (half of the
+square), and the embedding look-up costs nothing. What activation checkpointing computes again is not counted: the
+result is the work that the model needs, so that MFU falls when a layout wastes work.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from glm46.config.model import ModelShape
+from glm46.planner.params import (
+    TensorKind,
+    dense_layer_kinds,
+    head_kinds,
+    layer_counts,
+    moe_layer_kinds,
+    mtp_layer_kinds,
+)
+
+_TRAINING_OVER_FORWARD = 3
+_FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs per token of forward and backward."""
+
+    matrices: float
+    """Products with weights in the main model, the head included."""
+    attention: float
+    """Scores and weighted values of attention in the main model."""
+    mtp: float
+    """All products of the MTP layers, with the head's second use."""
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.attention + self.mtp
+
+
+def _matrix_flops(kinds: list[TensorKind]) -> float:
+    weights = sum(kind.active_numel for kind in kinds if len(kind.shape) == 2)
+    return float(_TRAINING_OVER_FORWARD * _FLOPS_PER_MULTIPLY_ADD * weights)
+
+
+def _mean_keys(shape: ModelShape, seq_len: int) -> float:
+    """Keys that a query sees, averaged over a sequence: half of it, or less under a sliding window."""
+    window = min(shape.sliding_window or seq_len, seq_len)
+    return window - window * window / (2 * seq_len)
+
+
+def attention_flops(shape: ModelShape, seq_len: int) -> float:
+    """FLOPs per token and layer of scores and weighted values, forward and backward.
+
+    Args:
+        seq_len: length of the document that a token attends in, which is the row only if documents are not masked.
+    """
+    width = shape.num_attention_heads * shape.head_dim
+    return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len)
+
+
+def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
+    """FLOPs per token of forward and backward, in parts."""
+    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
+    core = attention_flops(shape, seq_len)
+    head = _matrix_flops(head_kinds(shape))
+    matrices = dense_layers * _matrix_flops(dense_layer_kinds(shape)) + moe_layers * _matrix_flops(
+        moe_layer_kinds(shape)
+    )
+    return TrainingFlops(
+        matrices=matrices + head,
+        attention=shape.num_hidden_layers * core,
+        mtp=mtp_layers * (_matrix_flops(mtp_layer_kinds(shape)) + core + head),
+    )
+
+
+def training_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal."""
+    return training_flops(shape, seq_len).total
+
+
+def newton_schulz_flops(shape: ModelShape, iterations: int) -> float:
+    """FLOPs of one Muon update of every matrix but embedding and head, each expert's three matrices on their own.
+
+    One iteration on m x n, m <= n, is X X^T, its square, and a product with X (reference: arXiv 2502.16982).
+    """
+    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
+    kinds = dense_layer_kinds(shape) * dense_layers + moe_layer_kinds(shape) * moe_layers
+    kinds += mtp_layer_kinds(shape) * mtp_layers
+    total = 0.0
+    for kind in kinds:
+        if len(kind.shape) == 2:
+            rows, columns = sorted(kind.shape)
+            products = 2 * rows * prod(kind.shape) + rows**3
+            total += kind.count * iterations * _FLOPS_PER_MULTIPLY_ADD * products
+    return total

@@ -1,0 +1,141 @@
+"""What this machine has: cores, memory and GPUs, found without torch and without touching a GPU's context."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm46.planner.peaks import find_accelerator
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator that this process may use."""
+
+    name: str
+    memory_bytes: int | None
+    """None when neither the driver nor the table of peaks tells."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node as a process sees it: limits of the container included."""
+
+    cores: int
+    memory_bytes: int
+    """Memory that this process group may use in all."""
+    free_bytes: int
+    """Memory that it may use now, what the kernel would give back for others included."""
+    gpus: tuple[Gpu, ...] = ()
+    nodes: int = 1
+    """Equal machines that the run is spread over."""
+
+
+def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: Path = Path("/")) -> Machine:
+    """Look at this machine.
+
+    Args:
+        visible_devices: value of CUDA_VISIBLE_DEVICES; None when it is not set.
+        nodes: machines of the run, taken to be equal to this one.
+        root: where /proc, /sys and /dev are; tests give a folder.
+    """
+    total, free = _memory(root)
+    gpus = _gpus_from_nvml() or _gpus_from_proc(root)
+    return Machine(_cores(root), total, free, tuple(_visible(gpus, visible_devices)), nodes)
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        # A container's share of a large machine: rounding up, as half a core still runs one process.
+        cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
+    return cores
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    fields = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    if "MemTotal" in fields:
+        total, free = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
+    else:
+        # macOS and the BSDs have no /proc; what is free there cannot be asked without a library.
+        total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit_file, usage_file in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(root / limit_file), _read(root / usage_file)
+        if limit.isdigit() and int(limit) < total:
+            total = int(limit)
+            # The usage counts cached files, which the kernel gives back: half of the limit is free at the least guess.
+            used = int(usage) if usage.isdigit() else 0
+            free = min(free, max(total - used, total // 2))
+    return total, free
+
+
+def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []  # No driver: the usual machine without a GPU.
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = _asked(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
+            memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
+            uuid = _asked(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
+            known = find_accelerator(name)
+            fallback = known.memory_bytes if known else None
+            found.append((uuid, Gpu(name, int(memory.total) if memory else fallback)))
+        return found
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _asked(question: Callable, handle: object, refused: type[Exception]) -> object | None:
+    """NVML's answer, or None where a device does not support the question (memory of unified-memory boards)."""
+    try:
+        return question(handle)
+    except refused:
+        return None
+
+
+def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
+    found = []
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
+        name = fields.get("Model", "GPU").strip()
+        known = find_accelerator(name)
+        found.append((fields.get("GPU UUID", "").strip(), Gpu(name, known.memory_bytes if known else None)))
+    return found
+
+
+def _visible(gpus: list[tuple[str, Gpu]], visible_devices: str | None) -> list[Gpu]:
+    """The devices that CUDA would show: a list of indices or UUIDs that ends at the first one it does not know."""
+    if visible_devices is None:
+        return [gpu for _, gpu in gpus]
+    chosen = []
+    for entry in (part.strip() for part in visible_devices.split(",")):
+        if entry.isdigit() and int(entry) < len(gpus):
+            chosen.append(gpus[int(entry)][1])
+        elif entry.startswith(("GPU-", "MIG-")):
+            # A MIG slice is not in the list of whole devices; it counts as one device of unknown size.
+            whole = [gpu for uuid, gpu in gpus if uuid.startswith(entry)]
+            if not whole and not entry.startswith("MIG-"):
+                break
+            chosen.append(whole[0] if whole else Gpu("MIG slice", None))
+        else:
+            break
+    return chosen

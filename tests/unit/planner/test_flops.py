@@ -1,0 +1,58 @@
+"""FLOPs per token against the numbers derived by hand from the published shapes."""
+
+import pytest
+
+from glm46.config.presets import PRESETS
+from glm46.planner.flops import attention_flops, newton_schulz_flops, training_flops, training_flops_per_token
+
+GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
+
+# Half a unit of the last printed digit of the derivation.
+_DIGIT = 0.0501e9
+
+
+@pytest.mark.parametrize(
+    "shape, seq_len, attention, total",
+    [
+        (GLM, 4_096, 27.8e9, 224.9e9),
+        (GLM, 32_768, 222.3e9, 419.4e9),
+        (GLM, 131_072, 889.1e9, 1_086.2e9),
+        (GLM, 196_608, 1_333.6e9, 1_530.7e9),
+        (GLM, 202_752, 1_375.3e9, 1_572.4e9),
+        (AIR, 4_096, 13.9e9, 90.7e9),
+        (AIR, 32_768, 111.1e9, 188.0e9),
+        (AIR, 131_072, 444.5e9, 521.3e9),
+    ],
+)
+def test_main_model(shape, seq_len, attention, total):
+    flops = training_flops(shape, seq_len)
+    assert abs(flops.attention - attention) < _DIGIT
+    assert abs(flops.matrices + flops.attention - total) < 2 * _DIGIT
+
+
+def test_weights_cost_six_flops_per_active_parameter():
+    assert abs(training_flops(GLM, 4096).matrices - 197.1e9) < _DIGIT
+    assert abs(training_flops(AIR, 4096).matrices - 76.8e9) < _DIGIT
+
+
+def test_mtp_is_counted_with_its_head():
+    assert abs(training_flops(GLM, 4096).mtp - (7.07e9 + 0.30e9)) < 0.011e9
+    assert abs(training_flops(AIR, 4096).mtp - (5.52e9 + 0.30e9)) < 0.011e9
+    without = GLM.model_copy(update={"num_nextn_predict_layers": 0})
+    assert training_flops_per_token(without, 4096) < training_flops_per_token(GLM, 4096)
+
+
+def test_the_sliding_window_bounds_the_cost_of_attention():
+    narrow = GLM.model_copy(update={"sliding_window": 512})
+    exact = sum(min(position, 512) for position in range(8192)) / 8192
+    full = sum(range(8192)) / 8192
+    ratio = attention_flops(narrow, 8192) / attention_flops(GLM, 8192)
+    # The formula integrates where this test sums: half a position of 512.
+    assert ratio == pytest.approx(exact / full, rel=2e-3)
+    assert attention_flops(narrow, 256) == attention_flops(GLM, 256)
+
+
+def test_muon_of_the_published_sizes():
+    assert newton_schulz_flops(GLM, 5) == pytest.approx(13.6e15, abs=0.051e15)
+    # Air was derived without its router and eh_proj: 0.3 %.
+    assert newton_schulz_flops(AIR, 5) == pytest.approx(3.86e15, rel=3e-3)
