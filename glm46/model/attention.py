@@ -1,0 +1,81 @@
+"""Grouped-query attention with optional QK-norm and biases; the core between the projections can be replaced."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm46.config.model import ModelShape
+from glm46.model.layers import RMSNorm
+from glm46.model.rope import rotate
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""(q [B, S, H, C], k [B, S, K, C], v [B, S, K, C], mask) -> [B, S, H, C]."""
+
+
+def attention_mask(document_ids: Tensor | None, positions: Tensor, sliding_window: int | None) -> Tensor | None:
+    """Who may see whom: causal, inside a document, inside the window.
+
+    Args:
+        document_ids: integer [B, S], or None when documents may see each other.
+        positions: integer [B, S]; only its shape and device are read when document_ids is None.
+        sliding_window: most tokens that a token sees, itself included; None for all.
+
+    Returns:
+        Boolean [B or 1, 1, S, S], true = may see; None means plain causal attention, which has a faster kernel.
+    """
+    if document_ids is None and sliding_window is None:
+        return None
+    order = torch.arange(positions.shape[1], device=positions.device)
+    distance_SS = order.unsqueeze(1) - order.unsqueeze(0)
+    mask = (distance_SS >= 0).unsqueeze(0)
+    if sliding_window is not None:
+        mask = mask & (distance_SS < sliding_window)
+    if document_ids is not None:
+        mask = mask & (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
+    return mask.unsqueeze(1)
+
+
+def sdpa_core(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:
+    """`scaled_dot_product_attention` with scale C**-0.5; an `AttentionCore`."""
+    out_BHSC = F.scaled_dot_product_attention(
+        q_BSHC.transpose(1, 2),
+        k_BSKC.transpose(1, 2),
+        v_BSKC.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+    return out_BHSC.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Query, key, value and output projections around an `AttentionCore`.
+
+    The number of heads is read from the tensors, so the module need not know how many of them this rank holds.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.head_dim = shape.head_dim
+        query_width = shape.num_attention_heads * shape.head_dim
+        key_width = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.use_qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.use_qk_norm else None
+        self.core: AttentionCore = sdpa_core
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """Attend over [B, S, D]; `rope` from `rotary_tables`, `mask` from `attention_mask`."""
+        B, S, _ = x.shape
+        q = self.q_proj(x).view(B, S, -1, self.head_dim)
+        k = self.k_proj(x).view(B, S, -1, self.head_dim)
+        v = self.v_proj(x).view(B, S, -1, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = self.core(rotate(q, rope), rotate(k, rope), v, mask)
+        return self.o_proj(out.reshape(B, S, -1))

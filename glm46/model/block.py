@@ -1,0 +1,37 @@
+"""One decoder layer: attention and feed-forward network, each behind a norm and beside a residual."""
+
+from torch import Tensor, nn
+
+from glm46.config.model import ModelShape
+from glm46.model.attention import Attention
+from glm46.model.layers import FeedForward, RMSNorm
+from glm46.model.moe import MoE
+from glm46.model.router import RoutingOptions, RoutingStatistics
+
+
+class TransformerBlock(nn.Module):
+    """A decoder layer, dense or MoE."""
+
+    def __init__(self, shape: ModelShape, *, is_dense: bool):
+        super().__init__()
+        self.is_dense = is_dense
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape.hidden_size, shape.intermediate_size) if is_dense else MoE(shape)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        is_real: Tensor | None,
+        options: RoutingOptions,
+    ) -> tuple[Tensor, RoutingStatistics | None]:
+        """Map [B, S, D] to [B, S, D], with the routing statistics of an MoE layer, None for a dense one."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        normed = self.post_attention_layernorm(x)
+        if self.is_dense:
+            return x + self.mlp(normed), None
+        y, statistics = self.mlp(normed, is_real, options)
+        return x + y, statistics

@@ -1,0 +1,81 @@
+"""Cross-entropy of a large vocabulary without ever holding all logits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""Label of a position that has no target."""
+
+DEFAULT_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at the same time. Large enough that the matmul is efficient, small enough that the logits
+of a chunk are a small part of the activations."""
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the negative log-likelihoods; both gradients are made in forward, chunk by chunk, so that no logit is
+    kept or computed twice."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int):
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        loss = hidden_TD.new_zeros((), dtype=torch.float32)
+        predictions_T = torch.empty_like(labels_T)
+        grad_hidden = torch.empty_like(hidden_TD) if needs_grad else None
+        # fp32: contributions of many chunks to one weight would lose their low bits in BF16.
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            hidden, labels = hidden_TD[rows], labels_T[rows].unsqueeze(1)
+            logits = (hidden @ weight_VD.t()).float()
+            largest, predictions_T[rows] = logits.max(-1)
+            is_target = labels != IGNORE
+            labels = labels.clamp(min=0)
+            logits -= largest.unsqueeze(1)
+            target_logit = logits.gather(1, labels)
+            probability = logits.exp_()  # in place: the chunk's logits are the largest tensor here
+            total = probability.sum(-1, keepdim=True)
+            loss += ((total.log() - target_logit) * is_target).sum()
+            if needs_grad:
+                probability *= is_target / total
+                probability.scatter_add_(1, labels, -is_target.to(probability.dtype))
+                grad_logits = probability.to(hidden.dtype)
+                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
+                if grad_weight.dtype == hidden.dtype:
+                    grad_weight.addmm_(grad_logits.t(), hidden)
+                else:
+                    grad_weight += grad_logits.t() @ hidden
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight_VD.dtype))
+        ctx.mark_non_differentiable(predictions_T)
+        return loss, predictions_T
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor, _):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Type of the gradient stays the tensor's: a 0-dim FP32 factor does not promote.
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """Sum over targets of -log softmax(hidden @ weight.T)[label].
+
+    Args:
+        hidden: [..., D]; weight: [V, D]; labels: int64 [...], `IGNORE` where there is no target.
+        chunk_tokens: tokens whose logits exist at the same time.
+
+    Returns:
+        FP32 scalar, and the most likely token of each position, int64 [...].
+    """
+    loss, predictions = _ChunkedCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk_tokens
+    )
+    return loss, predictions.view_as(labels)
+
+
+def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same sum with all logits at once; the slow reference that the tests hold `chunked_cross_entropy` to."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")

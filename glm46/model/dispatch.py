@@ -1,0 +1,76 @@
+"""Bringing tokens to their experts and back, on one device; the seam that expert parallelism replaces."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from glm46.model.router import Routing
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens to the ranks of their experts and back."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, and what combine needs."""
+        ...
+
+    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+        """Sum of each token's expert results, [T, D]."""
+        ...
+
+
+class _Gather(torch.autograd.Function):
+    """Row n of the result is the token of sorted assignment n. Backward sums each token's assignments in a fixed order:
+    the built-in backward of indexing adds atomically on a GPU, in another order each time."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TA)
+        return x_TD[token_N]
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):
+        (place_TA,) = ctx.saved_tensors
+        return _sum_assignments(grad_ND, place_TA), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The transpose of `_Gather`: each token's sum over its assignments; backward copies the gradient to each."""
+
+    @staticmethod
+    def forward(ctx, y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+        ctx.save_for_backward(token_N)
+        return _sum_assignments(y_ND, place_TA)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):
+        (token_N,) = ctx.saved_tensors
+        return grad_TD[token_N], None, None
+
+
+def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
+    # fp32: the A terms are summed in FP32 and rounded once.
+    return y_ND[place_TA].sum(1, dtype=torch.float32).to(y_ND.dtype)
+
+
+class LocalDispatcher:
+    """All experts are here: one stable sort, no communication. A `TokenDispatcher`."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.dispatch`; here N = T * A and offsets covers all experts."""
+        T, A = routing.experts.shape
+        expert_N = routing.experts.flatten()
+        order_N = expert_N.argsort(stable=True)  # stable: the order of tokens, so the sums' rounding, is reproducible
+        place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(T * A, device=order_N.device))
+        token_N, place_TA = order_N // A, place_N.view(T, A)
+        sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+        sizes.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+        x_ND = _Gather.apply(x_TD, token_N, place_TA)
+        weights_N = routing.weights.flatten()[order_N]
+        return x_ND, weights_N, sizes.cumsum(0).to(torch.int32), (token_N, place_TA)
+
+    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        token_N, place_TA = context
+        return _Combine.apply(y_ND, token_N, place_TA)

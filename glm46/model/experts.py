@@ -1,0 +1,101 @@
+"""All experts of a layer as two stacked matrices, applied to tokens that are sorted by expert."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from glm46 import compat
+from glm46.config.model import ModelShape
+
+
+def _local(weight: Tensor) -> Tensor:
+    """The part of a stacked expert weight that this rank holds.
+
+    The one place in the model that knows of sharding: grouped matmul takes plain tensors only.
+    """
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@torch.library.custom_op("glm46::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix: rows [offsets[e-1], offsets[e]) of `x` times `weight[e]`.
+
+    A custom operator, because the fake kernel of torch's own refuses FP32, which `torch.compile` on a CPU needs.
+
+    Args:
+        x: [N, I], sorted by expert. Rows past the last offset give undefined results.
+        weight: [E, I, O], any strides.
+        offsets: int32 [E], running sum of the group sizes.
+
+    Returns:
+        [N, O] in the type of `x`.
+    """
+    return compat.grouped_mm(x, weight, offsets)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("glm46::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """For each group of rows, ``x_group.T @ y_group``: the weight gradient of `grouped_mm`.
+
+    Args:
+        x: [N, I]; y: [N, O]; offsets: int32 [E].
+
+    Returns:
+        [E, I, O]; zero for an empty group.
+    """
+    return compat.grouped_mm(x.t(), y, offsets)
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], y.shape[1])
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, weight, offsets = inputs
+    ctx.save_for_backward(x, weight, offsets)
+
+
+def _grouped_mm_backward(ctx, grad):
+    x, weight, offsets = ctx.saved_tensors
+    grad = grad.contiguous()  # an expanded gradient has strides that grouped matmul refuses
+    grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+    # [E, O, I] first, so that the gradient of a weight stored [E, O, I] and used transposed is contiguous.
+    grad_weight = grouped_outer(grad, x, offsets).transpose(1, 2) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight, None
+
+
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_backward)
+
+
+class Experts(nn.Module):
+    """Routed experts. `gate_up` [E, 2F, D] holds the gate rows, then the up rows; `down` is [E, D, F]."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        E, D, width = shape.n_routed_experts, shape.hidden_size, shape.moe_intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
+        self.down = nn.Parameter(torch.empty(E, D, width))
+
+    def forward(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
+        """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
+
+        Args:
+            x_ND: N assignments sorted by expert, [N, D].
+            weights_N: FP32 [N]. They multiply the F-wide hidden, not the D-wide result: fewer numbers, and an exchange
+                back to the token's rank need not carry them.
+            offsets: int32 [E].
+
+        Returns:
+            [N, D], type of `x_ND`.
+        """
+        hidden = grouped_mm(x_ND, _local(self.gate_up).transpose(1, 2), offsets)
+        gate, up = hidden.chunk(2, dim=-1)
+        hidden = (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(x_ND.dtype)
+        return grouped_mm(hidden, _local(self.down).transpose(1, 2), offsets)

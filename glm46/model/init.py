@@ -1,0 +1,96 @@
+"""Initial weights as a pure function of (seed, parameter name, global index).
+
+Each rank makes just the elements it keeps, and every layout, pipeline split and process count starts from the same
+bits.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements made at a time: temporaries are some tens of MB."""
+
+
+def _signed(value: int) -> int:
+    """A 64-bit constant as the int64 with the same bits; torch has no arithmetic on unsigned 64-bit integers."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; the built-in one copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """Scramble int64 counters into int64 random bits. Source: Steele, Lea, Flood, OOPSLA 2014 (SplitMix64)."""
+    x = x * _GAMMA
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _stream_key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return _signed(int.from_bytes(digest, "little"))
+
+
+def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
+    """Standard normal numbers at the given places of a parameter.
+
+    Args:
+        index: int64, any shape: flat places in the whole parameter.
+
+    Returns:
+        FP32, shape of `index`. Box-Muller in FP64, so that devices agree after rounding to FP32 but for rare last bits.
+    """
+    bits = _splitmix64(index + _stream_key(seed, name))
+    bits = _splitmix64(bits)  # twice: keys of two parameters may lie near each other, counters always do
+    first = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
+    second = (bits & 0xFFFFFFFF).double() * 2.0**-32
+    return ((-2.0 * first.log()).sqrt() * (2.0 * math.pi * second).cos()).float()
+
+
+@torch.no_grad()
+def fill_normal(
+    local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
+) -> None:
+    """Write N(0, std) into the part of a parameter that `local` holds.
+
+    Args:
+        local: the part, any layout.
+        indices: for each dimension, int64 [size of that dimension in `local`]: which global rows, columns, ... it holds.
+        global_shape: shape of the whole parameter.
+    """
+    flat = torch.zeros((), dtype=torch.int64, device=local.device)
+    stride = 1
+    for dim in reversed(range(1, len(global_shape))):
+        places = indices[dim].to(local.device) * stride
+        flat = places.view(-1, *[1] * (len(global_shape) - 1 - dim)) + flat
+        stride *= global_shape[dim]
+    row_elements = max(1, flat.numel())
+    rows_at_once = max(1, _CHUNK_ELEMENTS // row_elements)
+    for start in range(0, local.shape[0], rows_at_once):
+        rows = indices[0][start : start + rows_at_once].to(local.device) * stride
+        places = rows.view(-1, *[1] * (len(global_shape) - 1)) + flat
+        local[start : start + rows_at_once] = normal_at(seed, name, places) * std
+
+
+@torch.no_grad()
+def fill_parameter(
+    local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
+) -> None:
+    """Initial value of any parameter of the model, by its name: norms 1, biases 0, everything else N(0, std)."""
+    if name.endswith("norm.weight"):
+        local.fill_(1.0)
+    elif name.endswith(".bias"):
+        local.zero_()
+    else:
+        fill_normal(local, indices, global_shape, seed=seed, name=name, std=std)

@@ -1,0 +1,33 @@
+"""The mixture-of-experts layer: routed experts plus a shared expert that every token uses."""
+
+from torch import Tensor, nn
+
+from glm46.config.model import ModelShape
+from glm46.model.dispatch import LocalDispatcher, TokenDispatcher
+from glm46.model.experts import Experts
+from glm46.model.layers import FeedForward
+from glm46.model.router import Router, RoutingOptions, RoutingStatistics
+
+
+class MoE(nn.Module):
+    """Router, routed experts and shared expert; the dispatcher between them can be replaced."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.num_experts = shape.n_routed_experts
+        self.router = Router(shape)
+        self.experts = Experts(shape)
+        shared_width = shape.moe_intermediate_size * shape.n_shared_experts
+        self.shared_experts = FeedForward(shape.hidden_size, shared_width) if shape.n_shared_experts else None
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
+
+    def forward(self, x: Tensor, is_real: Tensor | None, options: RoutingOptions) -> tuple[Tensor, RoutingStatistics]:
+        """Map [B, S, D] to [B, S, D]; `is_real` boolean [B, S] or None."""
+        routing = self.router(x, is_real, options)
+        x_TD = x.reshape(-1, x.shape[-1])
+        x_ND, weights_N, offsets, context = self.dispatcher.dispatch(x_TD, routing, self.num_experts)
+        y_ND = self.experts(x_ND, weights_N, offsets)
+        y = self.dispatcher.combine(y_ND, context).view_as(x)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y, routing.statistics

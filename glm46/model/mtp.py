@@ -1,0 +1,43 @@
+"""Multi-token prediction: a further decoder layer that predicts one token more ahead than the layer before it."""
+
+import torch
+from torch import Tensor, nn
+
+from glm46.config.model import ModelShape
+from glm46.model.block import TransformerBlock
+from glm46.model.layers import RMSNorm
+from glm46.model.router import RoutingOptions, RoutingStatistics
+
+
+class MTPLayer(nn.Module):
+    """Depth k: from the hidden state at i and token i + k, the hidden state that predicts token i + k + 1.
+
+    Embedding and head are the main model's. Source: arXiv 2412.19437 section 2.2; transformers `MtpLayer`.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.enorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hnorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.block = TransformerBlock(shape, is_dense=False)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedding: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        is_real: Tensor | None,
+        options: RoutingOptions,
+    ) -> tuple[Tensor, RoutingStatistics]:
+        """Next depth's hidden state.
+
+        Args:
+            hidden: [B, S, D], the depth before's result after its final norm.
+            embedding: [B, S, D], embeddings of the tokens k places ahead.
+        """
+        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
+        x, statistics = self.block(x, rope, mask, is_real, options)
+        return self.norm(x), statistics

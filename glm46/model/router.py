@@ -1,0 +1,143 @@
+"""Which experts each token uses, with what weight; and the losses and counts that keep the experts busy.
+
+Everything here is FP32 whatever the model's type: scores of different experts tie in BF16, and ties route differently
+on different layouts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm46.config.model import ModelShape
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """What training adds to GLM's routing; the defaults are GLM's own inference behaviour."""
+
+    temperature: Tensor | None = None
+    """FP32 scalar that divides the logits; a tensor, so that a warm-up does not recompile. None is 1."""
+    capacity_factor: float | None = None
+    """Most tokens of an expert per call, relative to an even share. None drops nothing."""
+    balance_loss: bool = False
+    """Compute the sequence-level balance loss."""
+    z_loss: bool = False
+    """Compute the router z-loss."""
+
+
+class RoutingStatistics(NamedTuple):
+    """What one MoE layer reports of one call. Returned, never stored: a block that is computed again in backward, or
+    compiled, must not count its tokens twice."""
+
+    aux_losses: Tensor
+    """FP32 [2], differentiable: sum over real tokens of the balance loss of their sequence, and of the z-loss."""
+    tokens_per_expert: Tensor
+    """int64 [E]: real tokens that each expert was given."""
+    overflow: Tensor
+    """int64 scalar: assignments lost to the capacity."""
+
+
+class Routing(NamedTuple):
+    """The router's decision for T tokens."""
+
+    weights: Tensor
+    """FP32 [T, A], 0 where an assignment was dropped."""
+    experts: Tensor
+    """int64 [T, A]."""
+    statistics: RoutingStatistics
+
+
+class Router(nn.Module):
+    """Sigmoid router with a selection bias that is no part of the weights (arXiv 2408.15664, transformers Glm4Moe)."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
+
+    def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
+        """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None when there is no padding."""
+        B, S, D = x_BSD.shape
+        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), self.weight.float())
+        if options.temperature is not None:
+            logits_TE = logits_TE / options.temperature
+        scores_TE = logits_TE.sigmoid()
+        experts_TA = self._select(scores_TE.detach() + self.e_score_correction_bias)
+        weights_TA = scores_TE.gather(1, experts_TA)
+        if self.shape.norm_topk_prob:
+            weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
+        weights_TA = weights_TA * self.shape.routed_scaling_factor
+
+        kept_TA = torch.ones_like(experts_TA, dtype=torch.bool)
+        if is_real is not None:
+            kept_TA = kept_TA & is_real.reshape(B * S, 1)
+        assigned = kept_TA.sum()
+        if options.capacity_factor is not None:
+            kept_TA = self._within_capacity(experts_TA, kept_TA, options.capacity_factor)
+        if is_real is not None or options.capacity_factor is not None:
+            weights_TA = weights_TA * kept_TA
+        statistics = RoutingStatistics(
+            aux_losses=self._aux_losses(logits_TE, scores_TE, experts_TA, is_real, (B, S), options),
+            tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),
+            overflow=assigned - kept_TA.sum(),
+        )
+        return Routing(weights_TA, experts_TA, statistics)
+
+    @torch.no_grad()
+    def _select(self, choice_TE: Tensor) -> Tensor:
+        """The A best experts of each token inside its best groups; int64 [T, A]."""
+        if self.shape.n_group > 1:
+            grouped = choice_TE.view(choice_TE.shape[0], self.shape.n_group, -1)
+            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+            best = group_scores.topk(self.shape.topk_group, dim=-1).indices
+            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+            choice_TE = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).view_as(choice_TE)
+        return choice_TE.topk(self.shape.num_experts_per_tok, dim=-1).indices
+
+    def _within_capacity(self, experts_TA: Tensor, kept_TA: Tensor, factor: float) -> Tensor:
+        """Of the kept assignments, those among the first `capacity` of their expert, in token order."""
+        capacity = (kept_TA.sum() * factor / self.shape.n_routed_experts).ceil()
+        chosen = F.one_hot(experts_TA.flatten(), self.shape.n_routed_experts) * kept_TA.flatten().unsqueeze(1)
+        place = (chosen.cumsum(0) * chosen).sum(1)  # 1 for an expert's first token, 2 for its second, ...
+        return kept_TA & (place <= capacity).view_as(kept_TA)
+
+    def _aux_losses(
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        experts_TA: Tensor,
+        is_real: Tensor | None,
+        batch: tuple[int, int],
+        options: RoutingOptions,
+    ) -> Tensor:
+        """FP32 [2]; see `RoutingStatistics.aux_losses`.
+
+        Source: balance loss of each sequence, arXiv 2412.19437 eq. 17 to 20; z-loss, arXiv 2202.08906 eq. 5.
+        """
+        B, S = batch
+        balance = z = logits_TE.new_zeros(())
+        real_BS1 = logits_TE.new_ones(B, S, 1) if is_real is None else is_real.float().unsqueeze(-1)
+        if options.balance_loss:
+            length_B1 = real_BS1.sum(1).clamp(min=1.0)
+            chosen_BSE = torch.zeros_like(scores_TE).scatter_(1, experts_TA, 1.0).view(B, S, -1) * real_BS1
+            share_BE = chosen_BSE.sum(1) * (self.shape.n_routed_experts / self.shape.num_experts_per_tok) / length_B1
+            probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+            mean_probability_BE = (probability_TE.view(B, S, -1) * real_BS1).sum(1) / length_B1
+            balance = ((share_BE * mean_probability_BE).sum(1) * real_BS1.sum((1, 2))).sum()
+        if options.z_loss:
+            z = (logits_TE.logsumexp(-1).square().view(B, S, 1) * real_BS1).sum()
+        return torch.stack([balance, z])
+
+
+@torch.no_grad()
+def _count(experts_TA: Tensor, kept_TA: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: kept assignments of each expert. scatter_add of integers is exact and deterministic on every device."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_TA.device)
+    return counts.scatter_add_(0, experts_TA.flatten(), kept_TA.flatten().to(torch.int64))
