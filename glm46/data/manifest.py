@@ -1,0 +1,165 @@
+"""The manifest of a prepared source: what its shards hold, with which tokenizer they were made, and their hashes.
+
+``manifest.json`` lies beside the shards and is written last: a folder without one is not a source.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from glm46.config.errors import UserError
+from glm46.data.shards import hash_file, open_shard, sync_folder
+
+FILE_NAME = "manifest.json"
+FORMAT = "glm46-data-1"
+
+# Up to here the content hash of every shard is checked at each load; above it only sizes, headers and counts, because
+# reading terabytes at every start would cost more than it finds. `load_manifest(full=True)` checks all.
+_HASHED_AT_LOAD_BYTES = 2**30
+
+_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard: its file name, what it holds, and the SHA-256 of the file."""
+
+    file: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training or validation part of a source; the shards are in the order in which their tokens are numbered."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    shards: tuple[ShardEntry, ...]
+
+    @staticmethod
+    def of(shards: "tuple[ShardEntry, ...]") -> "Split":
+        """The split that these shards make."""
+        return Split(
+            documents=sum(s.documents for s in shards),
+            tokens=sum(s.tokens for s in shards),
+            text_bytes=sum(s.text_bytes for s in shards),
+            shards=tuple(shards),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A prepared source.
+
+    Attributes:
+        folder: where the shards are; not part of the file.
+        source: name of the text, for people.
+        tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
+        vocab_size: highest token id plus one; a model needs at least as many rows.
+        eos_id: the id that ends every document.
+        splits: "train" and "validation".
+        settings: what the shards were made with; the same settings on the same text give the same bytes.
+        dropped: documents left out, by reason.
+    """
+
+    folder: Path
+    source: str
+    tokenizer: str
+    vocab_size: int
+    eos_id: int
+    splits: dict[str, Split]
+    settings: dict = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""
+        if fingerprint != self.tokenizer:
+            raise UserError(
+                f"{self.folder}: its tokens were made with another tokenizer ({self.tokenizer[:12]}…) than "
+                f"model.tokenizer_path names ({fingerprint[:12]}…); set that tokenizer, or prepare the source again"
+            )
+
+
+def save_manifest(manifest: Manifest) -> None:
+    """Write ``manifest.json`` into the folder, complete or not at all."""
+    content = {"format": FORMAT} | {k: v for k, v in asdict(manifest).items() if k != "folder"}
+    file = manifest.folder / FILE_NAME
+    temporary = file.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as handle:
+        json.dump(content, handle, indent=1, ensure_ascii=False)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(file)
+    sync_folder(manifest.folder)
+
+
+def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
+    """Read a manifest and verify its shards: they exist, have the size and counts stated, and the same tokenizer.
+
+    Args:
+        folder: as `prepare_source` or ``python -m glm46 prepare`` made it.
+        full: check the content hash of each shard too. None: only where the source is small.
+
+    Raises:
+        UserError: with every fault found, each naming the file.
+    """
+    folder = Path(folder)
+    manifest = _parse(folder)
+    faults = []
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        try:
+            opened = open_shard(folder / shard.file)
+        except UserError as error:
+            faults += error.faults
+            continue
+        if (len(opened.tokens), len(opened.doc_ends)) != (shard.tokens, shard.documents):
+            faults.append(
+                f"{folder / shard.file}: holds {len(opened.tokens)} tokens in {len(opened.doc_ends)} documents where "
+                f"the manifest says {shard.tokens} in {shard.documents}; {_REMEDY}"
+            )
+        elif opened.metadata.get("tokenizer") != manifest.tokenizer:
+            faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
+        elif _hash_is_due(manifest, full) and hash_file(folder / shard.file) != shard.sha256:
+            faults.append(
+                f"{folder / shard.file}: its bytes are not those that were written (SHA-256 differs); {_REMEDY}"
+            )
+    if faults:
+        raise UserError(*faults)
+    return manifest
+
+
+def _hash_is_due(manifest: Manifest, full: bool | None) -> bool:
+    if full is not None:
+        return full
+    return 4 * sum(split.tokens for split in manifest.splits.values()) <= _HASHED_AT_LOAD_BYTES
+
+
+def _parse(folder: Path) -> Manifest:
+    file = folder / FILE_NAME
+    if not file.is_file():
+        state = "no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it"
+        raise UserError(
+            f"{folder}: {state}; prepare it with 'python -m glm46 prepare', or correct the path of the source"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = content.pop("format", None)
+        if found != FORMAT:
+            raise UserError(f"{file}: format {found!r}, this version reads {FORMAT!r}; prepare the source again")
+        splits = {
+            name: Split(**{**split, "shards": tuple(ShardEntry(**shard) for shard in split["shards"])})
+            for name, split in content.pop("splits").items()
+        }
+        manifest = Manifest(folder=folder, splits=splits, **content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: not a manifest ({type(error).__name__}: {error}); {_REMEDY}") from error
+    for name, split in splits.items():
+        if split != Split.of(split.shards):
+            raise UserError(f"{file}: the totals of split {name} are not the sums over its shards; {_REMEDY}")
+    return manifest

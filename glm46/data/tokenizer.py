@@ -1,0 +1,192 @@
+"""Text to token ids and back, exactly as GLM's own tokenizer does it, through tiktoken.
+
+Three kinds of file give the same class: the shipped vocabulary, a ``.tiktoken`` rank file (base64 bytes and rank per
+line), and a Hugging Face ``tokenizer.json``. Text is always ordinary text: a literal ``<think>`` in a web page is
+encoded as its letters. Special tokens enter a stream by id only.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from glm46.config.errors import UserError
+from glm46.data.tokenizer_hf import GLM_PATTERN, read_tokenizer_json
+
+BUILTIN_PATH = Path(__file__).with_name("builtin_8k.tiktoken")
+
+END_OF_TEXT = "<|endoftext|>"
+
+# The added tokens of GLM-4.5 and 4.6 in the order of their ids. Source: tokenizer.json of the releases.
+GLM_SPECIAL_TOKENS = (
+    END_OF_TEXT, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
+    "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
+    "<|begin_of_audio|>", "<|end_of_audio|>", "<|begin_of_transcription|>", "<|end_of_transcription|>",
+    "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
+    "<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink",
+    "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
+)  # fmt: skip
+
+# A whitespace run above this length is cut out of the text before the regex sees it: fancy-regex keeps one stack entry
+# per character of a run and panics near a million. A tenth of what was seen to work.
+_LONGEST_RUN = 10_000
+
+# Unicode White_Space, which is what \s means in the pattern. Python's own \s has four control characters more.
+_WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+# The lower bound keeps the search linear: a shorter run is given up after that many steps.
+_RUN = re.compile(_WHITE_SPACE + "{64,}")
+_LEADING_NEWLINES = re.compile("[\r\n]+")
+
+_UNKNOWN_ID = "\ufffd".encode()
+
+
+class Tokenizer:
+    """A byte-pair vocabulary with its special tokens.
+
+    Attributes:
+        path: what `load_tokenizer` was called with; another process loads the same tokenizer from it.
+        vocab_size: highest id plus one. A model may have more rows than that, never fewer.
+        special: id of every special token by its name.
+        eos_id: id of ``<|endoftext|>``, which ends every document.
+        fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints encode equally.
+    """
+
+    def __init__(self, path: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
+        self.path = path
+        self.special = dict(special)
+        self.eos_id = special[END_OF_TEXT]
+        self.vocab_size = max(max(ranks.values()), max(special.values())) + 1
+        self.fingerprint = _fingerprint(pattern, ranks, special)
+        self._encoding = tiktoken.Encoding("glm46", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        # Takes everything as one piece: for the pieces that the pattern itself cannot match without a stack overflow.
+        self._whole = tiktoken.Encoding("glm46-whole", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
+        self._pieces: list[bytes] = [_UNKNOWN_ID] * self.vocab_size
+        for piece, rank in ranks.items():
+            self._pieces[rank] = piece
+        for name, token_id in special.items():
+            self._pieces[token_id] = name.encode()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of ordinary text, uint32 [tokens]. No special token is ever produced, none is added.
+
+        Lone surrogates, which no UTF-8 file can hold, become U+FFFD as in tiktoken.
+        """
+        if len(text) < _LONGEST_RUN:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        parts = [
+            (self._whole if whole else self._encoding).encode_to_numpy(piece, disallowed_special=())
+            for piece, whole in _split_long_runs(text)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def decode(self, ids) -> str:
+        """Text of ids (any sequence or array of integers); ids without a token and broken UTF-8 become U+FFFD."""
+        pieces, size = self._pieces, self.vocab_size
+        ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
+        return b"".join(pieces[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of UTF-8 text per id, int64 [vocab_size]; 0 for special tokens and ids without a token.
+
+        Bits per byte = loss in nats summed over targets / ln 2 / sum of this over the same targets.
+        """
+        lengths = np.array([0 if piece is _UNKNOWN_ID else len(piece) for piece in self._pieces], dtype=np.int64)
+        lengths[list(self.special.values())] = 0
+        return lengths
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or the folder that holds it).
+
+    A rank file carries neither pattern nor special tokens: GLM's pattern is used, and GLM's special tokens follow the
+    highest rank in GLM's order, as GLM-4's own tokenizer does.
+
+    Raises:
+        UserError: the file is missing, broken, or not representable exactly; the message says why.
+    """
+    file = BUILTIN_PATH if path == "builtin" else Path(path)
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(
+            f"tokenizer '{path}': {file} is not a file; give 'builtin', a .tiktoken file or a tokenizer.json"
+        )
+    if file.suffix == ".json":
+        pattern, ranks, special = read_tokenizer_json(file)
+        if END_OF_TEXT not in special:
+            raise UserError(f"{file}: no added token {END_OF_TEXT}; GLM ends every document with it")
+    else:
+        pattern, ranks = GLM_PATTERN, read_rank_file(file)
+        special = {name: len(ranks) + i for i, name in enumerate(GLM_SPECIAL_TOKENS)}
+    return Tokenizer(path, pattern, ranks, special)
+
+
+def read_rank_file(file: Path) -> dict[bytes, int]:
+    """Ranks by token bytes of a ``.tiktoken`` file.
+
+    Raises:
+        UserError: with the line that is not ``base64 rank``, or if ranks are not 0, 1, 2 ... or a byte is missing.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            ranks[token] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise UserError(f"{file} line {number}: expected 'base64 rank', got {line[:60]!r}") from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise UserError(
+            f"{file}: ranks are not 0 to {len(ranks) - 1}, each once; the file is damaged or not a rank file"
+        )
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise UserError(
+            f"{file}: no token for byte {missing[0]} (and {len(missing) - 1} more); some texts have no encoding"
+        )
+    return ranks
+
+
+def _split_long_runs(text: str):
+    """Yield (piece, whole): cuts only where the pattern always ends a match, so that pieces encode to the same tokens.
+
+    What the pattern does with a run of white space: punctuation before it takes the newlines that follow directly;
+    ``\\s*[\\r\\n]+`` takes everything to the last newline; ``\\s+(?!\\S)`` takes the rest, but leaves the last character
+    to a non-space that follows.
+    """
+    position = 0
+    for run in _RUN.finditer(text):
+        start, end = run.span()
+        if end - start <= _LONGEST_RUN:
+            continue
+        before = text[start - 1] if start else "a"
+        if not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
+            start = newlines.end()
+        last_newline = max(text.rfind("\n", start, end), text.rfind("\r", start, end))
+        middle = last_newline + 1 if last_newline >= 0 else start
+        # One character stays with the non-space behind the run; it is a piece of its own if it does not fit there.
+        stop = end if end == len(text) else max(end - 1, middle)
+        if position < start:
+            yield text[position:start], False
+        if start < middle:
+            yield text[start:middle], True
+        if middle < stop:
+            yield text[middle:stop], True
+        position = stop
+    if position < len(text):
+        yield text[position:], False
+
+
+def _fingerprint(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> str:
+    digest = hashlib.sha256()
+    for part in (pattern.encode(), *sorted(ranks, key=ranks.__getitem__)):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    for name, token_id in sorted(special.items(), key=lambda item: item[1]):
+        digest.update(f"\0{token_id} {name}".encode())
+    return digest.hexdigest()
