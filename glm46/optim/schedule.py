@@ -1,0 +1,72 @@
+"""Everything that changes while training runs, as pure functions of the tokens seen since the start of the curriculum.
+
+No function here holds state: a resumed run, or a later phase, asks at its own token count and gets the same answer.
+A phase that starts at ``lr_scheduler.start_tokens`` adds that number to its own tokens before it asks.
+"""
+
+import math
+
+from glm46.config.optimizer import LRScheduler
+from glm46.config.section import Schedule
+
+
+def schedule_value(schedule: Schedule, tokens: int) -> float:
+    """The value of ``schedule`` after ``tokens`` tokens of the curriculum.
+
+    Points are joined by straight lines. Of several points with the same token count the last one holds from that
+    count on, so two of them are a jump. Before the first and after the last point the nearest value holds.
+    """
+    if not isinstance(schedule, tuple):
+        return float(schedule)
+    if tokens < schedule[0][0]:
+        return float(schedule[0][1])
+    left, left_value = schedule[0]
+    for right, right_value in schedule[1:]:
+        if tokens < right:
+            return left_value + (right_value - left_value) * ((tokens - left) / (right - left))
+        left, left_value = right, right_value
+    return float(left_value)
+
+
+def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int) -> float:
+    """The learning rate after ``tokens`` tokens of the curriculum, relative to its peak.
+
+    Args:
+        tokens: tokens since the start of the curriculum, ``scheduler.start_tokens`` included.
+        scheduler: the [lr_scheduler] table.
+        total_tokens: where the decay ends if ``scheduler.total_tokens`` is absent: the end of this run, counted from
+            the start of the curriculum.
+
+    The rate rises linearly from 0 over the warm-up, stays at its peak until the decay begins, and stays at
+    ``min_lr_factor`` after the decay ends.
+    Source: cosine, GLM-4.5 (arXiv 2508.06471, section 2.4); constant then linear or 1-sqrt, Hägele et al.
+    (arXiv 2405.18392).
+    """
+    warmup = scheduler.warmup_tokens
+    if tokens < warmup:
+        return tokens / warmup
+    end = total_tokens if scheduler.total_tokens is None else scheduler.total_tokens
+    begin = warmup if scheduler.decay_ratio is None else max(warmup, end - scheduler.decay_ratio * end)
+    if tokens >= end:
+        return scheduler.min_lr_factor
+    if tokens <= begin:
+        return 1.0
+    progress = (tokens - begin) / (end - begin)
+    remaining = {
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "linear": 1.0 - progress,
+        "sqrt": 1.0 - math.sqrt(progress),
+    }[scheduler.decay_type]
+    return scheduler.min_lr_factor + (1.0 - scheduler.min_lr_factor) * remaining
+
+
+def batch_sequences(schedule: Schedule | None, tokens: int, multiple: int) -> int:
+    """Sequences of the next optimizer step: the schedule's value rounded down to ``multiple``, and at least that.
+
+    ``multiple`` is the sequences that all ranks take in one micro-batch. An absent schedule is one micro-batch.
+    """
+    if schedule is None:
+        return multiple
+    # The small term keeps a whole number that the interpolation missed by one rounding error.
+    micro_batches = math.floor(schedule_value(schedule, tokens) / multiple + 1e-9)
+    return max(1, micro_batches) * multiple
