@@ -1,0 +1,290 @@
+"""Hugging Face's tensor names and ours: one table, read in both directions.
+
+Every tensor of a Hugging Face checkpoint is a box inside exactly one of our tensors. Most boxes are the whole tensor
+under another name; an expert's three matrices are boxes inside the two stacked tensors of its layer. Because a box is
+plain numbers, the same table serves whole tensors and shards: a shard needs the boxes that it overlaps.
+
+    ours                                       Hugging Face (N = num_hidden_layers, X = n_routed_experts)
+    embed_tokens.weight                        model.embed_tokens.weight
+    layers.{i}.<layer table>                   model.layers.{i}.<layer table>
+    mtp.{k}.block.<layer table>                model.layers.{N + k}.<layer table>
+    mtp.{k}.<MTP table>                        model.layers.{N + k}.<MTP table>
+    norm.weight, lm_head.weight                model.norm.weight, lm_head.weight
+    embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "copies"
+
+GLM-4.5 and Air are published with the copies, GLM-4.6 without.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.planner.params import TensorKind, dense_layer_kinds, layer_counts, moe_layer_kinds, mtp_layer_kinds
+
+_NAMES_SHOWN = 10
+"""Names listed per fault; the rest is counted. A wrong shape of the model makes tens of thousands."""
+
+_WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16)
+_FP32_ONLY = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class _Rename:
+    """The whole tensor under another name."""
+
+    ours: str
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Expert e's matrix is `ours[e]`, in the `block`-th block of as many rows as it has."""
+
+    ours: str
+    block: int
+
+
+_LAYER_TABLE: dict[str, _Rename | _Stack] = {
+    "input_layernorm.weight": _Rename("input_layernorm.weight"),
+    "self_attn.q_proj.weight": _Rename("self_attn.q_proj.weight"),
+    "self_attn.q_proj.bias": _Rename("self_attn.q_proj.bias"),
+    "self_attn.k_proj.weight": _Rename("self_attn.k_proj.weight"),
+    "self_attn.k_proj.bias": _Rename("self_attn.k_proj.bias"),
+    "self_attn.v_proj.weight": _Rename("self_attn.v_proj.weight"),
+    "self_attn.v_proj.bias": _Rename("self_attn.v_proj.bias"),
+    "self_attn.o_proj.weight": _Rename("self_attn.o_proj.weight"),
+    "self_attn.q_norm.weight": _Rename("self_attn.q_norm.weight"),
+    "self_attn.k_norm.weight": _Rename("self_attn.k_norm.weight"),
+    "post_attention_layernorm.weight": _Rename("post_attention_layernorm.weight"),
+    "mlp.gate_proj.weight": _Rename("mlp.gate_proj.weight"),
+    "mlp.up_proj.weight": _Rename("mlp.up_proj.weight"),
+    "mlp.down_proj.weight": _Rename("mlp.down_proj.weight"),
+    "mlp.gate.weight": _Rename("mlp.router.weight"),
+    "mlp.gate.e_score_correction_bias": _Rename("mlp.router.e_score_correction_bias"),
+    "mlp.experts.E.gate_proj.weight": _Stack("mlp.experts.gate_up", 0),
+    "mlp.experts.E.up_proj.weight": _Stack("mlp.experts.gate_up", 1),
+    "mlp.experts.E.down_proj.weight": _Stack("mlp.experts.down", 0),
+    "mlp.shared_experts.gate_proj.weight": _Rename("mlp.shared_experts.gate_proj.weight"),
+    "mlp.shared_experts.up_proj.weight": _Rename("mlp.shared_experts.up_proj.weight"),
+    "mlp.shared_experts.down_proj.weight": _Rename("mlp.shared_experts.down_proj.weight"),
+}
+"""Hugging Face name inside a layer (`E` is the expert's index) -> what it is for us."""
+
+_MTP_TABLE = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+"""Hugging Face name inside a multi-token prediction layer -> our name inside `mtp.{k}`. The rest is its block's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor as a box inside one of our tensors."""
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    """First place of the box, one number per dimension of *our* tensor; a leading dimension that the Hugging Face
+    tensor does not have is one thick."""
+    is_copy: bool = False
+    """True for a repetition of a tensor that has another name too."""
+
+    def index(self) -> tuple[int | slice, ...]:
+        """What to index our tensor with to get the Hugging Face tensor, without copying."""
+        stacked = len(self.start) - len(self.hf_shape)
+        boxes = zip(self.start[stacked:], self.hf_shape, strict=True)
+        return self.start[:stacked] + tuple(slice(start, start + size) for start, size in boxes)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of our tensors and the Hugging Face tensors that it consists of."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def is_fp32(self) -> bool:
+        """True for the router's selection bias: BF16 would swallow its small updates, so no file may round it."""
+        return self.name.endswith("e_score_correction_bias")
+
+    @property
+    def is_repeated(self) -> bool:
+        """True where the checkpoint holds the tensor under several names."""
+        return any(part.is_copy for part in self.parts)
+
+
+class HFNames:
+    """The table of one shape.
+
+    Attributes:
+        entries: our name -> `Entry`, in the order of the model.
+        places: Hugging Face name -> the entry that it is part of, and which part.
+    """
+
+    def __init__(self, shape: ModelShape, *, with_copies: bool):
+        self.entries = {entry.name: entry for entry in _entries(shape, with_copies)}
+        self.places = {part.hf_name: (entry, part) for entry in self.entries.values() for part in entry.parts}
+
+    def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The Hugging Face tensors of one of ours, as views.
+
+        Raises:
+            KeyError: the model of this shape has no such tensor.
+            ValueError: the tensor's shape is not what the model of this shape has.
+        """
+        entry = self.entries[name]
+        if tuple(tensor.shape) != entry.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}, the model's shape says {list(entry.shape)}")
+        return [(part.hf_name, tensor[part.index()]) for part in entry.parts]
+
+    def from_hf(self, tensors: Iterable[tuple[str, Tensor]], into: Mapping[str, Tensor]) -> None:
+        """Fill our tensors from Hugging Face tensors that come one at a time, in any order.
+
+        Args:
+            tensors: name and tensor. Each name of the table must come exactly once, and no other.
+            into: every tensor of ours by name; a narrower type rounds.
+
+        Raises:
+            UserError: names that are missing, unknown or repeated, wrong shapes or types, copies that differ from
+                what they copy. `into` is then partly written.
+        """
+        faults: list[str] = []
+        seen: set[str] = set()
+        filled: set[str] = set()
+        for hf_name, tensor in tensors:
+            if hf_name in seen:
+                faults.append(f"tensor {hf_name} comes more than once")
+                continue
+            seen.add(hf_name)
+            if hf_name not in self.places:
+                continue  # reported below, with all other unknown names
+            fault = self.fault(hf_name, tuple(tensor.shape), tensor.dtype)
+            if fault is not None:
+                faults.append(fault)
+                continue
+            entry, part = self.places[hf_name]
+            place = into[entry.name][part.index()]
+            if entry.is_repeated and entry.name in filled:
+                # Whichever of a tensor and its copies comes first is written; the others must then agree with it.
+                if not torch.equal(place, tensor.to(place)):
+                    faults.append(f"tensor {hf_name} differs from {self._others(entry, hf_name)}, which it must repeat")
+                continue
+            place.copy_(tensor)
+            filled.add(entry.name)
+        raise_if(faults + self.name_faults(seen))
+
+    def fault(self, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+        """What is wrong with a tensor of a checkpoint that has a known name, if anything."""
+        entry, part = self.places[hf_name]
+        if hf_shape != part.hf_shape:
+            return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
+        allowed = _FP32_ONLY if entry.is_fp32 else _WEIGHT_TYPES
+        if dtype not in allowed:
+            names = " or ".join(_type_name(one) for one in allowed)
+            return f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}"
+        return None
+
+    def name_faults(self, hf_names: Iterable[str]) -> list[str]:
+        """One message for all names that a checkpoint lacks, one for all that the model does not know."""
+        found = set(hf_names)
+        faults = []
+        missing = [name for name in self.places if name not in found]
+        unknown = sorted(name for name in found if name not in self.places)
+        if missing:
+            faults.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
+        if unknown:
+            faults.append(f"{len(unknown)} tensors are not part of this model: {_listed(unknown)}")
+        return faults
+
+    @staticmethod
+    def _others(entry: Entry, hf_name: str) -> str:
+        return " and ".join(part.hf_name for part in entry.parts if part.hf_name != hf_name)
+
+
+def has_copies(hf_names: Iterable[str], shape: ModelShape) -> bool:
+    """Whether a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
+    copies = {name for k in range(shape.num_nextn_predict_layers) for name in _copy_names(shape, k).values()}
+    return not copies.isdisjoint(hf_names)
+
+
+def raise_if(faults: list[str]) -> None:
+    """Raise a `UserError` with all faults, if there are any."""
+    if faults:
+        raise UserError(*faults)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _copy_names(shape: ModelShape, k: int) -> dict[str, str]:
+    layer = f"model.layers.{shape.num_hidden_layers + k}"
+    return {"embed_tokens.weight": f"{layer}.embed_tokens.weight", "lm_head.weight": f"{layer}.shared_head.head.weight"}
+
+
+def _entries(shape: ModelShape, with_copies: bool) -> list[Entry]:
+    dense_layers, _, mtp_layers = layer_counts(shape)
+    entries = [_vocabulary_entry("embed_tokens.weight", "model.embed_tokens.weight", shape, with_copies)]
+    for i in range(shape.num_hidden_layers):
+        kinds = dense_layer_kinds(shape) if i < dense_layers else moe_layer_kinds(shape)
+        entries += _layer_entries(f"layers.{i}", f"model.layers.{i}", kinds)
+    entries.append(_whole("norm.weight", "model.norm.weight", (shape.hidden_size,)))
+    entries.append(_vocabulary_entry("lm_head.weight", "lm_head.weight", shape, with_copies))
+    for k in range(mtp_layers):
+        hf_prefix = f"model.layers.{shape.num_hidden_layers + k}"
+        kinds = mtp_layer_kinds(shape)
+        own = [kind for kind in kinds if kind.name in _MTP_TABLE]
+        entries += [_whole(f"mtp.{k}.{_MTP_TABLE[kind.name]}", f"{hf_prefix}.{kind.name}", kind.shape) for kind in own]
+        of_block = [kind for kind in kinds if kind.name not in _MTP_TABLE]
+        entries += _layer_entries(f"mtp.{k}.block", hf_prefix, of_block)
+    return entries
+
+
+def _whole(name: str, hf_name: str, shape: tuple[int, ...], copies: tuple[str, ...] = ()) -> Entry:
+    origin = (0,) * len(shape)
+    parts = [Part(hf_name, shape, origin)] + [Part(copy, shape, origin, is_copy=True) for copy in copies]
+    return Entry(name, shape, tuple(parts))
+
+
+def _vocabulary_entry(name: str, hf_name: str, shape: ModelShape, with_copies: bool) -> Entry:
+    depths = range(shape.num_nextn_predict_layers) if with_copies else ()
+    copies = tuple(_copy_names(shape, k)[name] for k in depths)
+    return _whole(name, hf_name, (shape.vocab_size, shape.hidden_size), copies)
+
+
+def _layer_entries(prefix: str, hf_prefix: str, kinds: list[TensorKind]) -> list[Entry]:
+    """Entries of one decoder layer. A kind that the table does not know is our bug and fails with its name."""
+    entries: dict[str, Entry] = {}
+    stacks: dict[str, list[tuple[int, TensorKind]]] = {}
+    for kind in kinds:
+        rule = _LAYER_TABLE[kind.name]
+        if isinstance(rule, _Rename):
+            entries[rule.ours] = _whole(f"{prefix}.{rule.ours}", f"{hf_prefix}.{kind.name}", kind.shape)
+        else:
+            stacks.setdefault(rule.ours, []).append((rule.block, kind))
+    for ours, blocks in stacks.items():
+        entries[ours] = _stacked(f"{prefix}.{ours}", hf_prefix, blocks)
+    return list(entries.values())
+
+
+def _stacked(name: str, hf_prefix: str, blocks: list[tuple[int, TensorKind]]) -> Entry:
+    rows, columns = blocks[0][1].shape
+    num_experts = blocks[0][1].count
+    parts = [
+        Part(f"{hf_prefix}.{kind.name.replace('.E.', f'.{expert}.')}", kind.shape, (expert, block * rows, 0))
+        for expert in range(num_experts)
+        for block, kind in blocks
+    ]
+    return Entry(name, (num_experts, rows * len(blocks), columns), tuple(parts))
