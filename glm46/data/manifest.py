@@ -126,9 +126,7 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
         elif opened.metadata.get("tokenizer") != manifest.tokenizer:
             faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
         elif _hash_is_due(manifest, full) and hash_file(folder / shard.file) != shard.sha256:
-            faults.append(
-                f"{folder / shard.file}: its bytes are not those that were written (SHA-256 differs); {_REMEDY}"
-            )
+            faults.append(f"{folder / shard.file}: its bytes have changed (SHA-256 differs); {_REMEDY}")
     if faults:
         raise UserError(*faults)
     return manifest
@@ -144,9 +142,7 @@ def _parse(folder: Path) -> Manifest:
     file = folder / FILE_NAME
     if not file.is_file():
         state = "no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it"
-        raise UserError(
-            f"{folder}: {state}; prepare it with 'python -m glm46 prepare', or correct the path of the source"
-        )
+        raise UserError(f"{folder}: {state}; prepare it with 'python -m glm46 prepare', or correct the path")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = content.pop("format", None)

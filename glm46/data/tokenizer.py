@@ -100,7 +100,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or the folder that holds it).
+    """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or its folder).
 
     A rank file carries neither pattern nor special tokens: GLM's pattern is used, and GLM's special tokens follow the
     highest rank in GLM's order, as GLM-4's own tokenizer does.
@@ -113,7 +113,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         file = file / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            f"tokenizer '{path}': {file} is not a file; give 'builtin', a .tiktoken file or a tokenizer.json"
+            f"tokenizer '{path}': {file} no such file; give 'builtin', a .tiktoken file or a tokenizer.json"
         )
     if file.suffix == ".json":
         pattern, ranks, special = read_tokenizer_json(file)
@@ -142,13 +142,11 @@ def read_rank_file(file: Path) -> dict[bytes, int]:
         except (ValueError, binascii.Error) as error:
             raise UserError(f"{file} line {number}: expected 'base64 rank', got {line[:60]!r}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise UserError(
-            f"{file}: ranks are not 0 to {len(ranks) - 1}, each once; the file is damaged or not a rank file"
-        )
+        raise UserError(f"{file}: ranks are not 0 to {len(ranks) - 1}, each once; the file is damaged")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise UserError(
-            f"{file}: no token for byte {missing[0]} (and {len(missing) - 1} more); some texts have no encoding"
+            f"{file}: no token for byte {missing[0]} and {len(missing) - 1} more; some text has no encoding"
         )
     return ranks
 
@@ -157,8 +155,8 @@ def _split_long_runs(text: str):
     """Yield (piece, whole): cuts only where the pattern always ends a match, so that pieces encode to the same tokens.
 
     What the pattern does with a run of white space: punctuation before it takes the newlines that follow directly;
-    ``\\s*[\\r\\n]+`` takes everything to the last newline; ``\\s+(?!\\S)`` takes the rest, but leaves the last character
-    to a non-space that follows.
+    ``\\s*[\\r\\n]+`` takes everything to the last newline; ``\\s+(?!\\S)`` takes the rest, but leaves the last
+    character to a non-space that follows.
     """
     position = 0
     for run in _RUN.finditer(text):

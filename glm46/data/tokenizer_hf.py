@@ -32,9 +32,7 @@ def read_tokenizer_json(file: Path) -> tuple[str, dict[bytes, int], dict[str, in
         pattern = _pattern(content["pre_tokenizer"])
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file}: not a tokenizer.json of a byte-level BPE ({type(error).__name__}: {error})"
-        ) from error
+        raise UserError(f"{file}: no byte-level BPE tokenizer.json ({type(error).__name__}: {error})") from error
 
     def require(holds: bool, reason: str) -> None:
         if not holds:
@@ -55,9 +53,7 @@ def read_tokenizer_json(file: Path) -> tuple[str, dict[bytes, int], dict[str, in
     ranks = {token_bytes(token): rank for token, rank in vocabulary.items() if token not in special}
     require(sorted(ranks.values()) == list(range(len(ranks))), "ids of ordinary tokens are not 0, 1, 2 ...")
     require(all(bytes([byte]) in ranks for byte in range(256)), "some bytes have no token")
-    require(
-        all(token_id >= len(ranks) for token_id in special.values()), "an added token has the id of a piece of text"
-    )
+    require(all(token_id >= len(ranks) for token_id in special.values()), "an added token has the id of text")
     require(len(set(special.values())) == len(special), "two added tokens share an id")
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
     require(all(a + b in vocabulary for a, b in pairs), "a merge makes a token that is not in the vocabulary")

@@ -1,0 +1,103 @@
+"""From a row of tokens and the places where documents end in it to everything the model and its loss need.
+
+B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tokens long.
+"""
+
+import numpy as np
+import torch
+
+IGNORE = -100  # Label of a position that has no target. Source: the default of torch.nn.functional.cross_entropy.
+
+
+class BatchBuilder:
+    """Fills one batch row by row; `finish` hands it over as tensors and starts the next.
+
+    Args:
+        rows: B.
+        seq_len: S.
+        mtp_depth: K.
+        document_mask: restart positions at the first token of each document.
+        eos_id: fills what lies behind the last token of a split.
+    """
+
+    def __init__(self, rows: int, seq_len: int, mtp_depth: int, document_mask: bool, eos_id: int):
+        self.seq_len, self.mtp_depth = seq_len, mtp_depth
+        self._rows, self._document_mask, self._eos_id = rows, document_mask, eos_id
+        self._count_up = np.arange(seq_len, dtype=np.int32)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        rows, length, depth = self._rows, self.seq_len, self.mtp_depth
+        self._filled = 0
+        self.input_ids = np.empty((rows, length), np.int64)
+        self.labels = np.empty((rows, length), np.int64)
+        self.positions = np.empty((rows, length), np.int32)
+        self.document_ids = np.empty((rows, length), np.int32)
+        self.mtp_input_ids = np.empty((rows, depth, length), np.int64)
+        self.mtp_labels = np.empty((rows, depth, length), np.int64)
+        self.sample_numbers = np.empty(rows, np.int64)
+
+    def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray]) -> None:
+        """Append one row.
+
+        Args:
+            number: global sample number, or that of the validation row.
+            row: int64 [S + 1 + K]; may be changed.
+            used: tokens in it; fewer than its length only at the end of a split, and then a document ends there.
+            ends: places behind the last token of each document, ascending, in pieces (`TokenStream.read`).
+        """
+        length, b = self.seq_len, self._filled
+        row[used:] = self._eos_id
+        self.sample_numbers[b] = number
+        self.input_ids[b] = row[:length]
+        self.labels[b] = row[1 : length + 1]
+        for k in range(1, self.mtp_depth + 1):
+            self.mtp_input_ids[b, k - 1] = row[k : length + k]
+            self.mtp_labels[b, k - 1] = row[k + 1 : length + k + 1]
+        ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
+        self._mask_targets(b, ends)
+        self._number_documents(b, ends[: np.searchsorted(ends, length)])
+        if used < length:
+            self._blank(b, used)
+        self._filled += 1
+
+    def add_padding(self) -> None:
+        """Append a row without any document, which keeps batches equal in number on all ranks."""
+        b = self._filled
+        self.sample_numbers[b] = -1
+        self.input_ids[b] = self._eos_id
+        self.mtp_input_ids[b] = self._eos_id
+        self._blank(b, 0)
+        self._filled += 1
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The batch as the tensors that docs/data.md lists."""
+        assert self._filled == self._rows, "a batch was handed over before it was full"
+        names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
+        batch = {name: torch.from_numpy(getattr(self, name)) for name in names}
+        self._allocate()
+        return batch
+
+    def _mask_targets(self, b: int, ends: np.ndarray) -> None:
+        """A target k + 1 tokens ahead leaves its document at the last k + 1 positions before each end."""
+        for ahead in range(1, self.mtp_depth + 2):
+            places = ends - ahead
+            places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]
+            if ahead == 1:
+                self.labels[b, places] = IGNORE
+            self.mtp_labels[b, max(ahead - 2, 0) :, places] = IGNORE
+
+    def _number_documents(self, b: int, inner_ends: np.ndarray) -> None:
+        """Documents of the row as 0, 1, 2 ..., and positions within them or within the row."""
+        bounds = np.concatenate(([0], inner_ends, [self.seq_len]))
+        lengths = np.diff(bounds)
+        self.document_ids[b] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        self.positions[b] = self._count_up
+        if self._document_mask:
+            self.positions[b] -= np.repeat(bounds[:-1].astype(np.int32), lengths)
+
+    def _blank(self, b: int, start: int) -> None:
+        self.labels[b, start:] = IGNORE
+        self.mtp_labels[b, :, start:] = IGNORE
+        self.positions[b, start:] = 0
+        self.document_ids[b, start:] = -1

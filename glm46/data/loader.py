@@ -1,0 +1,216 @@
+"""The stream of batches: any number of ranks, workers or rows per batch reads the same samples in the same order.
+
+Nothing is remembered but the global number of the next sample, so a run resumes anywhere, under any layout, by
+stating that number. torchdata's StatefulDataLoader brings worker processes and prefetch; order and state are ours.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from glm46.config.errors import UserError
+from glm46.data.batches import BatchBuilder
+from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.mixing import integer_weights, order, permute
+from glm46.data.packing import TokenStream, full_rows
+
+# Samples whose places are computed at once: small arrays cost more in calls than in arithmetic.
+_ORDER_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What a batch looks like, and which part of the samples this rank takes."""
+
+    seq_len: int
+    mtp_depth: int
+    local_batch_size: int
+    dp_rank: int
+    dp_degree: int
+    document_mask: bool
+
+    @property
+    def global_rows(self) -> int:
+        """Samples that all ranks together take in one micro-batch."""
+        return self.local_batch_size * self.dp_degree
+
+    def builder(self, eos_id: int) -> BatchBuilder:
+        """An empty batch of this layout."""
+        return BatchBuilder(self.local_batch_size, self.seq_len, self.mtp_depth, self.document_mask, eos_id)
+
+
+class TrainStream(IterableDataset):
+    """Micro-batches without end; `__iter__` starts at ``start_sample``.
+
+    Micro-batch q of rank r holds the global samples start + q * degree * rows + r * rows + (0 ... rows - 1).
+    """
+
+    def __init__(
+        self, names: Sequence[str], manifests: Sequence[Manifest], weights: Sequence[int], seed: int,
+        layout: BatchLayout, start_sample: int,
+    ):  # fmt: skip
+        self.names, self.manifests, self.weights, self.seed = tuple(names), tuple(manifests), tuple(weights), seed
+        self.layout, self.start_sample = layout, start_sample
+        self.rows_per_source = [
+            full_rows(m.splits["train"].tokens, layout.seq_len, layout.mtp_depth) for m in self.manifests
+        ]
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return _TrainIterator(self, worker.id if worker else 0, worker.num_workers if worker else 1)
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source and row within it of global sample numbers, both int64 [n]."""
+        return order(numbers, self.weights, self.names, self.rows_per_source, self.seed)
+
+
+class _TrainIterator:
+    """Every ``workers``-th micro-batch of a rank. Its state is the number of the next micro-batch's first sample."""
+
+    def __init__(self, stream: TrainStream, worker: int, workers: int):
+        self._stream, self._layout = stream, stream.layout
+        self._streams = [TokenStream(m.folder, m.splits["train"]) for m in stream.manifests]
+        self._builder = stream.layout.builder(stream.manifests[0].eos_id)
+        self._row = np.empty(stream.layout.seq_len + 1 + stream.layout.mtp_depth, np.int64)
+        self._stride = workers * stream.layout.global_rows
+        self._next = stream.start_sample + worker * stream.layout.global_rows
+        self._located: dict[int, tuple] = {}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._next not in self._located:
+            self._locate_block()
+        first = self._next + self._layout.dp_rank * self._layout.local_batch_size
+        for j, (source, sample) in enumerate(self._located.pop(self._next)):
+            used, ends = self._streams[source].read(sample * self._layout.seq_len, self._row)
+            self._builder.add(first + j, self._row, used, ends)
+        self._next += self._stride
+        return self._builder.finish()
+
+    def _locate_block(self) -> None:
+        rows = self._layout.local_batch_size
+        starts = self._next + self._stride * np.arange(max(1, _ORDER_BLOCK // rows))
+        numbers = starts[:, None] + self._layout.dp_rank * rows + np.arange(rows)
+        source, sample = self._stream.locate(numbers.ravel())
+        pairs = list(zip(source.tolist(), sample.tolist(), strict=True))
+        self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
+
+    def state_dict(self) -> dict[str, int]:
+        """Position of this worker."""
+        return {"next_sample": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a position that `state_dict` gave, under the same number of workers and ranks."""
+        self._next = state["next_sample"]
+
+
+class ValidationStream(IterableDataset):
+    """Every held-out token once as an input, in an order that makes the first batches a fair sample of the rest."""
+
+    def __init__(self, manifest: Manifest, layout: BatchLayout, max_batches: int | None):
+        self.manifest, self.layout = manifest, layout
+        self.rows = -(-manifest.splits["validation"].tokens // layout.seq_len)
+        batches = -(-self.rows // layout.global_rows)
+        self.batches = batches if max_batches is None else min(batches, max_batches)
+
+    def __len__(self) -> int:
+        """Batches per rank, the same on each."""
+        return self.batches
+
+    def __iter__(self):
+        layout = self.layout
+        tokens = TokenStream(self.manifest.folder, self.manifest.splits["validation"])
+        builder = layout.builder(self.manifest.eos_id)
+        buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
+        rows = permute(np.arange(self.rows), self.rows, "validation").tolist()
+        for batch in range(self.batches):
+            first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
+            for place in range(first, first + layout.local_batch_size):
+                if place < self.rows:
+                    used, ends = tokens.read(rows[place] * layout.seq_len, buffer)
+                    builder.add(rows[place], buffer, used, ends)
+                else:
+                    builder.add_padding()
+            yield builder.finish()
+
+
+def build_train_loader(
+    sources: Sequence[tuple[str, str | Path, float]], *, seq_len: int, mtp_depth: int, local_batch_size: int,
+    dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
+    prefetch_factor: int = 2,
+) -> StatefulDataLoader:  # fmt: skip
+    """The endless training stream of one rank.
+
+    Args:
+        sources: (name, folder, weight) each. Weights are shares of the tokens; names decide the order in a source.
+        seq_len: tokens per sample.
+        mtp_depth: multi-token prediction layers to make inputs and labels for.
+        local_batch_size: samples per micro-batch.
+        dp_rank, dp_degree: of the ranks that read different samples.
+        seed: of the sample order.
+        document_mask: restart positions per document.
+        start_sample: global number of the first sample; where a run resumes.
+        num_workers: processes that read ahead; 0 reads in this one.
+        prefetch_factor: micro-batches that each worker keeps ready.
+
+    Returns:
+        A loader of dicts of tensors, as docs/data.md lists them.
+
+    Raises:
+        UserError: no source, a folder that is not one, tokenizers that differ, weights, or too little text.
+    """
+    if not sources:
+        raise UserError("data.sources: empty; name at least one folder of prepared text to train on")
+    names, folders, weights = zip(*sources, strict=True)
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"data.sources: names {list(names)} repeat; the name decides the order of samples, make it unique"
+        )
+    manifests = [load_manifest(Path(folder)) for folder in folders]
+    for manifest in manifests[1:]:
+        manifest.require_tokenizer(manifests[0].tokenizer)
+    layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
+    stream = TrainStream(names, manifests, integer_weights(weights), seed, layout, start_sample)
+    short = [
+        f"{m.folder}: {m.splits['train'].tokens} training tokens are fewer than one row of {seq_len} with its targets"
+        for m, rows in zip(manifests, stream.rows_per_source, strict=True)
+        if rows == 0
+    ]
+    if short:
+        raise UserError(*short)
+    return _carry(stream, num_workers, prefetch_factor)
+
+
+def build_validation_loader(
+    path: str | Path, *, seq_len: int, mtp_depth: int, local_batch_size: int, dp_rank: int, dp_degree: int,
+    document_mask: bool, max_batches: int | None = None,
+) -> StatefulDataLoader:  # fmt: skip
+    """The held-out text of one source: every token once over all ranks, the same number of batches on each rank.
+
+    Rows behind the last text have document id -1 and no labels, as has the rest of the last row with text.
+
+    Raises:
+        UserError: no such source, or no held-out text in it.
+    """
+    manifest = load_manifest(Path(path))
+    if not manifest.splits["validation"].tokens:
+        raise UserError(f"{path}: no document was held out for validation; the source is too small, or its split is 0")
+    layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
+    return _carry(ValidationStream(manifest, layout, max_batches), 0, 0)
+
+
+def _carry(stream: IterableDataset, num_workers: int, prefetch_factor: int) -> StatefulDataLoader:
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls torch.set_vital, which is without effect and deprecated since torch 2.12.
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
+        # Each item of the stream is a whole batch already.
+        return StatefulDataLoader(
+            stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None
+        )
