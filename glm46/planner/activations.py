@@ -1,0 +1,62 @@
+"""Bytes that forward keeps for backward, per token and layer, as `glm46/model` computes it.
+
+Counted are the tensors that autograd saves, each once; a test compares the sums with what a small model really saves.
+Letters as in the model: D hidden, H and K query and key heads, C head width, F expert width, E experts, A experts per
+token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
+"""
+
+from glm46.config.model import ModelShape
+
+FP32 = 4
+INDEX = 8
+
+
+def _norm(dim: int, width: int) -> float:
+    """RMSNorm: its input in FP32 (below FP32 a copy), the normalised rows, and one statistic per row."""
+    return dim * (FP32 + width) + FP32
+
+
+ROUTED_SWIGLU_WIDTHS = 5
+"""Widths kept per assignment: gate, up, silu(gate), silu(gate) * up, and that times the routing weight."""
+
+
+def attention_bytes(shape: ModelShape, width: int) -> float:
+    """Norm and attention of one layer, per token."""
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    total = _norm(shape.hidden_size, width)
+    total += shape.hidden_size * width  # what q, k and v are projected from
+    if shape.use_qk_norm:
+        heads = shape.num_attention_heads + shape.num_key_value_heads
+        total += heads * _norm(shape.head_dim, width)
+    total += (queries + 2 * keys) * width  # rotated queries and keys, and values
+    total += queries * width + shape.num_attention_heads * FP32  # result and the softmax's log-sum
+    return total
+
+
+def _swiglu(inner: int, width: int) -> float:
+    """gate, up, silu(gate) and their product."""
+    return 4 * inner * width
+
+
+def dense_layer_bytes(shape: ModelShape, width: int) -> float:
+    """One dense layer, per token."""
+    norm = _norm(shape.hidden_size, width) + shape.hidden_size * width
+    return attention_bytes(shape, width) + norm + _swiglu(shape.intermediate_size, width)
+
+
+def moe_layer_bytes(shape: ModelShape, width: int) -> float:
+    """One layer with experts, per token."""
+    chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
+    total = attention_bytes(shape, width)
+    total += _norm(shape.hidden_size, width) + shape.hidden_size * width
+    total += 0 if width == FP32 else shape.hidden_size * FP32  # the router's FP32 input
+    total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
+    total += chosen * shape.hidden_size * width  # rows sorted by expert
+    total += chosen * ROUTED_SWIGLU_WIDTHS * shape.moe_intermediate_size * width
+    return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width)
+
+
+def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
+    """One multi-token prediction layer with its own norms and projection, per token."""
+    joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
+    return joined + moe_layer_bytes(shape, width)

@@ -1,0 +1,88 @@
+"""Degrees of the mesh with every "all that are left" filled in."""
+
+from dataclasses import dataclass
+from math import prod
+
+from glm46.config.errors import UserError
+from glm46.config.parallelism import Parallelism
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Resolved degrees; their product, without the experts' borrowed one, is the number of processes."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks that FSDP spreads a dense parameter over."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that FSDP spreads an expert over."""
+        return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+def fixed_processes(parallelism: Parallelism) -> int:
+    """Product of the degrees that the config states: the fewest processes it can run on, or a divisor of their number
+    when ``data_parallel_shard_degree`` is left open."""
+    shard = max(parallelism.data_parallel_shard_degree, 1)
+    return shard * prod(
+        (
+            parallelism.data_parallel_replicate_degree,
+            parallelism.tensor_parallel_degree,
+            parallelism.pipeline_parallel_degree,
+            parallelism.context_parallel_degree,
+        )
+    )
+
+
+def smallest_world(parallelism: Parallelism) -> int:
+    """The fewest processes that the config can run on: the experts' axis must fit into the axes it borrows from."""
+    fixed = fixed_processes(parallelism)
+    if parallelism.data_parallel_shard_degree != -1:
+        return fixed
+    borrowed = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    shard = 1
+    while (shard * borrowed) % parallelism.expert_parallel_degree:
+        shard += 1
+    return fixed * shard
+
+
+def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
+    """The degrees on this many processes.
+
+    Raises:
+        UserError: the degrees do not multiply to the number of processes.
+    """
+    fixed = fixed_processes(parallelism)
+    is_open = parallelism.data_parallel_shard_degree == -1
+    if world_size % fixed if is_open else world_size != fixed:
+        rule = "a multiple of" if is_open else "exactly"
+        raise UserError(
+            f"parallelism: {world_size} processes; the degrees multiply to {fixed}, so the number of processes must be "
+            f"{rule} {fixed}; set NGPU, or change a degree"
+        )
+    return Layout(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=world_size // fixed if is_open else parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+    )

@@ -1,0 +1,177 @@
+"""How many bytes each rank needs, by formula.
+
+The formulas follow what FSDP2, our model and our optimizers allocate, for the rank that needs most, with tokens
+spread evenly over experts; what an uneven batch adds is not in them.
+"""
+
+from dataclasses import dataclass, fields
+
+from glm46.config.model import ModelShape
+from glm46.config.optimizer import Optimizer
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.planner.activations import FP32, INDEX, dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes
+from glm46.planner.layout import Layout, resolve_layout
+from glm46.planner.params import (
+    TensorKind,
+    dense_layer_kinds,
+    embedding_kinds,
+    head_kinds,
+    moe_layer_kinds,
+    mtp_layer_kinds,
+)
+
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 256.0}
+"""Bytes per element; 8bit has an FP32 scale per block of 256 (torchao's block size)."""
+
+LOSS_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once; a test holds it to the default of `model/cross_entropy.py`."""
+
+PROCESS_BYTES = {"cpu": 350 * 2**20, "gpu": 2 * 2**30}
+"""What a process takes before the first weight. cpu: resident memory after importing torch and its distributed parts
+(measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not counted)."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the rank that needs most."""
+
+    weights: float
+    """Master weights that this rank holds."""
+    gradients: float
+    """Their gradients."""
+    optimizer: float
+    """States of Muon and AdamW."""
+    gathered: float
+    """Whole weights of embedding and head and of the layers at work, with one layer's whole gradient."""
+    activations: float
+    """What forward keeps for backward."""
+    loss: float
+    """Logits of one chunk and the head's gradient."""
+    process: float
+    """The program itself."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one pipeline stage may hold."""
+
+    kinds: list[TensorKind]
+    activation: float
+    """Bytes per token kept for backward."""
+
+
+def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan:
+    """Bytes per rank for a run on this many processes.
+
+    Args:
+        device: "gpu" or "cpu"; decides what the process itself takes.
+
+    Raises:
+        UserError: the degrees do not multiply to `world_size`.
+    """
+    shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
+    stages = _stages(shape, layout.pp, _BYTES[run.training.mixed_precision_param])
+    plans = [_stage_plan(run, shape, layout, number, stage) for number, stage in enumerate(stages)]
+    largest = max(plans, key=lambda plan: plan.total)
+    return MemoryPlan(*[getattr(largest, field.name) for field in fields(largest)][:-1], process=PROCESS_BYTES[device])
+
+
+def _stages(shape: ModelShape, pp: int, width: float) -> list[list[_Layer]]:
+    """Decoder layers spread evenly by number over the stages, the ends with embedding, head and MTP layers."""
+    dense = _Layer(dense_layer_kinds(shape), dense_layer_bytes(shape, int(width)))
+    moe = _Layer(moe_layer_kinds(shape), moe_layer_bytes(shape, int(width)))
+    mtp = _Layer(mtp_layer_kinds(shape), mtp_layer_bytes(shape, int(width)))
+    is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
+    layers = [dense if flag else moe for flag in is_dense]
+    bounds = [round(stage * len(layers) / pp) for stage in range(pp + 1)]
+    stages = [layers[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    hidden = 2 * shape.hidden_size * width
+    stages[0] = [_Layer(embedding_kinds(shape), INDEX), *stages[0]]
+    stages[-1] = [*stages[-1], *[mtp] * shape.num_nextn_predict_layers, _Layer(head_kinds(shape), hidden)]
+    return stages
+
+
+def _stage_plan(run: Run, shape: ModelShape, layout: Layout, number: int, stage: list[_Layer]) -> MemoryPlan:
+    kinds = [kind for layer in stage for kind in layer.kinds]
+    held = sum(_held(kind, layout) for kind in kinds)
+    states = sum(_held(kind, layout) * _states(kind, run.optimizer) for kind in kinds if kind.trained)
+    master = _BYTES[run.training.dtype]
+    return MemoryPlan(
+        weights=held * master,
+        gradients=held * master,
+        optimizer=states * _BYTES[run.optimizer.state_dtype],
+        gathered=_gathered(run, layout, stage),
+        activations=_activations(run, shape, layout, number, stage),
+        loss=_loss(run, shape, layout) if number == layout.pp - 1 else 0.0,
+        process=0.0,
+    )
+
+
+def _is_expert(kind: TensorKind) -> bool:
+    return kind.name.startswith("mlp.experts.")
+
+
+def _is_matrix(kind: TensorKind) -> bool:
+    return len(kind.shape) == 2
+
+
+def _whole(kind: TensorKind, layout: Layout) -> float:
+    """Elements that a rank computes with: what FSDP gathers."""
+    if _is_expert(kind):
+        return kind.numel / layout.ep
+    # Norms, biases and the router are whole on every tensor-parallel rank; they are too small to matter.
+    return kind.numel / (layout.tp if _is_matrix(kind) and kind.name != "mlp.gate.weight" else 1)
+
+
+def _held(kind: TensorKind, layout: Layout) -> float:
+    """Elements that a rank holds between steps."""
+    return _whole(kind, layout) / (layout.expert_shards if _is_expert(kind) else layout.dense_shards)
+
+
+def _states(kind: TensorKind, optimizer: Optimizer) -> int:
+    """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
+    if optimizer.name == "AdamW" or not _is_matrix(kind) or kind.name == "embed_tokens.weight":
+        return 2
+    choice = {"lm_head.weight": optimizer.lm_head, "mlp.gate.weight": optimizer.router}.get(kind.name, "muon")
+    return 1 if choice == "muon" else 2
+
+
+def _gathered(run: Run, layout: Layout, stage: list[_Layer]) -> float:
+    param, reduce = _BYTES[run.training.mixed_precision_param], _BYTES[run.training.mixed_precision_reduce]
+    if layout.world_size == 1 and run.training.mixed_precision_param == run.training.dtype:
+        return 0.0
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    root = sum(_whole(kind, layout) for layer in stage for kind in layer.kinds if kind.name in ends)
+    blocks = [layer.kinds for layer in stage if not any(kind.name in ends for kind in layer.kinds)]
+    layers = [sum(_whole(kind, layout) for kind in kinds) for kinds in blocks]
+    largest = max(layers, default=0.0)
+    policy = run.parallelism.fsdp_reshard_after_forward
+    keeps_all = policy == "never" or (policy == "default" and layout.pp > 1)
+    # The layer at work and the one that is fetched ahead; a whole gradient, and its copy in the type of the sum.
+    weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
+    gradient = max(largest, root) * (param + (reduce if reduce != param else 0.0))
+    return (weights + root) * param + gradient
+
+
+def _activations(run: Run, shape: ModelShape, layout: Layout, number: int, stage: list[_Layer]) -> float:
+    tokens = run.training.local_batch_size * run.training.seq_len / (layout.cp * layout.tp)
+    # 1F1B: a stage holds as many micro-batches as there are stages behind it, itself included.
+    in_flight = layout.pp - number
+    if run.activation_checkpoint.mode == "none":
+        return in_flight * tokens * sum(layer.activation for layer in stage)
+    boundary = shape.hidden_size * _BYTES[run.training.mixed_precision_param]
+    return tokens * (in_flight * boundary * len(stage) + max(layer.activation for layer in stage))
+
+
+def _loss(run: Run, shape: ModelShape, layout: Layout) -> float:
+    width = _BYTES[run.training.mixed_precision_param]
+    tokens = run.training.local_batch_size * run.training.seq_len / layout.cp
+    rows = shape.vocab_size / layout.tp
+    logits = min(LOSS_CHUNK_TOKENS, tokens) * rows * (FP32 + (width if width != FP32 else 0.0))
+    head_gradient = rows * shape.hidden_size * (FP32 + (width if width != FP32 else 0.0))
+    return logits + head_gradient + tokens * shape.hidden_size * width

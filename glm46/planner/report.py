@@ -1,0 +1,79 @@
+"""The plan of a run as text: how big, how dear, how long."""
+
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.planner.budget import days, plan_budget
+from glm46.planner.flops import training_flops
+from glm46.planner.layout import resolve_layout, smallest_world
+from glm46.planner.memory import plan_memory
+from glm46.planner.params import count_parameters
+from glm46.planner.peaks import find_accelerator
+from glm46.planner.requirement import memory_lines
+
+DEFAULT_GPU = "H100"
+DEFAULT_MFU = 0.35
+"""An ambition for this size of model, stated with every figure that follows from it; it is no measurement."""
+
+_GIB = 2**30
+
+
+def plan_text(
+    run: Run, *, world_size: int | None = None, gpu: str = DEFAULT_GPU, mfu: float = DEFAULT_MFU, device: str = "gpu"
+) -> str:
+    """Parameters, FLOPs, memory per rank, tokens and days of a run.
+
+    Args:
+        world_size: processes; absent: the fewest that the degrees allow.
+        gpu: name in the table of peaks that time is reckoned for.
+        mfu: share of that peak which the run is taken to reach.
+        device: "gpu" or "cpu", for the memory that the program itself takes.
+
+    Raises:
+        UserError: the degrees do not multiply to `world_size`.
+        ValueError: the GPU is not in the table, or `mfu` is not in (0, 1].
+    """
+    accelerator = find_accelerator(gpu)
+    if accelerator is None or not 0 < mfu <= 1:
+        raise ValueError(
+            f"gpu = {gpu!r}, mfu = {mfu}: a name in glm46/planner/peaks.py and a share in (0, 1] are needed"
+        )
+    world = world_size or smallest_world(run.parallelism)
+    layout = resolve_layout(run.parallelism, world)
+    shape, plan = resolve_shape(run.model), plan_memory(run, world, device=device)
+    count, flops = count_parameters(shape), training_flops(shape, run.training.seq_len)
+    budget = plan_budget(run, layout.batch_ranks)
+    lines = [
+        f"{run.job.description} ({run.model.flavor})",
+        "",
+        "parameters",
+        f"  {'total':<22} {count.total:>22,}  (main {count.main:,}, MTP {count.mtp:,})",
+        f"  {'active per token':<22} {count.active:>22,}  (embedding and head included)",
+        f"  {'tensors':<22} {count.tensors:>22,}  (as Hugging Face counts them)",
+        "",
+        f"FLOPs per token, forward and backward, at {run.training.seq_len:,} tokens",
+        f"  {'weights':<22} {flops.matrices / 1e9:>22,.3f}  GFLOP",
+        f"  {'causal attention':<22} {flops.attention / 1e9:>22,.3f}  GFLOP",
+        f"  {'MTP':<22} {flops.mtp / 1e9:>22,.3f}  GFLOP",
+        f"  {'total':<22} {flops.total / 1e9:>22,.3f}  GFLOP",
+        "",
+        f"memory of each of {world:,} ranks (pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, "
+        f"cp {layout.cp}, tp {layout.tp}, ep {layout.ep})",
+        *memory_lines(plan),
+        f"    {'total':<18} {plan.total / _GIB:>8,.1f} GiB",
+        "",
+        "run",
+    ]
+    if budget.step_tokens is not None:
+        lines.append(f"  {'tokens per step':<22} {budget.step_tokens:>22,.0f}")
+    if budget.tokens is None or budget.flops is None:
+        return "\n".join(
+            [*lines, "  tokens: only the run tells, because the batch has a ramp and the budget is in steps"]
+        )
+    lines.append(f"  {'tokens':<22} {budget.tokens:>22,.0f}")
+    lines.append(f"  {'FLOPs':<22} {budget.flops:>22.3e}")
+    if device == "gpu":
+        time = days(budget.flops, world, accelerator.bf16_flops, mfu)
+        rate = world * accelerator.bf16_flops * mfu / flops.total
+        lines.append(f"  {'days':<22} {time:>22,.2f}  ({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)")
+        lines.append(f"  {'tokens per second':<22} {rate:>22,.0f}")
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""What a run needs beside what this machine has, on one screen, before any work starts."""
+
+from dataclasses import dataclass
+
+from glm46.config.parallelism import ActivationCheckpoint
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
+from glm46.planner.machine import Machine
+from glm46.planner.memory import MemoryPlan, plan_memory
+from glm46.planner.params import count_parameters
+from glm46.planner.peaks import find_accelerator
+
+_GIB = 2**30
+_USABLE_CPU_RATIO = 0.95
+"""Part of the free memory that a run may plan to fill; without the rest the system starts to kill processes."""
+_USABLE_GPU_RATIO = 0.92
+"""Part of a GPU's memory that tensors can fill; the rest goes to fragmentation of the allocator."""
+_REFERENCE_GPU = "H100"
+_MOST_DOUBLINGS = 14
+_WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    faults: list[str]
+    world_size: int
+    plan: MemoryPlan
+
+
+def describe_requirement(run: Run, machine: Machine, *, world_size: int | None = None) -> tuple[bool, str]:
+    """Whether this machine can hold the run, and one screen that says why.
+
+    Args:
+        world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
+
+    Raises:
+        UserError: `world_size` is given and the degrees do not multiply to it.
+    """
+    verdict = _judge(run, machine, world_size)
+    lines = [*_needs(run, machine, verdict), "", *_found(machine), ""]
+    if not verdict.faults:
+        return True, "\n".join([*lines, "It fits."])
+    lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
+    advice = _smallest_that_fits(run, machine)
+    remedies = [f"  - {advice}"] if advice else []
+    remedies += [
+        "  - see what it needs in detail:  python -m glm46 plan --config <this file>",
+        "  - train something that fits:     CONFIG_FILE=train_configs/debug.toml ./run_train.sh",
+    ]
+    return False, "\n".join([*lines, "", "What to do:", *remedies])
+
+
+def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
+    needed, gpus = smallest_world(run.parallelism), len(machine.gpus) * machine.nodes
+    if world_size is not None:
+        resolve_layout(run.parallelism, world_size)
+        needed = world_size
+    elif gpus > needed and run.parallelism.data_parallel_shard_degree == -1:
+        needed = gpus - gpus % fixed_processes(run.parallelism)
+    plan = plan_memory(run, needed, device="gpu" if machine.gpus else "cpu")
+    faults = []
+    if gpus and needed > gpus:
+        faults.append(f"it needs {needed:,} GPUs (the product of its degrees), and {gpus:,} were found")
+    if machine.gpus:
+        sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
+        if sizes and plan.total > min(sizes) * _USABLE_GPU_RATIO:
+            usable = _gib(min(sizes) * _USABLE_GPU_RATIO)
+            faults.append(f"each GPU needs {_gib(plan.total)}, and {usable} of {_gib(min(sizes))} can be filled")
+    else:
+        here = -(-needed // machine.nodes)
+        if plan.total * here > machine.free_bytes * _USABLE_CPU_RATIO:
+            who = f"{here:,} processes need" if here > 1 else "one process needs"
+            faults.append(f"{who} {_gib(plan.total * here)} of memory, and {_gib(machine.free_bytes)} are free")
+            if needed > 1 and not gpus:
+                faults.append(f"it is laid out for {needed:,} GPUs (the product of its degrees), and none was found")
+    return _Verdict(faults, needed, plan)
+
+
+def _needs(run: Run, machine: Machine, verdict: _Verdict) -> list[str]:
+    count, plan = count_parameters(resolve_shape(run.model)), verdict.plan
+    layout = resolve_layout(run.parallelism, verdict.world_size)
+    kind = "GPUs" if machine.gpus or verdict.faults else "processes"
+    degrees = {
+        "pipeline": layout.pp,
+        "replicate": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "context": layout.cp,
+        "tensor": layout.tp,
+    }
+    named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
+    experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
+    active = f"{count.total:,} parameters, {count.active:,} active per token"
+    return [
+        f"What this run needs ({run.model.flavor}: {active})",
+        f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
+        f"  {'memory of each':<18} {_gib(plan.total)}, of which",
+        *memory_lines(plan),
+    ]
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """One aligned line per part of a memory plan."""
+    parts = {
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer states": plan.optimizer,
+        "gathered weights": plan.gathered,
+        "activations": plan.activations,
+        "loss and logits": plan.loss,
+        "program": plan.process,
+    }
+    return [f"    {name:<18} {_gib(size):>12}" for name, size in parts.items()]
+
+
+def _found(machine: Machine) -> list[str]:
+    nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
+    lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
+    lines.append(f"  {'memory':<18} {_gib(machine.free_bytes)} free of {_gib(machine.memory_bytes)}")
+    names = sorted({gpu.name for gpu in machine.gpus})
+    for name in names:
+        alike = [gpu for gpu in machine.gpus if gpu.name == name]
+        memory = _gib(alike[0].memory_bytes) if alike[0].memory_bytes is not None else "unknown memory"
+        lines.append(f"  {'GPUs':<18} {len(alike)} x {name}, {memory} each")
+    return lines if names else [*lines, f"  {'GPUs':<18} none"]
+
+
+def _smallest_that_fits(run: Run, machine: Machine) -> str | None:
+    """The least number of GPUs, by doubling the shards that the config leaves open, whose memory is enough."""
+    reference = find_accelerator(_REFERENCE_GPU)
+    assert reference is not None
+    capacity = reference.memory_bytes
+    name = _REFERENCE_GPU
+    if machine.gpus and machine.gpus[0].memory_bytes is not None:
+        capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
+    world, is_open = smallest_world(run.parallelism), run.parallelism.data_parallel_shard_degree == -1
+    sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
+    less = ActivationCheckpoint(mode="full")
+    for candidate, remark in ((run, ""), (run.model_copy(update={"activation_checkpoint": less}), _WITH_CHECKPOINTING)):
+        for size in sizes:
+            if plan_memory(candidate, size).total <= capacity * _USABLE_GPU_RATIO:
+                return f"run it on {size:,} GPUs of {_gib(capacity)} ({name}) or more{remark}"
+    return (
+        f"even {sizes[-1]:,} GPUs of {_gib(capacity)} ({name}) cannot hold it: raise the tensor, pipeline, context or "
+        "expert degree, or lower training.local_batch_size"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:,.1f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:,.1f} MiB"

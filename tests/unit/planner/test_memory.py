@@ -1,0 +1,126 @@
+"""The memory formulas against what a small model allocates, and against sums that can be done by hand."""
+
+import pytest
+import torch
+
+from glm46.config.errors import UserError
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.run import Run
+from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
+from glm46.model.transformer import Transformer
+from glm46.planner.activations import dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes
+from glm46.planner.layout import resolve_layout, smallest_world
+from glm46.planner.memory import LOSS_CHUNK_TOKENS, plan_memory
+from glm46.planner.params import count_parameters
+
+
+def _run(**sections) -> Run:
+    return Run.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
+
+
+def _kept_bytes(shape, dtype, *, mtp):
+    """Bytes that autograd keeps of one forward pass, each storage once, parameters left out; and the tokens."""
+    torch.manual_seed(0)
+    model = Transformer(shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model = model.to(dtype)
+    for router in model.routers().values():
+        router.e_score_correction_bias.data = router.e_score_correction_bias.float()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(0, shape.vocab_size, (4, 128))
+    further = ids.unsqueeze(1).expand(-1, shape.num_nextn_predict_layers, -1) if mtp else None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        sums = model(ids, labels=ids, mtp_input_ids=further, mtp_labels=further)
+    del sums
+    return sum(kept.values()), ids.numel()
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("use_qk_norm", [True, False])
+def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_norm):
+    shape = PRESETS["debug"].model_copy(update={"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
+    more_moe = shape.model_copy(update={"num_hidden_layers": 3})
+    more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
+    base, tokens = _kept_bytes(shape, dtype, mtp=False)
+    measured_moe = (_kept_bytes(more_moe, dtype, mtp=False)[0] - base) / tokens
+    measured_dense = (_kept_bytes(more_dense, dtype, mtp=False)[0] - base) / tokens
+    # 3 %: tables and offsets that do not grow with the tokens, and small tensors of the router.
+    assert moe_layer_bytes(shape, width) == pytest.approx(measured_moe, rel=0.03)
+    assert dense_layer_bytes(shape, width) == pytest.approx(measured_dense, rel=0.03)
+    # The loss's own tensors (gradients of head and hidden states) do not belong to the layer.
+    head = shape.vocab_size * shape.hidden_size * width / tokens + shape.hidden_size * width
+    measured_mtp = (_kept_bytes(shape, dtype, mtp=True)[0] - base) / tokens - head
+    assert mtp_layer_bytes(shape, width) == pytest.approx(measured_mtp, rel=0.03)
+
+
+def test_one_process_holds_every_parameter_once():
+    run = _run(training={"seq_len": 128, "mixed_precision_param": "float32"}, optimizer={"name": "AdamW"})
+    plan, count = plan_memory(run, 1, device="cpu"), count_parameters(resolve_shape(run.model))
+    buffers = count.buffers * 4  # the planner counts the selection biases among the weights
+    assert plan.weights - buffers == sum(p.numel() for p in Transformer(resolve_shape(run.model)).parameters()) * 4
+    assert plan.optimizer == 2 * 4 * count.trained
+    assert plan.gathered == 0
+
+
+def test_muon_keeps_one_state_for_matrices():
+    shape = PRESETS["debug"]
+    run = _run(optimizer={"name": "Muon", "lm_head": "adamw", "router": "muon"})
+    adamw = 2 * shape.vocab_size * shape.hidden_size
+    adamw += sum(p.numel() for p in Transformer(shape).parameters() if p.ndim == 1)
+    muon = count_parameters(shape).trained - adamw
+    assert plan_memory(run, 1).optimizer == 4 * (2 * adamw + muon)
+
+
+@pytest.mark.parametrize("state_dtype, size", [("float32", 4.0), ("bfloat16", 2.0), ("8bit", 1.0 + 4 / 256)])
+def test_state_types(state_dtype, size):
+    run = _run(optimizer={"name": "AdamW", "state_dtype": state_dtype})
+    assert plan_memory(run, 1).optimizer == pytest.approx(2 * size * count_parameters(PRESETS["debug"]).trained)
+
+
+def test_shards_divide_what_is_held_and_not_what_is_computed():
+    run = _run(parallelism={"expert_parallel_degree": 2})
+    two, four = plan_memory(run, 2), plan_memory(run, 4)
+    assert two.weights == pytest.approx(2 * four.weights)
+    assert two.optimizer == pytest.approx(2 * four.optimizer)
+    assert two.gathered == four.gathered
+    assert two.activations == four.activations
+
+
+def test_checkpointing_keeps_layer_inputs_and_one_layer():
+    full = plan_memory(_run(activation_checkpoint={"mode": "full"}), 1).activations
+    none = plan_memory(_run(), 1).activations
+    shape, tokens = PRESETS["debug"], 128
+    boundaries = (shape.num_hidden_layers + shape.num_nextn_predict_layers + 2) * shape.hidden_size * 2
+    assert full == tokens * (boundaries + mtp_layer_bytes(shape, 2))
+    assert full < none / 2
+
+
+def test_the_planned_chunk_is_the_models():
+    assert LOSS_CHUNK_TOKENS == DEFAULT_CHUNK_TOKENS
+
+
+def test_the_seed_layout_of_the_355b_model():
+    degrees = {
+        "pipeline_parallel_degree": 16,
+        "tensor_parallel_degree": 8,
+        "expert_parallel_degree": 32,
+        "data_parallel_shard_degree": 64,
+    }
+    run = _run(model={"flavor": "GLM-4.6"}, parallelism=degrees, training={"seq_len": 4096})
+    assert smallest_world(run.parallelism) == 8192
+    layout = resolve_layout(run.parallelism, 8192)
+    assert (layout.dense_shards, layout.expert_shards, layout.batch_ranks) == (64, 16, 64)
+    # No rank can hold less than its even share, and stages differ by at most one layer of six.
+    share = count_parameters(PRESETS["GLM-4.6"]).total * 4 / 8192
+    assert share <= plan_memory(run, 8192).weights <= 1.35 * share
+    with pytest.raises(UserError, match="exactly 8192"):
+        resolve_layout(run.parallelism, 64)

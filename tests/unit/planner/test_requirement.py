@@ -1,0 +1,121 @@
+"""A run that this machine cannot hold is refused on one screen, with what it needs and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.run import Run
+from glm46.planner.budget import constant, days, plan_budget
+from glm46.planner.machine import Gpu, Machine
+from glm46.planner.memory import plan_memory
+from glm46.planner.peaks import find_accelerator
+from glm46.planner.report import plan_text
+from glm46.planner.requirement import describe_requirement
+
+_GIB = 2**30
+SMALL = Machine(cores=2, memory_bytes=24 * _GIB, free_bytes=23 * _GIB)
+NODE = Machine(96, 1024 * _GIB, 1000 * _GIB, gpus=tuple([Gpu("NVIDIA H100 80GB HBM3", 80 * _GIB)] * 8))
+SEED_LAYOUT = {
+    "pipeline_parallel_degree": 16,
+    "tensor_parallel_degree": 8,
+    "expert_parallel_degree": 32,
+    "data_parallel_shard_degree": 64,
+}
+
+
+def _run(flavor, *, parallelism=None, **training) -> Run:
+    sections = {"model": {"flavor": flavor}, "training": {"seq_len": 4096, "steps": 10} | training}
+    return Run.model_validate(sections | {"parallelism": parallelism or {}})
+
+
+def _assert_one_screen(text):
+    assert len(text.splitlines()) <= 40
+    assert max(len(line) for line in text.splitlines()) <= 160
+
+
+def test_the_debug_model_fits_anywhere():
+    fits, text = describe_requirement(_run("debug", seq_len=512), SMALL, world_size=2)
+    assert fits
+    assert "2 = shard 2" in text
+
+
+def test_glm46_on_two_cores_is_refused():
+    fits, text = describe_requirement(_run("GLM-4.6", parallelism=SEED_LAYOUT), SMALL)
+    assert not fits
+    _assert_one_screen(text)
+    for part in ("8,192 = pipeline 16 x shard 64 x tensor 8", "none", "23.0 GiB free", "python -m glm46 plan --config"):
+        assert part in text
+
+
+def test_too_few_gpus_are_named_with_both_numbers():
+    fits, text = describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 16}), NODE)
+    assert not fits
+    assert "needs 16 GPUs" in text and "8 were found" in text
+    assert describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 4}), NODE)[0]
+
+
+def test_too_little_gpu_memory_says_how_many_would_do():
+    # The sequence must be short: unsharded activations of 4,096 tokens over 92 layers alone exceed one GPU.
+    run = _run("GLM-4.6", seq_len=512)
+    fits, text = describe_requirement(run, NODE)
+    assert not fits
+    _assert_one_screen(text)
+    assert "each GPU needs" in text
+    number = int(text.split("run it on ")[1].split(" GPUs")[0].replace(",", ""))
+    usable = 0.92 * 80 * _GIB
+    assert plan_memory(run, number).total <= usable < plan_memory(run, number // 2).total
+
+
+def test_the_memory_of_all_local_processes_counts_on_a_cpu():
+    run = _run("100M", seq_len=512, mixed_precision_param="float32")
+    needed = plan_memory(run, 2, device="cpu").total * 2
+    # A run may fill 95 % of what is free: just above and just below that.
+    enough = Machine(2, 2 * int(needed), int(needed / 0.95) + 1)
+    short = Machine(2, 2 * int(needed), int(needed / 0.95) - 1)
+    assert describe_requirement(run, enough, world_size=2)[0]
+    fits, text = describe_requirement(run, short, world_size=2)
+    assert not fits and "2 processes need" in text
+
+
+def test_processes_that_do_not_match_the_degrees_are_an_error():
+    with pytest.raises(UserError, match="multiply to 8192"):
+        describe_requirement(_run("GLM-4.6", parallelism=SEED_LAYOUT), NODE, world_size=8)
+
+
+def test_a_plan_states_its_assumptions():
+    text = plan_text(_run("GLM-4.6", parallelism=SEED_LAYOUT, tokens=22 * 10**12, steps=None), mfu=0.35)
+    assert "356,785,898,816" in text and "44,689" in text
+    assert "35% of the BF16 peak" in text
+    with pytest.raises(ValueError, match="peaks.py"):
+        plan_text(_run("debug"), gpu="abacus")
+
+
+def test_days_are_flops_over_speed():
+    run = _run("GLM-4.6", tokens=22 * 10**12, steps=None)
+    flops = plan_budget(run, 1).flops
+    # 22T tokens at 4,096: 5.1e24 FLOPs with MTP, from the facts page.
+    assert flops == pytest.approx(5.1e24, rel=0.01)
+    peak = find_accelerator("H100").bf16_flops
+    assert days(flops, 8192, peak, 0.35) == pytest.approx(flops / 8192 / peak / 0.35 / 86400)
+
+
+def test_budget_of_steps_and_of_a_ramp():
+    run = _run("debug", seq_len=128, local_batch_size=4)
+    assert (plan_budget(run, 2).step_tokens, plan_budget(run, 2).tokens) == (1024, 10240)
+    ramp = _run("debug", global_batch_size=((0, 8.0), (1000, 16.0)))
+    assert plan_budget(ramp, 1).tokens is None
+    assert constant(((0, 8.0), (1000, 8.0))) == 8.0
+
+
+def test_planner_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "import glm46.planner.requirement, glm46.planner.report\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
