@@ -32,10 +32,12 @@ class Data(Section):
     """The mixture. At least one source is needed to train."""
 
     document_mask: bool = False
-    """Attend only within a document and restart positions at its first token. Labels never cross documents either way."""
+    """Attend only within a document and restart positions at its first token. Labels never cross documents
+    either way."""
 
     num_workers: int = Field(0, ge=0)
-    """Worker processes of the loader on each rank. 0 reads in the training process, which is fast enough for memory maps."""
+    """Worker processes of the loader on each rank. 0 reads in the training process, which is fast enough for memory
+    maps."""
 
     prefetch_factor: int = Field(2, ge=1)
     """Micro-batches each worker keeps ready."""

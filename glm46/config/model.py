@@ -1,6 +1,6 @@
 """The shape of a model, under the names of Hugging Face's ``config.json``, and the [model] table that picks one."""
 
-from typing import Literal, Optional
+from typing import Literal
 
 from pydantic import Field, create_model
 
@@ -115,7 +115,8 @@ class _ModelBase(Section):
     """Preset to start from; the list is in glm46/config/presets.py."""
 
     tokenizer_path: str = "builtin"
-    """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file or a Hugging Face tokenizer.json."""
+    """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file or a Hugging Face
+    tokenizer.json."""
 
 
 # The table repeats every field of ModelShape with "absent" as its default, so that each shape key is documented once.
@@ -124,7 +125,7 @@ Model = create_model(
     __base__=_ModelBase,
     __doc__=_ModelBase.__doc__,
     **{
-        name: (Optional[field.rebuild_annotation()], Field(None, description=field.description))
+        name: (field.rebuild_annotation() | None, Field(None, description=field.description))
         for name, field in ModelShape.model_fields.items()
     },
 )

@@ -31,8 +31,8 @@ class MoE(Section):
     """Divisor of the router logits while training; a schedule warms it up. 1 is off."""
 
     capacity_factor: float | None = Field(None, gt=0.0)
-    """Most tokens an expert takes from one micro-batch, relative to an even share; tokens beyond it lose that expert and
-    are counted as overflow. Absent: no token is dropped, as GLM trains."""
+    """Most tokens an expert takes from one micro-batch, relative to an even share; tokens beyond it lose that expert
+    and are counted as overflow. Absent: no token is dropped, as GLM trains."""
 
 
 class MTP(Section):

@@ -48,8 +48,8 @@ class Optimizer(Section):
     """Muon: precision of the Newton-Schulz products."""
 
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near 2.5e-4.
-    original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
+    """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near
+    2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
 
     router: Literal["muon", "adamw"] = "muon"
     """Rule of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""

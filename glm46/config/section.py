@@ -9,10 +9,13 @@ class Section(BaseModel):
     """A table of the TOML file: frozen, strict, and it knows no key that it does not document.
 
     The string under each field is its documentation: ``python -m glm46 schema`` and ``train --help`` print it.
-    A boolean is never a number and a string is never parsed into one, because a typing slip must not train for days.
+    A boolean is never a number, a string is never parsed into one, and no number is infinite or NaN, because a typing
+    slip must not train for days.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":

@@ -1,0 +1,119 @@
+"""The command line: ``python -m glm46 VERB``. Each verb imports what it needs: refusing bad input costs no torch.
+
+Every verb that reads a run takes ``--config FILE`` and any key of the file as ``--section.key value``.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm46.config.errors import UserError
+
+_EXIT_USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
+    tokens, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(tokens)
+    try:
+        return arguments.run(arguments, overrides)
+    except UserError as error:
+        _print_faults(error)
+        return _EXIT_USER_ERROR
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Close before the interpreter tries to flush.
+        sys.stderr.close()
+        return 0
+
+
+def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate ``--section.key value`` from the verb's own options: only the former have a dot in their name."""
+    own, overrides, remaining = [], [], list(argv)
+    while remaining:
+        token = remaining.pop(0)
+        name = token.partition("=")[0]
+        if not (token.startswith("--") and "." in name):
+            own.append(token)
+            continue
+        overrides.append(token)
+        if "=" not in token and remaining and not remaining[0].startswith("--"):
+            overrides.append(remaining.pop(0))
+    return own, overrides
+
+
+def _print_faults(error: UserError) -> None:
+    for fault in error.faults:
+        print(f"error: {fault}", file=sys.stderr)
+
+
+class _KeysHelp(argparse.Action):
+    """``--help`` of a verb that reads a run: its options, then every key of the file."""
+
+    def __init__(self, option_strings, dest, **_):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="show this, and every key of the file")
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from glm46.key_help import print_keys
+
+        parser.print_help()
+        print_keys()
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _add_run_verb(verbs, "train", "train in this process; torchrun starts one for each rank", _train)
+    schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
+    schema.set_defaults(run=_schema)
+    return parser
+
+
+def _add_run_verb(verbs, name: str, meaning: str, function) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(
+        name,
+        help=meaning,
+        description=f"{meaning[0].upper()}{meaning[1:]}.",
+        epilog="Any key of the file can be stated again as --section.key VALUE; VALUE is read as TOML, a bare word is "
+        "a string, and --section.key= takes the key out of the file.",
+        usage=f"python -m glm46 {name} --config FILE [options] [--section.key VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    verb.add_argument("--help", "-h", action=_KeysHelp)
+    verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
+    verb.set_defaults(run=function)
+    return verb
+
+
+def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.config.schema import json_schema
+
+    _refuse_overrides("schema", overrides)
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _refuse_overrides(verb: str, overrides: Sequence[str]) -> None:
+    if overrides:
+        raise UserError(f"command line: {overrides[0]}: the verb {verb} reads no run; leave it out")
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.config.check import check_trainable
+    from glm46.config.loader import load_run
+
+    run = load_run(arguments.config, overrides)
+    faults = check_trainable(run)
+    if faults:
+        raise UserError(*(f"{arguments.config}: {fault}" for fault in faults))
+    # Torch takes seconds to import: only now, and the rules about the number of processes with it.
+    from glm46.distributed.process import launched_world_size
+    from glm46.training.trainer import train
+
+    return train(load_run(arguments.config, overrides, world_size=launched_world_size() or 1))

@@ -1,0 +1,184 @@
+"""Rules across sections, one small function each: the tuples of rules are the list of them.
+
+A rule yields the faults it finds and reads nothing but the configuration. Rules about one key alone sit in its field,
+those about the shape in `rules_model`, those about the mesh in `rules_layout`.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator
+
+from glm46.config.faults import Fault, show
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.rules_layout import LAYOUT_RULES, layout_is_trained, values_of
+from glm46.config.rules_model import MODEL_RULES
+from glm46.config.run import Run
+
+Faults = Iterator[Fault]
+
+
+def check_run(run: Run, *, world_size: int | None) -> list[str]:
+    """Messages of every broken rule; an empty list is a sound run.
+
+    Args:
+        world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
+    """
+    return [fault.message for fault in find_faults(run, world_size)]
+
+
+def check_trainable(run: Run) -> list[str]:
+    """Messages about layouts that ``plan`` works out and ``train`` does not run in this version."""
+    return [fault.message for fault in layout_is_trained(run)]
+
+
+def find_faults(run: Run, world_size: int | None) -> list[Fault]:
+    """As `check_run`, with the keys that each fault is about."""
+    faults = [fault for rule in SECTION_RULES for fault in rule(run)]
+    if run.model.flavor not in PRESETS:
+        return faults
+    shape = resolve_shape(run.model)
+    faults += [fault for rule in MODEL_RULES for fault in rule(run, shape)]
+    return faults + [fault for rule in LAYOUT_RULES for fault in rule(run, shape, world_size)]
+
+
+def flavor_is_a_preset(run: Run) -> Faults:
+    flavor = run.model.flavor
+    if flavor not in PRESETS:
+        names = {name.lower(): name for name in PRESETS}
+        near = difflib.get_close_matches(flavor.lower(), names, n=1, cutoff=0.6)
+        remedy = f"did you mean '{names[near[0]]}'? " if near else ""
+        yield Fault(
+            ("model.flavor",), f"model.flavor = {show(flavor)}: no such preset; {remedy}Presets: {', '.join(PRESETS)}"
+        )
+
+
+def budget_is_given_once(run: Run) -> Faults:
+    keys = ("training.tokens", "training.steps")
+    tokens, steps = run.training.tokens, run.training.steps
+    if tokens is None and steps is None:
+        yield Fault(keys, "training.tokens, training.steps: both absent; state how long to train, in one of them")
+    if tokens is not None and steps is not None:
+        yield Fault(keys, f"training.tokens = {tokens}, training.steps = {steps}: both given; state one of them")
+
+
+def there_is_a_source(run: Run) -> Faults:
+    if not run.data.sources:
+        yield Fault(
+            ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
+        )
+
+
+def source_names_and_paths_are_unique(run: Run) -> Faults:
+    for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
+        seen: dict[str, int] = {}
+        for index, source in enumerate(run.data.sources):
+            value = getattr(source, key)
+            if value in seen:
+                where = f"data.sources[{index}].{key}"
+                other = f"data.sources[{seen[value]}].{key}"
+                yield Fault((where, other), f"{where} = {show(value)}: the same as {other}; {remedy}")
+            seen.setdefault(value, index)
+
+
+def schedules_keep_their_range(run: Run) -> Faults:
+    for key, schedule, lowest, inclusive in (
+        ("moe.bias_update_rate", run.moe.bias_update_rate, 0, True),
+        ("moe.router_temperature", run.moe.router_temperature, 0, False),
+        ("mtp.loss_weight", run.mtp.loss_weight, 0, True),
+        ("training.global_batch_size", run.training.global_batch_size, 1, True),
+    ):
+        wrong = [value for value in values_of(schedule) if value < lowest or (value == lowest and not inclusive)]
+        if wrong:
+            rule = "must be at least" if inclusive else "must be greater than"
+            point = f": value {show(wrong[0])}" if isinstance(schedule, tuple) else ""
+            yield Fault((key,), f"{key} = {show(schedule)}{point}: {rule} {lowest}")
+
+
+def warmup_ends_before_decay(run: Run) -> Faults:
+    scheduler = run.lr_scheduler
+    total = _curriculum_tokens(run)
+    if total is None:
+        return
+    decay_start = total if scheduler.decay_ratio is None else total * (1 - scheduler.decay_ratio)
+    keys = ("lr_scheduler.warmup_tokens", "lr_scheduler.total_tokens", "training.tokens")
+    if scheduler.warmup_tokens >= total:
+        yield Fault(
+            keys,
+            f"lr_scheduler.warmup_tokens = {scheduler.warmup_tokens}: the schedule ends at {total} tokens, before its "
+            "peak; warm up for fewer tokens, or raise training.tokens or lr_scheduler.total_tokens",
+        )
+    elif scheduler.warmup_tokens > decay_start:
+        yield Fault(
+            (*keys, "lr_scheduler.decay_ratio"),
+            f"lr_scheduler.decay_ratio = {scheduler.decay_ratio}: the decay would begin at {decay_start:.0f} tokens, "
+            f"inside the warm-up of {scheduler.warmup_tokens}; lower decay_ratio or warmup_tokens",
+        )
+
+
+def run_fits_into_its_schedule(run: Run) -> Faults:
+    scheduler = run.lr_scheduler
+    if scheduler.total_tokens is None:
+        return
+    end = scheduler.start_tokens + (run.training.tokens or 1)
+    if end > scheduler.total_tokens:
+        yield Fault(
+            ("lr_scheduler.total_tokens", "lr_scheduler.start_tokens", "training.tokens"),
+            f"lr_scheduler.total_tokens = {scheduler.total_tokens}: the schedule ends before this run, which reaches "
+            f"{end} tokens (lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that",
+        )
+
+
+def _curriculum_tokens(run: Run) -> int | None:
+    if run.lr_scheduler.total_tokens is not None:
+        return run.lr_scheduler.total_tokens
+    if run.training.tokens is not None:
+        return run.lr_scheduler.start_tokens + run.training.tokens
+    batch = run.training.global_batch_size
+    if run.training.steps is not None and isinstance(batch, float):
+        return run.lr_scheduler.start_tokens + int(run.training.steps * batch * run.training.seq_len)
+    return None
+
+
+def checkpoint_keys_work_together(run: Run) -> Faults:
+    checkpoint = run.checkpoint
+    if checkpoint.load_step >= 0 and not checkpoint.enable:
+        yield Fault(
+            ("checkpoint.load_step", "checkpoint.enable"),
+            f"checkpoint.load_step = {checkpoint.load_step}: nothing is loaded while checkpoint.enable = false; "
+            "set enable = true, or name the step's folder in checkpoint.initial_load_path",
+        )
+    if checkpoint.initial_load_model_only and checkpoint.initial_load_path is None:
+        yield Fault(
+            ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
+            "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it",
+        )
+
+
+def checkpoint_folder_is_inside(run: Run) -> Faults:
+    folder = run.checkpoint.folder
+    if not folder or folder.startswith(("/", "~")) or ".." in folder.replace("\\", "/").split("/"):
+        yield Fault(
+            ("checkpoint.folder",),
+            f"checkpoint.folder = {show(folder)}: must be a relative path inside job.dump_folder; move dump_folder",
+        )
+
+
+def one_rate_for_adamw(run: Run) -> Faults:
+    if run.optimizer.name == "AdamW" and run.optimizer.adamw_lr is not None:
+        yield Fault(
+            ("optimizer.adamw_lr", "optimizer.name"),
+            f'optimizer.adamw_lr = {run.optimizer.adamw_lr}: with name = "AdamW" there is one rate; set optimizer.lr',
+        )
+
+
+SECTION_RULES: tuple[Callable[[Run], Faults], ...] = (
+    flavor_is_a_preset,
+    budget_is_given_once,
+    there_is_a_source,
+    source_names_and_paths_are_unique,
+    schedules_keep_their_range,
+    warmup_ends_before_decay,
+    run_fits_into_its_schedule,
+    checkpoint_keys_work_together,
+    checkpoint_folder_is_inside,
+    one_rate_for_adamw,
+)

@@ -1,0 +1,106 @@
+"""TOML file and command line to a checked `Run`, and back to text.
+
+The table of the file, with the overrides put into it, is validated once, so an override is checked like a line of the
+file. Every fault is found before one is reported, each with where it was written.
+"""
+
+import copy
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli
+import tomli_w
+
+from glm46.config.check import find_faults
+from glm46.config.errors import UserError
+from glm46.config.faults import Fault
+from glm46.config.overrides import apply_overrides, key_parts, parse_overrides
+from glm46.config.run import Run
+from glm46.config.validation import validate_table
+
+
+def load_run(path: Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Run:
+    """Read a run from its TOML file.
+
+    Args:
+        path: the TOML file.
+        overrides: tokens of the command line, ``--section.key value`` or ``--section.key=value``; later ones win.
+        world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
+
+    Raises:
+        UserError: with every fault of the file, the overrides and the rules across sections.
+    """
+    table = _read(path)
+    written = copy.deepcopy(table)
+    parsed, faults = parse_overrides(overrides)
+    faults += apply_overrides(table, parsed)
+    run, invalid = validate_table(table)
+    faults += invalid
+    in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
+    # A rule that reads a key in doubt would judge a default that nobody wrote.
+    faults += [fault for fault in find_faults(run, world_size) if not _any_touches(fault.keys, in_doubt)]
+    if faults:
+        overridden = [override.key for override in parsed]
+        raise UserError(*(f"{_origin(fault, path, written, overridden)}: {fault.message}" for fault in faults))
+    return run
+
+
+def dump_run(run: Run) -> str:
+    """The run as TOML, defaults included; it loads again to an equal run. Absent keys are left out."""
+    return tomli_w.dumps(run.model_dump(exclude_none=True))
+
+
+def _read(path: Path) -> dict:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}{_similar_file(path)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8 text; a TOML file is expected") from error
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        lines = text.splitlines()
+        quoted = f"; the line reads: {lines[error.lineno - 1].strip()}" if error.lineno <= len(lines) else ""
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid TOML: {error.msg}{quoted}") from error
+
+
+def _similar_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    names = [file.name for file in path.parent.glob("*.toml")]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _is_inside(key: str, outer: str) -> bool:
+    return key == outer or key.startswith((outer + ".", outer + "["))
+
+
+def _any_touches(keys: Sequence[str], others: Sequence[str]) -> bool:
+    return any(_is_inside(key, other) or _is_inside(other, key) for key in keys for other in others)
+
+
+def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str]) -> str:
+    """Where the keys of a fault were stated; keys that are stated nowhere are the file's to state."""
+    origins = set() if fault.keys else {"command line"}
+    for key in fault.keys:
+        if any(_is_inside(key, override) for override in overridden):
+            origins.add("command line")
+            continue
+        if any(_is_inside(override, key) for override in overridden):
+            origins.add("command line")
+        if _states(written, key):
+            origins.add(str(path))
+    return " and ".join(sorted(origins, key=lambda origin: origin == "command line")) or str(path)
+
+
+def _states(table: dict, key: str) -> bool:
+    place = table
+    for part in key_parts(key):
+        try:
+            place = place[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

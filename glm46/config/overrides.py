@@ -1,0 +1,120 @@
+"""Command line to keys: ``--section.key value`` or ``--section.key=value``, put over what the file says.
+
+The value is read as a TOML literal; what is none is a string, so that ``--optimizer.name AdamW`` needs no quotes.
+``--section.key=`` with nothing after it takes the key out of the file, so that its default holds.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from typing import Any
+
+import tomli
+
+from glm46.config.faults import Fault, show
+
+_ABSENT = object()
+_KEY = re.compile(r"[A-Za-z0-9_-]+(\[\d+\])?(\.[A-Za-z0-9_-]+(\[\d+\])?)*")
+
+# A budget on the command line replaces the file's, in whichever unit the file gives it: any run can be cut short with
+# one flag. The pair stays a fault when both are stated in one place.
+_ALTERNATIVES = {"training.steps": "training.tokens", "training.tokens": "training.steps"}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One key of the command line and its value."""
+
+    key: str
+    value: Any
+
+
+def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]:
+    """Split argv tokens into overrides; a token that is none becomes a fault."""
+    overrides, faults = [], []
+    remaining = list(tokens)
+    while remaining:
+        token = remaining.pop(0)
+        name, equals, text = token.removeprefix("--").partition("=")
+        if not token.startswith("--") or not _KEY.fullmatch(name):
+            faults.append(Fault((), f"{show(token)}: expected --section.key value; quote a value that has spaces"))
+        elif equals:
+            overrides.append(Override(name, _ABSENT if text == "" else _literal(text)))
+        elif not remaining or remaining[0].startswith("--"):
+            faults.append(Fault((), f"--{name}: no value given; write --{name} VALUE", doubtful=(name,)))
+        else:
+            overrides.append(Override(name, _literal(remaining.pop(0))))
+    return overrides, faults
+
+
+def apply_overrides(table: dict, overrides: Sequence[Override]) -> list[Fault]:
+    """Put overrides into the table, in order, in place; missing tables are made."""
+    faults = []
+    stated = {override.key for override in overrides if override.value is not _ABSENT}
+    for override in overrides:
+        fault = _apply(table, override)
+        if fault:
+            faults.append(fault)
+        other = _ALTERNATIVES.get(override.key)
+        if other and override.key in stated and other not in stated:
+            _apply(table, Override(other, _ABSENT))
+    return faults
+
+
+def key_parts(key: str) -> list[str | int]:
+    """``data.sources[0].weight`` as ``["data", "sources", 0, "weight"]``."""
+    return [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
+
+
+def _literal(text: str) -> Any:
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError:
+        return text
+    # More than one key: the text held a line break. No key takes a date, so what looks like one is a name.
+    if set(parsed) != {"value"} or isinstance(parsed["value"], (date, time)):
+        return text
+    return parsed["value"]
+
+
+def _apply(table: dict, override: Override) -> Fault | None:
+    *path, last = key_parts(override.key)
+    place: Any = table
+    for depth, part in enumerate(path):
+        # Missing tables are made, missing entries of an array are not: nobody could tell what the others hold.
+        if isinstance(place, dict) and isinstance(part, str) and isinstance([*path, last][depth + 1], str):
+            place.setdefault(part, {})
+        if not _holds(place, part):
+            return _no_such_place(override.key, path[: depth + isinstance(part, str)], place)
+        place = place[part]
+    if isinstance(place, dict) and isinstance(last, str):
+        if override.value is _ABSENT:
+            place.pop(last, None)
+        else:
+            place[last] = override.value
+        return None
+    if not _holds(place, last):
+        return _no_such_place(override.key, path, place)
+    if override.value is _ABSENT:
+        del place[last]
+    else:
+        place[last] = override.value
+    return None
+
+
+def _holds(place: Any, part: str | int) -> bool:
+    if isinstance(part, str):
+        return isinstance(place, dict) and part in place
+    return isinstance(place, list) and part < len(place)
+
+
+def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    if isinstance(place, list):
+        rule = f"{name} has {len(place)} entries, counted from 0"
+    elif isinstance(place, dict):
+        rule = f"{name} is no array in the file"
+    else:
+        rule = f"{name} = {show(place)} holds no keys"
+    return Fault((), f"{key}: {rule}; state the whole value of {name} instead", doubtful=(key,))

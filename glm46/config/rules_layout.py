@@ -1,0 +1,159 @@
+"""Rules about the mesh: what it must divide, how many processes it takes, and what a batch of it must hold.
+
+A world size of None means that the number of processes is not known yet; rules that need it say nothing then.
+"""
+
+from collections.abc import Callable, Iterator
+
+from glm46.config.faults import Fault, show
+from glm46.config.model import ModelShape
+from glm46.config.run import Run
+from glm46.config.section import Schedule
+
+Faults = Iterator[Fault]
+
+
+def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
+    """Ranks that read different sequences; None when it follows from a world size that is not known or does not fit."""
+    layout = run.parallelism
+    shard = layout.data_parallel_shard_degree
+    if shard == -1:
+        if world_size is None or world_size % _fixed_degrees(run):
+            return None
+        shard = world_size // _fixed_degrees(run)
+    return layout.data_parallel_replicate_degree * shard
+
+
+def _fixed_degrees(run: Run) -> int:
+    layout = run.parallelism
+    return (
+        layout.data_parallel_replicate_degree
+        * layout.tensor_parallel_degree
+        * layout.pipeline_parallel_degree
+        * layout.context_parallel_degree
+    )
+
+
+def values_of(schedule: Schedule | None) -> tuple[float, ...]:
+    """Every value that a schedule states."""
+    if schedule is None:
+        return ()
+    return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)
+
+
+def shard_degree_is_a_number_or_the_rest(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    if run.parallelism.data_parallel_shard_degree == 0:
+        key = "parallelism.data_parallel_shard_degree"
+        yield Fault((key,), f"{key} = 0: must be at least 1, or -1 for all ranks that are left")
+
+
+def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    layout = run.parallelism
+    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    for degree_key, degree, key, size, factor in (
+        ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
+        ("tensor_parallel_degree", tensor, "model.num_key_value_heads", shape.num_key_value_heads, 1),
+        ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
+        ("tensor_parallel_degree", tensor, "training.seq_len", run.training.seq_len, 1),
+        # Head and tail of the sequence go to one rank, so that causal attention costs each the same.
+        ("context_parallel_degree", context, "training.seq_len", run.training.seq_len, 2),
+        ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),
+    ):
+        if degree > 1 and size % (degree * factor):
+            wanted = "must divide" if factor == 1 else f"{factor} times it must divide"
+            yield Fault(
+                (f"parallelism.{degree_key}", key),
+                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}",
+            )
+
+
+def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    stages = run.parallelism.pipeline_parallel_degree
+    if stages > shape.num_hidden_layers:
+        yield Fault(
+            ("parallelism.pipeline_parallel_degree", "model.num_hidden_layers"),
+            f"parallelism.pipeline_parallel_degree = {stages}: there are only model.num_hidden_layers = "
+            f"{shape.num_hidden_layers} layers; lower it",
+        )
+
+
+def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    local, batch = run.training.local_batch_size, run.training.global_batch_size
+    degree = data_parallel_degree(run, world_size)
+    # Without the number of processes, every divisor of the true degree that is known must divide already.
+    divisor = local * (degree or run.parallelism.data_parallel_replicate_degree)
+    keys = ("training.global_batch_size", "training.local_batch_size", "parallelism")
+    explained = f"training.local_batch_size = {local} times {divisor // local} data-parallel ranks"
+    if isinstance(batch, tuple):
+        # A ramp is rounded down to a multiple, so only a value below the smallest one is wrong.
+        if 1 <= min(values_of(batch)) < divisor:
+            yield Fault(
+                keys,
+                f"training.global_batch_size = {show(batch)}: {min(values_of(batch)):g} sequences are less than one "
+                f"micro-batch, {divisor} ({explained}); start the ramp higher or lower local_batch_size",
+            )
+    elif batch is not None and batch >= 1 and batch % divisor:
+        below = int(batch // divisor) * divisor
+        yield Fault(
+            keys,
+            f"training.global_batch_size = {batch:g}: must be a multiple of {divisor} ({explained}); "
+            f"take {below or divisor} or {below + divisor}",
+        )
+
+
+def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    if world_size is None:
+        return
+    layout = run.parallelism
+    keys = ("parallelism",)
+    fixed, shard = _fixed_degrees(run), layout.data_parallel_shard_degree
+    spelled = "replicate * tensor * pipeline * context"
+    if shard == -1 and world_size % fixed:
+        yield Fault(
+            keys,
+            f"parallelism: {spelled} degrees multiply to {fixed}, which does not divide {world_size} processes; "
+            f"start a multiple of {fixed} processes, or lower a degree",
+        )
+    elif shard > 0 and fixed * shard != world_size:
+        more = "more" if world_size > fixed * shard else "fewer"
+        yield Fault(
+            keys,
+            f"parallelism: shard * {spelled} degrees multiply to {fixed * shard} processes, and {world_size} is "
+            f"{more}; start {fixed * shard} processes (NGPU={fixed * shard}), or set data_parallel_shard_degree = -1",
+        )
+
+
+def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    layout, degree = run.parallelism, data_parallel_degree(run, world_size)
+    if degree is None:
+        return
+    shard = degree // layout.data_parallel_replicate_degree
+    ranks = shard * layout.context_parallel_degree * layout.tensor_parallel_degree
+    if ranks % layout.expert_parallel_degree:
+        yield Fault(
+            ("parallelism",),
+            f"parallelism.expert_parallel_degree = {layout.expert_parallel_degree}: must divide shard * context * "
+            f"tensor degrees = {ranks}, from which it is borrowed",
+        )
+
+
+def layout_is_trained(run: Run) -> Faults:
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        key = f"parallelism.{axis}_parallel_degree"
+        degree = getattr(run.parallelism, f"{axis}_parallel_degree")
+        if degree > 1:
+            yield Fault(
+                (key,),
+                f"{key} = {degree}: this version plans such a layout but trains with FSDP2 and HSDP only; "
+                "set it to 1, or see `python -m glm46 plan`",
+            )
+
+
+LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
+    shard_degree_is_a_number_or_the_rest,
+    layout_divides_the_model,
+    every_stage_has_a_layer,
+    degrees_multiply_to_the_processes,
+    experts_borrow_whole_ranks,
+    batch_divides,
+)

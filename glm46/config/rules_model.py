@@ -1,0 +1,85 @@
+"""Rules about the shape of a model: what does not divide, and what a token could never reach."""
+
+from collections.abc import Callable, Iterator
+
+from glm46.config.faults import Fault
+from glm46.config.model import ModelShape
+from glm46.config.run import Run
+
+Faults = Iterator[Fault]
+
+
+def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        yield Fault(
+            ("model.num_attention_heads", "model.num_key_value_heads"),
+            f"model.num_attention_heads = {shape.num_attention_heads}: must be a multiple of "
+            f"model.num_key_value_heads = {shape.num_key_value_heads}",
+        )
+
+
+def rotated_part_is_even(run: Run, shape: ModelShape) -> Faults:
+    rotated = shape.head_dim * shape.partial_rotary_factor
+    if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
+        yield Fault(
+            ("model.partial_rotary_factor", "model.head_dim"),
+            f"model.partial_rotary_factor = {shape.partial_rotary_factor}: rotates {rotated:g} of model.head_dim = "
+            f"{shape.head_dim} dimensions; they turn in pairs, so this must be an even number of at least 2",
+        )
+
+
+def dense_layers_exist(run: Run, shape: ModelShape) -> Faults:
+    if shape.first_k_dense_replace > shape.num_hidden_layers:
+        yield Fault(
+            ("model.first_k_dense_replace", "model.num_hidden_layers"),
+            f"model.first_k_dense_replace = {shape.first_k_dense_replace}: there are only model.num_hidden_layers = "
+            f"{shape.num_hidden_layers}; lower it",
+        )
+
+
+def expert_groups_are_even(run: Run, shape: ModelShape) -> Faults:
+    experts, groups = shape.n_routed_experts, shape.n_group
+    if experts % groups:
+        yield Fault(
+            ("model.n_group", "model.n_routed_experts"),
+            f"model.n_group = {groups}: must divide model.n_routed_experts = {experts}",
+        )
+    elif groups > 1 and experts // groups < 2:
+        yield Fault(
+            ("model.n_group", "model.n_routed_experts"),
+            f"model.n_group = {groups}: leaves one expert per group, and a group is scored by its best two; lower it",
+        )
+    if shape.topk_group > groups:
+        yield Fault(
+            ("model.topk_group", "model.n_group"),
+            f"model.topk_group = {shape.topk_group}: there are only model.n_group = {groups} groups; lower it",
+        )
+
+
+def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
+    reachable = shape.n_routed_experts * min(shape.topk_group, shape.n_group) // shape.n_group
+    if shape.num_experts_per_tok > reachable:
+        yield Fault(
+            ("model.num_experts_per_tok", "model.n_routed_experts", "model.n_group", "model.topk_group"),
+            f"model.num_experts_per_tok = {shape.num_experts_per_tok}: a token can reach only {reachable} of "
+            f"model.n_routed_experts = {shape.n_routed_experts}; lower it",
+        )
+
+
+def sequence_fits_the_positions(run: Run, shape: ModelShape) -> Faults:
+    if run.training.seq_len > shape.max_position_embeddings:
+        yield Fault(
+            ("training.seq_len", "model.max_position_embeddings"),
+            f"training.seq_len = {run.training.seq_len}: longer than model.max_position_embeddings = "
+            f"{shape.max_position_embeddings}; shorten it, or raise max_position_embeddings (and rope_theta with it)",
+        )
+
+
+MODEL_RULES: tuple[Callable[[Run, ModelShape], Faults], ...] = (
+    heads_group_evenly,
+    rotated_part_is_even,
+    dense_layers_exist,
+    expert_groups_are_even,
+    token_finds_enough_experts,
+    sequence_fits_the_positions,
+)

@@ -1,0 +1,220 @@
+"""Tables to `Run`, and pydantic's errors to messages: one fault for each mistake, in the words of a TOML file."""
+
+import difflib
+import typing
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from glm46.config.faults import Fault, show, show_type
+from glm46.config.presets import PRESETS
+from glm46.config.run import Run
+from glm46.config.section import Schedule, Section
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "an array",
+    "model_type": "a table",
+}
+_POINTS = typing.get_args(typing.get_args(Schedule)[0])[1]
+_BOUNDS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def validate_table(table: dict) -> tuple[Run | None, list[Fault]]:
+    """Build the run that a TOML table means.
+
+    Returns:
+        The run and no fault; or every fault and the run that is left when the faulty keys are taken out (so that rules
+        across sections can still be checked on the others), None if nothing can be made of it.
+    """
+    faults: list[Fault] = []
+    remaining = _without_lists(table)
+    # Each round takes at least one key out, and what is left of a section cannot become wrong by it except by a
+    # required key that is now missing, which takes its section out in the next round.
+    while True:
+        try:
+            return Run.model_validate(remaining), faults
+        except ValidationError as error:
+            found = _translate(error)
+        if not faults:
+            faults = [fault for fault, _ in found]
+        for _, place in found:
+            _take_out(remaining, place)
+        if "model" not in remaining:
+            remaining["model"] = {"flavor": next(iter(PRESETS))}
+
+
+def section_of(field: FieldInfo | None) -> type[Section] | None:
+    """The section class that a field holds, directly, as an optional or as an array; None for a plain value."""
+    return None if field is None else _section_in(field.annotation)
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+
+
+def holds_schedule(field: FieldInfo) -> bool:
+    """Whether a field takes a schedule, that is a number or points."""
+    return _mentions(field.annotation, _POINTS)
+
+
+def _mentions(annotation: Any, wanted: Any) -> bool:
+    return annotation == wanted or any(_mentions(inner, wanted) for inner in typing.get_args(annotation))
+
+
+def _without_lists(value: Any) -> Any:
+    """Lists as tuples: strict mode takes no list for a tuple, and a copy lets faulty keys be taken out."""
+    if isinstance(value, dict):
+        return {key: _without_lists(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_without_lists(item) for item in value)
+    return value
+
+
+def _translate(error: ValidationError) -> list[tuple[Fault, tuple[str | int, ...]]]:
+    """One fault per mistaken key with the place to take out; the branches of a union are one mistake."""
+    by_place: dict[tuple[str | int, ...], list[dict]] = {}
+    details = {}
+    for item in error.errors(include_url=False):
+        place, section, field = _locate(item["loc"])
+        by_place.setdefault(place, []).append(item)
+        details[place] = (section, field)
+    return [(_describe(place, *details[place], items), _removable(place, items)) for place, items in by_place.items()]
+
+
+def _locate(loc: tuple) -> tuple[tuple[str | int, ...], type[Section], FieldInfo | None]:
+    """Cut a location at the key it is about: what pydantic puts after it are labels of its own."""
+    section: type[Section] | None = Run
+    parent, field = Run, None
+    for depth, part in enumerate(loc):
+        if section is None:
+            return loc[:depth], parent, field
+        if isinstance(part, int):
+            continue
+        parent, field = section, section.model_fields.get(part)
+        section = section_of(field)
+    return tuple(loc), parent, field
+
+
+def _removable(place: tuple, items: list[dict]) -> tuple:
+    # A key that is missing cannot be taken out, so what should hold it is.
+    return place[:-1] if items[0]["type"] == "missing" else place
+
+
+def _take_out(table: dict, place: tuple) -> None:
+    # Arrays are tuples by now: an array with a faulty entry goes as a whole.
+    cut = next((depth for depth, part in enumerate(place) if isinstance(part, int)), len(place))
+    for part in place[: cut - 1]:
+        table = table.get(part, {})
+    if cut:
+        table.pop(place[cut - 1], None)
+
+
+def dotted(place: tuple[str | int, ...]) -> str:
+    """``("data", "sources", 0)`` as ``data.sources[0]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def _describe(place: tuple, section: type[Section], field: FieldInfo | None, items: list[dict]) -> Fault:
+    key, item = dotted(place), items[0]
+    kind, value, context = item["type"], item["input"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(str(place[-1]), section.model_fields, n=1, cutoff=0.7)
+        # Without a near name, any key of the section may be the one that was meant.
+        meant = dotted((*place[:-1], *near)) or key
+        return Fault((key,), f"{key}: unknown key; {_hint(str(place[-1]), near, section)}", doubtful=(meant,))
+    if kind == "missing":
+        if place == ("model",):
+            key, place = "model.flavor", ("model", "flavor")
+        return Fault((key,), f"{key}: required, but absent{_meaning(place[-1], field)}")
+    if field is not None and holds_schedule(field):
+        return Fault((key,), _describe_schedule(key, items))
+    if kind in _EXPECTED:
+        rule = f"expected {_EXPECTED[kind]}, got {show_type(value)}{_conversion(kind, value)}"
+    elif kind == "finite_number":
+        rule = f"must be a finite number{_meaning(place[-1], field)}"
+    elif kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        rule = f"{words} {context[name]:g}{_meaning(place[-1], field)}"
+    elif kind == "literal_error":
+        rule = f"expected one of {context['expected'].replace(' or ', ', ')}{_close(value, field)}"
+    elif kind == "string_pattern_mismatch":
+        rule = f"must match {context['pattern']}{_meaning(place[-1], field)}"
+    else:
+        rule = item["msg"].removeprefix("Value error, ")
+    return Fault((key,), f"{key} = {show(value)}: {rule}")
+
+
+def _describe_schedule(key: str, items: list[dict]) -> str:
+    """A schedule is a number or an array of points: talk about the one that the value resembles."""
+    number = next((item for item in items if item["loc"][-1] == "float"), None)
+    value = items[0]["input"] if number is None else number["input"]
+    if items[0]["type"] == "value_error":
+        return f"{key} = {show(value)}: {items[0]['msg'].removeprefix('Value error, ')}"
+    if isinstance(value, tuple):
+        inner = next((item for item in items if item is not number), items[0])
+        where = dotted(tuple(part for part in inner["loc"] if isinstance(part, int)))
+        what = _EXPECTED.get(inner["type"], "a finite number")
+        if inner["type"] in ("missing", "too_long"):
+            return f"{key}{where}: expected a point [tokens, value] of two numbers"
+        hint = _conversion(inner["type"], inner["input"])
+        return f"{key}{where} = {show(inner['input'])}: expected {what}{hint}; a point is [tokens, value]"
+    hint = _conversion("float_type", value)
+    return f"{key} = {show(value)}: expected a number or points [[tokens, value], ...], got {show_type(value)}{hint}"
+
+
+def _conversion(kind: str, value: Any) -> str:
+    """How to write the value that was probably meant, if that can be told."""
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value):_}"
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
+        return f'; write "{show(value)}" with quotes'
+    if isinstance(value, str):
+        text = value.strip()
+        if kind == "bool_type" and text.lower() in ("true", "false"):
+            return f"; write {text.lower()} without quotes, in small letters"
+        if kind in ("int_type", "float_type") and text.replace("_", "").replace(".", "", 1).lstrip("+-").isdigit():
+            return f"; write {text} without quotes"
+    return ""
+
+
+def _hint(wanted: str, near: list[str], section: type[Section]) -> str:
+    if near:
+        return f"did you mean '{near[0]}'?"
+    elsewhere = [name for name, field in Run.model_fields.items() if wanted in section_of(field).model_fields]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}.{wanted}'?"
+    kind = "sections" if section is Run else "keys"
+    return f"valid {kind} are {', '.join(section.model_fields)}"
+
+
+def _meaning(name: str, field: FieldInfo | None) -> str:
+    """The first sentence of a key's documentation, as a reminder of what belongs there."""
+    if name == "flavor":
+        return f"; one of {', '.join(PRESETS)}"
+    text = (field.description or "") if field else ""
+    sentence = " ".join(text.replace("``", "'").split()).split(". ")[0].rstrip(".")
+    return f" ({sentence})" if sentence else ""
+
+
+def _close(value: Any, field: FieldInfo | None) -> str:
+    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)] if field else []
+    near = difflib.get_close_matches(str(value).lower(), [choice.lower() for choice in choices], n=1, cutoff=0.6)
+    return f"; did you mean '{next(c for c in choices if c.lower() == near[0])}'?" if near else ""
+
+
+def _choices(annotation: Any) -> list:
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
