@@ -1,0 +1,270 @@
+"""Tensors to and from a folder in the format of ``torch.distributed.checkpoint`` (DCP), without DCP's silent failures.
+
+The planner, the file format and resharding are DCP's, so its own tools read these files. The order of steps is ours:
+one writer thread per rank (with more, DCP 2.13 loses write errors), files hashed while they are written and synced
+after Python's buffer is flushed (DCP syncs ``.metadata`` before), coverage, shapes and dtypes checked (DCP does not).
+"""
+
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from os import PathLike, fsync
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from glm46.checkpoint.agreement import Ranks
+from glm46.checkpoint.integrity import FileRecord
+from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
+
+_BUFFER_BYTES = 1 << 20
+
+
+class _HashedFile:
+    """A file being written: each piece is hashed by another thread while this one hands it to the kernel."""
+
+    def __init__(self, path: Path, hasher: ThreadPoolExecutor):
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._digest = hashlib.sha256()
+        self._hasher = hasher
+        self._length = 0
+
+    def write(self, piece: Any) -> int:
+        length = memoryview(piece).nbytes
+        if length < _BUFFER_BYTES:
+            self._digest.update(piece)
+            self._file.write(piece)
+        else:
+            hashed = self._hasher.submit(self._digest.update, piece)
+            try:
+                self._file.write(piece)
+            finally:
+                hashed.result()  # torch owns the memory of the piece only until this call returns
+        self._length += length
+        return length
+
+    def tell(self) -> int:
+        return self._length
+
+    def flush(self) -> None:
+        if not self._file.closed:  # a wrapper of DCP flushes once more when it is collected
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close once all is on the disk. DCP closes some of its streams itself, some not."""
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def record(self) -> FileRecord:
+        return FileRecord(bytes=self._length, sha256=self._digest.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's way to files; keeps a record of each file written, which exists only once the file is on the disk."""
+
+    def __init__(self, hasher: ThreadPoolExecutor):
+        self.records: dict[str, FileRecord] = {}
+        self._hasher = hasher
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
+        if mode != "wb":
+            raise ValueError(f"{path}: a writer opens files to write only")
+        file = _HashedFile(Path(path), self._hasher)
+        try:
+            yield file
+        finally:
+            file.close()
+        self.records[Path(path).name] = file.record()
+
+    def rename(self, path: str | PathLike, new_path: str | PathLike) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer on the hashing file system."""
+
+    def __init__(self, folder: Path, hasher: ThreadPoolExecutor):
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.fs = _HashingFileSystem(hasher)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # DCP would store the path of the temporary folder, as a pickled Path
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's plan for the live tensors, with the data taken from their staged copies where there are any."""
+
+    def __init__(self, staged: Mapping[str, Tensor] | None):
+        super().__init__()
+        self._staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._staged is None else self._staged[index.fqn]
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None = None
+) -> dict[str, FileRecord]:
+    """Write tensors into an empty folder that all ranks see. Collective.
+
+    Args:
+        folder: exists already.
+        tensors: name to Tensor or DTensor. A plain tensor under one name on several ranks must be the same everywhere.
+        staged: this rank's part of each tensor in host memory, to be written instead of the live values.
+
+    Returns:
+        The files written by all ranks. They are on the disk.
+
+    Raises:
+        CheckpointError: on all ranks, when any rank failed.
+    """
+    check_replicas(tensors, ranks)
+    with ThreadPoolExecutor(1) as hasher:
+        planner, writer = _Planner(staged), _Writer(folder, hasher)
+        with ranks.stage("planning the save") as stage:
+            planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
+            writer.set_up_storage_writer(ranks.is_first)
+            stage.value = writer.prepare_local_plan(planner.create_local_plan())
+        metadata = None
+        with ranks.stage("planning the save") as central:
+            if ranks.is_first:
+                plans, metadata = planner.create_global_plan(stage.values)
+                central.value = writer.prepare_global_plan(plans)
+        with ranks.stage("writing tensors") as stage:
+            plan = planner.finish_plan(central.values[0][ranks.rank])
+            results = writer.write_data(plan, planner).value()
+            stage.value = results, writer.fs.records
+        files = {name: record for _, records in stage.values for name, record in records.items()}
+        with ranks.stage("writing metadata") as last:
+            if metadata is not None:
+                writer.finish(metadata, [results for results, _ in stage.values])
+                faults = check_metadata(folder, metadata, files)
+                if faults:  # DCP 2.13 can report success with records missing
+                    raise OSError("; ".join(faults))
+                last.value = {METADATA: writer.fs.records[METADATA]}
+    return {**files, **last.values[0]}
+
+
+def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Refuse a plain tensor that differs between ranks under one name: DCP would keep one rank's value in silence.
+
+    Collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    if ranks.size == 1:
+        return
+    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    owners: dict[str, int] = {}
+    for names in ranks.everyone(sorted(plain)):
+        for name in names:
+            owners[name] = owners.get(name, 0) + 1
+    with ranks.stage("comparing replicated tensors") as stage:
+        stage.value = {name: _fingerprint(tensor) for name, tensor in plain.items() if owners[name] > 1}
+    with ranks.stage("comparing replicated tensors"):
+        first: dict[str, tuple[int, str]] = {}
+        for rank, fingerprints in enumerate(stage.values):
+            for name, found in fingerprints.items():
+                known_rank, known = first.setdefault(name, (rank, found))
+                if found != known and rank == ranks.rank:
+                    raise ValueError(f"{name} differs from the one of rank {known_rank}; give it a name per rank")
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, given metadata that was read and checked already."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def read_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, FileRecord],
+    *,
+    optional: Sequence[str],
+    ranks: Ranks,
+    ignored: Sequence[str] = (),
+) -> list[str]:
+    """Fill tensors in place from a folder whose files were verified. Collective: all ranks find the same faults.
+
+    Nothing is written into any tensor when there is a fault. Mesh and world size may differ from the save's.
+
+    Args:
+        tensors: what to fill; the ranks may ask for different names.
+        files: the files of the checkpoint, as its manifest lists them.
+        optional: prefixes of names that may be absent from the checkpoint (the tensor keeps its value) or left unread.
+        ignored: prefixes of names in the checkpoint that may be left unread; "" allows all.
+
+    Returns:
+        What is wrong, one line each, over all ranks; empty when the tensors were filled.
+
+    Raises:
+        CheckpointError: on all ranks, when reading failed on any of them.
+    """
+    with ranks.stage("reading metadata") as stage:
+        metadata, faults = read_metadata(folder)
+        if metadata is not None:
+            faults = check_metadata(folder, metadata, files) or _name_faults(folder, tensors, metadata, optional)
+        stage.value = faults, sorted(tensors)
+    faults = sorted({fault for found, _ in stage.values for fault in found})
+    if faults:
+        return faults
+    asked = {name for _, names in stage.values for name in names}
+    unread = sorted(set(metadata.state_dict_metadata) - asked)
+    may_stay = (*optional, *ignored)
+    faults = [
+        f"{folder}: holds {name}, which this run does not know" for name in unread if not name.startswith(may_stay)
+    ]
+    if faults:
+        return faults
+    wanted = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
+    with ranks.stage("reading tensors"), torch.no_grad():
+        planner, reader = DefaultLoadPlanner(), _Reader(folder, metadata)
+        planner.set_up_planner(wanted, metadata, ranks.is_first)
+        reader.set_up_storage_reader(metadata, ranks.is_first)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    return []
+
+
+def _name_faults(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, optional: Sequence[str]) -> list[str]:
+    faults = []
+    for name, tensor in tensors.items():
+        entry = metadata.state_dict_metadata.get(name)
+        if entry is None:
+            if not name.startswith(tuple(optional)):
+                faults.append(f"{folder}: lacks {name} {tuple(tensor.shape)}")
+        elif not isinstance(entry, TensorStorageMetadata):
+            faults.append(f"{folder}: {name} is not a tensor")
+        elif tuple(entry.size) != tuple(tensor.shape):
+            faults.append(f"{folder}: {name} has shape {tuple(entry.size)}, this run needs {tuple(tensor.shape)}")
+        elif entry.properties.dtype != tensor.dtype:
+            faults.append(f"{folder}: {name} is {entry.properties.dtype}, this run needs {tensor.dtype}")
+    return faults

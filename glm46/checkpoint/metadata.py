@@ -1,0 +1,131 @@
+"""DCP's ``.metadata``: read without running code from it, and checked before anything is loaded by it.
+
+The file is a pickle. Unpickling calls whatever it names, so only the classes that DCP's metadata consists of may be
+named. DCP itself does not check that the stored chunks cover a tensor, or that a file name stays in the folder.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from glm46.checkpoint.integrity import FileRecord
+
+METADATA = ".metadata"
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    (_DCP + "metadata", "Metadata"),
+    (_DCP + "metadata", "TensorStorageMetadata"),
+    (_DCP + "metadata", "TensorProperties"),
+    (_DCP + "metadata", "ChunkStorageMetadata"),
+    (_DCP + "metadata", "MetadataIndex"),
+    (_DCP + "metadata", "StorageMeta"),
+    (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
+    (_DCP + "filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+# What a damaged or hostile pickle can raise apart from UnpicklingError.
+_BROKEN_PICKLE = (
+    pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError,
+    MemoryError, RecursionError, SystemError, RuntimeError,
+)  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP metadata never needs; nothing was run")
+
+
+def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
+    """DCP's metadata of a checkpoint folder, or None, and what is wrong with it. Never runs code from the file.
+
+    Source: torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_metadata``.
+    """
+    path = folder / METADATA
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except OSError as error:
+        return None, [f"{path}: cannot be read: {error.strerror}"]
+    except _BROKEN_PICKLE as error:
+        return None, [f"{path}: refused: {type(error).__name__}: {error}"]
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        return None, [f"{path}: refused: it is not DCP metadata"]
+    return metadata, []
+
+
+def check_metadata(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
+    """What would make DCP load wrong values in silence: holes, overlaps, absent records, records outside the files."""
+    try:
+        return _metadata_faults(folder, metadata, files)
+    except (TypeError, AttributeError, ValueError, MemoryError) as error:  # fields of other types than DCP writes
+        return [f"{folder / METADATA}: refused: {type(error).__name__}: {error}"]
+
+
+def _metadata_faults(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
+    faults = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            faults.append(f"{folder}: {name} is a pickled object; glm46 saves and loads tensors only")
+            continue
+        fault = _coverage_fault(tuple(entry.size), entry.chunks)
+        if fault:
+            faults.append(f"{folder}: {name} {tuple(entry.size)}: {fault}")
+        for chunk in entry.chunks:
+            faults += _record_faults(folder, name, entry, chunk, metadata, files)
+    return faults
+
+
+def _record_faults(
+    folder: Path,
+    name: str,
+    entry: TensorStorageMetadata,
+    chunk: ChunkStorageMetadata,
+    metadata: Metadata,
+    files: Mapping[str, FileRecord],
+) -> list[str]:
+    where = f"{folder}: {name} at {tuple(chunk.offsets)}"
+    info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+    if info is None:
+        return [f"{where}: no stored record"]
+    record = files.get(info.relative_path)
+    if record is None:
+        return [f"{where}: stored in {info.relative_path!r}, which is no file of this checkpoint"]
+    least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+    if not (info.offset >= 0 and info.length >= least and info.offset + info.length <= record.bytes):
+        return [f"{where}: bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"]
+    return []
+
+
+def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
+    """None when the chunks hold every element exactly once. Paints them on the grid that their own edges make."""
+    boxes = [
+        tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in chunks
+        if math.prod(chunk.sizes) > 0
+    ]
+    if any(len(box) != len(size) for box in boxes):
+        return "a chunk has another number of dimensions"
+    if any(start < 0 or stop > extent for box in boxes for (start, stop), extent in zip(box, size, strict=True)):
+        return "a chunk lies outside the tensor"
+    if math.prod(size) == 0:
+        return None
+    edges = [np.unique([0, extent, *(edge for box in boxes for edge in box[dim])]) for dim, extent in enumerate(size)]
+    grid = np.zeros([len(marks) - 1 for marks in edges], dtype=np.int32)
+    for box in boxes:
+        grid[tuple(slice(*np.searchsorted(marks, side)) for marks, side in zip(edges, box, strict=True))] += 1
+    if (grid == 0).any():
+        return "some elements were never saved"
+    if (grid > 1).any():
+        return "some elements were saved twice"
+    return None

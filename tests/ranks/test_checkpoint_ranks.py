@@ -1,0 +1,195 @@
+"""Several gloo ranks: a sharded state comes back bit for bit on another mesh; a fault of one rank is known to all."""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from glm46.checkpoint.agreement import CheckpointError
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.config.errors import UserError
+
+WIDTH = 10  # not divisible by 4, so shards are uneven
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3)  # fewer rows than ranks: one shard of four is empty
+        self.down = nn.Linear(3, WIDTH)
+        self.wide = nn.Linear(WIDTH, 16)
+        self.narrow = nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x + self.down(self.up(x).relu())).relu())
+
+
+def reference(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block())
+
+
+def parallel(model: nn.Module, world: int, tensor_parallel: int, replicas: int = 1) -> nn.Module:
+    """FSDP2, alone or over tensor parallelism or with replicas."""
+    shards = world // tensor_parallel // replicas
+    mesh = init_device_mesh("cpu", (replicas, shards, tensor_parallel), mesh_dim_names=("replica", "shard", "tensor"))
+    if tensor_parallel > 1:
+        for block in model:
+            parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    data_mesh = mesh["replica", "shard"] if replicas > 1 else mesh["shard"]
+    for block in model:
+        fully_shard(block, mesh=data_mesh)
+    fully_shard(model, mesh=data_mesh)
+    return model
+
+
+def state_of(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"optimizer.{name}": torch.full_like(p, 0.5) * p.detach() for name, p in model.named_parameters()}
+    tensors["bias"] = torch.arange(4.0)
+    tensors[f"rng.rank{rank}"] = torch.full((5,), rank, dtype=torch.uint8)
+    return tensors
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_equals_reference(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    expected = dict(reference().named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), expected[name]), name
+        assert torch.equal(whole(tensors[f"optimizer.{name}"]), 0.5 * expected[name]), name
+
+
+def save_parallel(folder: Path, rank: int, world: int, step: int, tensor_parallel: int, replicas: int = 1) -> None:
+    model = parallel(reference(), world, tensor_parallel, replicas)
+    CheckpointManager(folder, keep_latest_k=0).save(step, state_of(model, rank), {"step": step})
+
+
+def load_parallel(folder: Path, rank: int, world: int, step: int, tensor_parallel: int, replicas: int = 1) -> None:
+    model = parallel(reference(seed=1), world, tensor_parallel, replicas)
+    manager = CheckpointManager(folder, keep_latest_k=0)
+    tensors = state_of(model, rank)
+    tensors[f"rng.rank{rank}"].fill_(99)
+    assert manager.load(step, tensors, optional=["rng."]) == {"step": step}
+    check_equals_reference(model, tensors)
+    assert tensors["bias"].tolist() == [0, 1, 2, 3]
+    assert tensors[f"rng.rank{rank}"].tolist() == [rank] * 5
+
+
+def save_stages(folder: Path, rank: int) -> None:
+    """Pipeline ranks hold different names, experts are sharded on one axis only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
+    stage = rank // 2
+    local = distribute_tensor(torch.arange(12.0).view(6, 2) + 100 * stage, mesh["expert"], [Shard(0)])
+    across = distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [Replicate(), Shard(1)])
+    tensors = {f"stage{stage}.experts": local, "shared": across}
+    manager = CheckpointManager(folder, keep_latest_k=0)
+    manager.save(50, tensors, {})
+    for tensor in tensors.values():
+        tensor.to_local().zero_()
+    manager.load(50, tensors)
+    assert torch.equal(whole(local), torch.arange(12.0).view(6, 2) + 100 * stage)
+    assert torch.equal(whole(across), torch.arange(8.0).view(2, 4))
+
+
+def fault_of(action) -> Exception | None:
+    try:
+        action()
+    except (CheckpointError, UserError) as error:
+        return error
+    return None
+
+
+def one_rank_fails(folder: Path, rank: int) -> None:
+    manager = CheckpointManager(folder, keep_latest_k=0)
+    manager.save(1, {"w": torch.ones(3)}, {})
+    broken = {"w": torch.ones(3), f"only{rank}": torch.ones(3, device="meta" if rank == 2 else "cpu")}
+    error = fault_of(lambda: manager.save(2, broken, {}))
+    assert isinstance(error, CheckpointError) and len(error.faults) == 1 and "rank 2, writing tensors" in str(error)
+    error = fault_of(lambda: manager.save(2, {"w": torch.full((3,), float(rank == 3))}, {}))
+    assert isinstance(error, CheckpointError) and "w differs from the one of rank 0" in str(error)
+    error = fault_of(lambda: manager.save(2, {"w": torch.ones(3)}, {"not json": object()}))
+    assert isinstance(error, CheckpointError) and "rank 0, publishing" in str(error)
+    assert manager.newest() == 1
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000001"]
+    target = {"w": torch.zeros(3)} | ({"absent": torch.zeros(1)} if rank == 3 else {})
+    error = fault_of(lambda: manager.load(1, target))
+    assert isinstance(error, UserError) and "lacks absent" in str(error)
+    assert target["w"].tolist() == [0, 0, 0]  # no rank loads anything when one cannot
+
+
+def damage_is_agreed(folder: Path, rank: int) -> None:
+    manager = CheckpointManager(folder, keep_latest_k=0)
+    for step in (1, 2):
+        manager.save(step, {f"rank{rank}": torch.full((4,), step * 10.0 + rank)}, {})
+    if rank == 1:
+        path = folder / "step-000002" / "__3_0.distcp"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 16
+        path.write_bytes(content)
+    dist.barrier()
+    assert manager.newest() == 1
+    error = fault_of(lambda: manager.load(2, {f"rank{rank}": torch.zeros(4)}))
+    assert isinstance(error, UserError) and "__3_0.distcp: SHA-256" in str(error)
+
+
+def run_four(rank: int, folder: Path) -> None:
+    save_parallel(folder / "fsdp", rank, 4, step=4, tensor_parallel=1)
+    load_parallel(folder / "fsdp", rank, 4, step=4, tensor_parallel=1)
+    load_parallel(folder / "fsdp", rank, 4, step=4, tensor_parallel=2)
+    save_parallel(folder / "tensor", rank, 4, step=4, tensor_parallel=2)
+    load_parallel(folder / "tensor", rank, 4, step=4, tensor_parallel=4)
+    load_parallel(folder / "tensor", rank, 4, step=4, tensor_parallel=1, replicas=2)
+    save_parallel(folder / "hybrid", rank, 4, step=4, tensor_parallel=1, replicas=2)
+    load_parallel(folder / "hybrid", rank, 4, step=4, tensor_parallel=1)
+    save_stages(folder / "stages", rank)
+    one_rank_fails(folder / "faults", rank)
+    damage_is_agreed(folder / "damage", rank)
+
+
+def run_two(rank: int, folder: Path) -> None:
+    load_parallel(folder / "fsdp", rank, 2, step=4, tensor_parallel=1)
+    load_parallel(folder / "tensor", rank, 2, step=4, tensor_parallel=2)
+    save_parallel(folder / "fsdp", rank, 2, step=5, tensor_parallel=1)
+    assert CheckpointManager(folder / "fsdp", keep_latest_k=0).newest() == 5
+
+
+def worker(rank: int, world: int, port: int, cases, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    cases(rank, folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(world: int, cases, folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(worker, args=(world, port, cases, folder), nprocs=world)
+
+
+def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(tmp_path):
+    launch(4, run_four, tmp_path)
+    launch(2, run_two, tmp_path)
+    for name, step in (("fsdp", 4), ("fsdp", 5), ("tensor", 4), ("hybrid", 4)):
+        model = reference(seed=1)
+        tensors = state_of(model, rank=0)
+        CheckpointManager(tmp_path / name, keep_latest_k=0).load(step, tensors, optional=["rng."])
+        check_equals_reference(model, tensors)
+    stored = sum(path.stat().st_size for path in (tmp_path / "hybrid" / "step-000004").iterdir())
+    assert stored < 2 * sum(path.stat().st_size for path in (tmp_path / "fsdp" / "step-000004").iterdir())
+    assert os.listdir(tmp_path / "stages") and not list(tmp_path.glob("*/*.tmp"))
