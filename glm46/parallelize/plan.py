@@ -1,0 +1,55 @@
+"""The order in which a model is made ready for many devices; each line says why it stands where it does."""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from glm46.config.run import Run
+from glm46.distributed.placement import global_indices
+from glm46.model.init import fill_parameter
+from glm46.model.transformer import Transformer
+from glm46.parallelize import activation_checkpoint, compile, fsdp
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh, run: Run, device: torch.device) -> Transformer:
+    """Make `model`, built on the meta device, ready to train on this rank.
+
+    Returns:
+        The same model, its parameters sharded over `mesh`, on `device`, with their initial values.
+    """
+    model.to(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
+    _keep_router_bias_float32(model)
+    if run.compile.enable:
+        compile.apply(model)  # inside checkpointing: the recomputation runs the compiled code too
+    if run.activation_checkpoint.mode == "full":
+        activation_checkpoint.apply(model)  # before FSDP2, whose hooks must gather weights around the whole layer
+    fsdp.apply(model, mesh, run.parallelism, run.training)  # last of the transforms: it shards what the others made
+    model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
+    initialise(model, run.debug.seed)
+    return model
+
+
+def _keep_router_bias_float32(model: Transformer) -> None:
+    for router in model.routers().values():
+        router.e_score_correction_bias = router.e_score_correction_bias.float()
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    """Initial value of every parameter and buffer; the same on every layout."""
+    for name, parameter in model.named_parameters():
+        fill_parameter(
+            _local(parameter),
+            global_indices(parameter),
+            tuple(parameter.shape),
+            seed=seed,
+            name=name,
+            std=model.shape.initializer_range,
+        )
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
