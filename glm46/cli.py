@@ -12,6 +12,7 @@ from pathlib import Path
 from glm46.config.errors import UserError
 
 _EXIT_USER_ERROR = 2
+_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _print_faults(error)
         return _EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return _EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Close before the interpreter tries to flush.
         sys.stderr.close()
@@ -68,7 +72,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.", allow_abbrev=False
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_run_verb(verbs, "train", "train in this process; torchrun starts one for each rank", _train)
+    launch = _add_run_verb(verbs, "launch", "check, compare with this machine, prepare the data and train", _launch)
+    launch.add_argument(
+        "--nproc",
+        type=_processes,
+        metavar="N",
+        help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
+    )
+    _add_run_verb(verbs, "train", "train in this process; launch and torchrun start one for each rank", _train)
+    _add_run_verb(verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare)
+    plan = _add_run_verb(verbs, "plan", "say how big, how dear and how long, for any layout, on any machine", _plan)
+    plan.add_argument("--nproc", type=_processes, metavar="N", help="processes; the fewest that the degrees allow")
+    plan.add_argument("--gpu", metavar="NAME", help="GPU that days are reckoned for, such as H100 or H200")
+    plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is taken to reach")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
     schema.set_defaults(run=_schema)
     return parser
@@ -89,6 +105,43 @@ def _add_run_verb(verbs, name: str, meaning: str, function) -> argparse.Argument
     verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
     verb.set_defaults(run=function)
     return verb
+
+
+def _processes(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, or a number of at least 1")
+    return int(text)
+
+
+def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.launch import launch
+
+    return launch(arguments.config, overrides, arguments.nproc)
+
+
+def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.config.loader import load_run
+    from glm46.prepare import prepare_run
+
+    for manifest in prepare_run(load_run(arguments.config, overrides), report=print):
+        held, train = manifest.splits["validation"], manifest.splits["train"]
+        print(f"{manifest.folder}: {train.tokens:,} tokens to train on, {held.tokens:,} held out")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.config.loader import load_run
+    from glm46.planner.report import plan_text
+
+    options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
+    run = load_run(arguments.config, overrides, world_size=arguments.nproc)
+    try:
+        print(plan_text(run, **{name: value for name, value in options.items() if value is not None}))
+    except ValueError as error:
+        raise UserError(f"command line: {error}") from error
+    return 0
 
 
 def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

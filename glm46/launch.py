@@ -1,0 +1,114 @@
+"""One command from a TOML file to a running training on this node: check, compare with the machine, prepare, start.
+
+Everything that can be refused is refused here, in one process and before any work, because a rank that finds a mistake
+says it as often as there are ranks. What torchrun does is then done by torchrun itself, in this process.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm46.config.check import check_run, check_trainable
+from glm46.config.errors import UserError
+from glm46.config.loader import load_run
+from glm46.config.run import Run
+from glm46.planner.layout import fixed_processes, smallest_world
+from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.requirement import describe_requirement
+from glm46.prepare import prepare_run
+
+_EXIT_USER_ERROR = 2
+_EXIT_FAILED_RANK = 1
+_EXIT_SIGNAL = 128
+
+_PROCESSES_WITHOUT_GPU = 2
+"""Enough that sharding and collectives are real; more would only split the same cores further."""
+_SAVE_SECONDS = 600
+"""How long ranks may take to save and leave after a signal before they are killed."""
+_FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int:
+    """Train the run of a TOML file on this node.
+
+    Args:
+        config: the TOML file.
+        overrides: tokens of the command line, see `load_run`.
+        processes: ranks to start; None takes one for each GPU, or a few without GPUs.
+
+    Returns:
+        Exit code: 0 trained to the end; 2 refused; 128 + n stopped by signal n; else a rank failed.
+
+    Raises:
+        UserError: the run is not sound.
+    """
+    run = load_run(config, overrides, world_size=None)
+    # Torch takes seconds to import and is needed from here on only: the file is sound.
+    from glm46.distributed.process import share_cores, visible_gpus
+
+    machine = detect_machine(visible_gpus())
+    refusal = _refuse(run, machine, processes)
+    if refusal:
+        print(refusal, file=sys.stderr)
+        return _EXIT_USER_ERROR
+    processes = processes or choose_processes(run, machine)
+    run = load_run(config, overrides, world_size=processes)
+    prepare_run(run, report=lambda line: print(line, flush=True))
+    share_cores(machine.cores, processes)
+    return _start(processes, ["train", "--config", str(config), *overrides])
+
+
+def choose_processes(run: Run, machine: Machine) -> int:
+    """Ranks that suit this machine: one for each GPU as far as the degrees allow, a few without GPUs."""
+    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+    if run.parallelism.data_parallel_shard_degree != -1:
+        return fixed_processes(run.parallelism)
+    smallest = smallest_world(run.parallelism)
+    return max(wanted - wanted % smallest, smallest)
+
+
+def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
+    """One screen that says why this machine or this version cannot train the run; None when it can."""
+    fits, screen = describe_requirement(run, machine)
+    # A number of processes that the degrees do not allow is a fault of its own, and said as such after this.
+    if fits and processes is not None and not check_run(run, world_size=processes):
+        fits, screen = describe_requirement(run, machine, world_size=processes)
+    untrained = check_trainable(run)
+    if fits and untrained:
+        raise UserError(*untrained)
+    if fits:
+        return None
+    return "\n".join([screen, *(f"  - {fault}" for fault in untrained)])
+
+
+def _start(processes: int, command: Sequence[str]) -> int:
+    """Run ``python -m glm46 COMMAND`` in each rank through torchrun and turn its end into an exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    # What torchrun logs about the end of its ranks is said below in one line; the cause is the rank's own traceback.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--nnodes=1", f"--nproc-per-node={processes}", "--max-restarts=0", "--local-addr=localhost"]
+    arguments = get_args_parser().parse_args([*options, "--module", "glm46", *command])
+    arguments.signals_to_handle = _FORWARDED_SIGNALS
+    arguments.shutdown_timeout = _SAVE_SECONDS
+    try:
+        run(arguments)
+    except SignalException as stop:
+        return _EXIT_SIGNAL + stop.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"error: rank {rank} {_describe_exit(failure.exitcode)}", file=sys.stderr)
+        return _EXIT_USER_ERROR if failure.exitcode == _EXIT_USER_ERROR else _EXIT_FAILED_RANK
+    return 0
+
+
+def _describe_exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}; what it wrote is above. The other ranks were stopped."
+    name = signal.Signals(-exit_code).name
+    remark = " Most often the system does that when memory runs out." if name == "SIGKILL" else ""
+    return f"was ended by {name}.{remark} The other ranks were stopped."
