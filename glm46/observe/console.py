@@ -1,0 +1,111 @@
+"""What a person sees while the run goes on: one live line on a terminal, aligned plain lines elsewhere."""
+
+from collections.abc import Mapping
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+
+def duration(seconds: float) -> str:
+    """A duration in the two largest units that matter: 42s, 3m 05s, 2h 07m, 4d 03h."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
+    """Time until the last token at the speed of this row."""
+    speed = row.get("tokens_per_second")
+    if not speed:
+        return "?"
+    return duration((total_tokens - (row.get("tokens") or 0)) / speed)
+
+
+def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
+    """One aligned line of a training row; columns keep their place from row to row."""
+    done = 100.0 * (row.get("tokens") or 0) / total_tokens
+    parts = [
+        f"step {_whole(row.get('step')):>7}",
+        f"{done:5.1f}%",
+        f"loss {_number(row.get('loss'), '8.4f')}",
+        f"grad {_number(row.get('grad_norm'), '7.3f')}",
+        f"lr {_number(row.get('lr'), '.2e')}",
+        f"{_whole(row.get('tokens_per_second')):>9} tokens/s",
+    ]
+    for name, label, form in (
+        ("mfu", "mfu", "5.1%"),
+        ("mtp_loss", "mtp", "7.4f"),
+        ("expert_balance_cv", "balance", "5.2f"),
+        ("memory_peak_gib", "GiB", "6.1f"),
+    ):
+        if name in row:
+            parts.append(f"{label} {_number(row[name], form)}")
+    return "  ".join([*parts, f"{time_left(row, total_tokens)} left"])
+
+
+def validation_line(row: Mapping[str, float | None]) -> str:
+    """One line of a validation row: the loss over all sources, then each source's."""
+    parts = [f"step {_whole(row.get('step')):>7}", f"validation loss {_number(row.get('validation_loss'), '.4f')}"]
+    if "validation_bits_per_byte" in row:
+        parts.append(f"{_number(row['validation_bits_per_byte'], '.4f')} bits per byte")
+    parts += [
+        f"{column.partition('/')[2]} {_number(value, '.4f')}"
+        for column, value in row.items()
+        if column.startswith("validation_loss/")
+    ]
+    return "  ".join(parts)
+
+
+def _whole(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    # None is what a non-finite value becomes on its way to the files.
+    return "non-finite" if value is None else format(value, form)
+
+
+class ConsoleView:
+    """The console of one rank. On a terminal rows move one live line; messages scroll by above it."""
+
+    def __init__(self, total_tokens: int, console: RichConsole | None = None):
+        self._console = console or RichConsole(highlight=False, soft_wrap=True)
+        self._total_tokens = total_tokens
+        self._progress: Progress | None = None
+
+    def train(self, row: Mapping[str, float | None]) -> None:
+        """Show a training row."""
+        if not self._console.is_terminal:
+            self.line(train_line(row, self._total_tokens))
+            return
+        if self._progress is None:
+            columns = (
+                TextColumn("[bold]step {task.fields[step]}"),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[figures]}"),
+            )
+            self._progress = Progress(*columns, console=self._console)
+            self._progress.add_task("", total=self._total_tokens, step="0", figures="")
+            self._progress.start()
+        figures = (
+            f"loss {_number(row.get('loss'), '.4f')}  {_whole(row.get('tokens_per_second'))} tokens/s  "
+            f"{time_left(row, self._total_tokens)} left"
+        )
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=row.get("tokens") or 0, step=_whole(row.get("step")), figures=figures)
+
+    def line(self, text: str) -> None:
+        """Print a line; above the live line where there is one. Text is shown as it is, brackets included."""
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Leave the live line as it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,108 @@
+"""What the hardware can do and how it fares: peak FLOP/s, memory, temperature, power."""
+
+import functools
+import time
+from pathlib import Path
+
+import torch
+
+from glm46.planner.peaks import find_accelerator
+
+_GIB = 2**30
+_PEAK_MATRIX_SIZE = 1024
+_PEAK_ROUNDS = 12
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that MFU is measured against.
+
+    A GPU's peak is the maker's, from the table, for BF16 alone; a CPU has no such figure, so its matmul is measured.
+    None where neither is known.
+    """
+    if device.type == "cuda":
+        accelerator = find_accelerator(torch.cuda.get_device_name(device))
+        return accelerator.bf16_flops if accelerator and dtype == torch.bfloat16 else None
+    if device.type == "cpu":
+        return measured_matmul_flops(dtype, torch.get_num_threads())
+    return None
+
+
+@functools.cache
+def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
+    """The best FLOP/s of a square product on this CPU, in a fraction of a second; measured once per process.
+
+    Args:
+        threads: torch's number of threads; an argument so that another number is measured anew.
+    """
+    size = _PEAK_MATRIX_SIZE
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    out = torch.empty(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(_PEAK_ROUNDS):
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Main memory that this process holds; None where there is no /proc."""
+    if not status.is_file():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class HardwareMonitor:
+    """Reads this rank's device for a row of metrics."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sensor = _open_sensor(device) if device.type == "cuda" else None
+
+    def read(self) -> dict[str, float]:
+        """Columns of metrics.jsonl; peaks are since the last reading."""
+        row = {}
+        resident = resident_bytes()
+        if resident is not None:
+            row["resident_memory_gib"] = resident / _GIB
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            row["memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            row["memory_reserved_gib"] = reserved / _GIB
+            row["memory_peak_ratio"] = reserved / total
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._sensor is not None:
+            row |= _read_sensor(self._sensor)
+        return row
+
+
+def _open_sensor(device: torch.device) -> object | None:
+    """NVML's handle of a GPU; None without nvidia-ml-py or where the driver refuses (some containers do)."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def _read_sensor(handle: object) -> dict[str, float]:
+    import pynvml
+
+    row = {}
+    for column, question, scale in (
+        ("gpu_temperature_celsius", lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU), 1.0),
+        ("gpu_power_watts", lambda: pynvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # NVML answers in milliwatts
+    ):
+        try:
+            row[column] = float(question()) * scale
+        except pynvml.NVMLError:
+            continue  # This board does not measure it.
+    return row

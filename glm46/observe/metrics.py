@@ -1,0 +1,95 @@
+"""Every figure that a run may write, with unit and meaning: the one list for files, TensorBoard and console."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["progress", "loss", "optimizer", "speed", "hardware", "experts", "validation"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One column of metrics.jsonl. TensorBoard shows it as ``group/name``."""
+
+    name: str
+    unit: str
+    group: Group
+    meaning: str
+    per: str | None = None
+    """What further columns ``name/<this>`` split it by."""
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "progress", "Optimizer steps done since the start of the run."),
+    Metric("tokens", "tokens", "progress", "Tokens of the batches trained on since the start of the run."),
+    Metric("curriculum_tokens", "tokens", "progress", "Tokens since the curriculum began, earlier phases included."),
+    Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
+    Metric("loss", "nats/token", "loss", "Mean cross-entropy of the next token over the last step's labels."),
+    Metric("perplexity", "1", "loss", "exp(loss)."),
+    Metric("mtp_loss", "nats/token", "loss", "Mean cross-entropy of the multi-token prediction layers.", "depth"),
+    Metric(
+        "mtp_acceptance", "ratio", "loss",
+        "Positions where a prediction layer's most likely token is the main model's for the same place.", "depth",
+    ),
+    Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
+    Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
+    Metric("lr", "1", "optimizer", "Learning rate of the last step."),
+    Metric("grad_norm", "1", "optimizer", "Global norm of the gradient before clipping."),
+    Metric("skipped_steps", "steps", "optimizer", "Steps skipped for a non-finite loss or norm, since the start."),
+    Metric("mtp_loss_weight", "1", "optimizer", "Weight of the multi-token prediction loss."),
+    Metric("bias_update_rate", "1", "optimizer", "Step of the routers' selection bias."),
+    Metric("router_temperature", "1", "optimizer", "Divisor of the router logits."),
+    Metric("tokens_per_second", "tokens/s", "speed", "Tokens per second over all ranks since the row before."),
+    Metric("tokens_per_second_per_device", "tokens/s", "speed", "The same, divided by the number of ranks."),
+    Metric("tflops_per_device", "TFLOP/s", "speed", "Work the model needs (no recomputation) per second and rank."),
+    Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak: the table's, on a CPU a measured one."),
+    Metric("step_seconds", "s", "speed", "Mean duration of a step since the row before."),
+    Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the row before."),
+    Metric("checkpoint_seconds", "s", "speed", "Time the last checkpoint held training up."),
+    Metric("memory_peak_gib", "GiB", "hardware", "Largest memory held by tensors on this GPU since the row before."),
+    Metric("memory_reserved_gib", "GiB", "hardware", "Largest memory taken from this GPU since the row before."),
+    Metric("memory_peak_ratio", "ratio", "hardware", "memory_reserved_gib over the GPU's memory."),
+    Metric("resident_memory_gib", "GiB", "hardware", "Main memory of this process."),
+    Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of this GPU."),
+    Metric("gpu_power_watts", "W", "hardware", "Power drawn by this GPU."),
+    Metric("expert_balance_cv", "ratio", "experts", "Deviation of tokens per expert over their mean; mean of layers."),
+    Metric("expert_balance_cv_max", "ratio", "experts", "The same in the layer where it is worst."),
+    Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share, in its layer."),
+    Metric("expert_load_min_ratio", "ratio", "experts", "Idlest expert over an even share, in its layer."),
+    Metric("expert_overflow_ratio", "ratio", "experts", "Assignments lost to the capacity."),
+    Metric("dead_experts", "experts", "experts", "Experts that no token used, over all layers."),
+    Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
+    Metric("validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source"),
+    Metric("validation_perplexity", "1", "validation", "exp(validation_loss).", "source"),
+    Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
+    Metric("validation_mtp_loss", "nats/token", "validation", "Mean multi-token prediction loss.", "source"),
+    Metric("validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", "source"),
+    Metric("validation_tokens", "tokens", "validation", "Labels that the validation loss is a mean over.", "source"),
+    Metric("validation_seconds", "s", "validation", "Duration of the validation."),
+)  # fmt: skip
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def find_metric(column: str) -> Metric:
+    """The metric that a column of metrics.jsonl belongs to; ``name/part`` only where the metric says by what it splits.
+
+    Raises:
+        KeyError: no such metric; an error in glm46, not of its user.
+    """
+    name, _, part = column.partition("/")
+    metric = _BY_NAME[name]
+    if part and metric.per is None:
+        raise KeyError(f"{column}: {name} is not split")
+    return metric
+
+
+def plain_row(row: Mapping[str, int | float]) -> dict[str, int | float | None]:
+    """A row that JSON can hold: every column known, every value a plain number, non-finite ones as None."""
+    plain: dict[str, int | float | None] = {}
+    for column, value in row.items():
+        find_metric(column)
+        assert isinstance(value, int | float), f"{column}: {type(value).__name__} is no plain number"
+        plain[column] = value if math.isfinite(value) else None
+    return plain

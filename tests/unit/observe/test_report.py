@@ -1,0 +1,158 @@
+"""Rows reach every place once, and a resumed run leaves no step twice."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from glm46.observe.console import ConsoleView, duration, train_line
+from glm46.observe.history import read_history
+from glm46.observe.metrics import METRICS, find_metric
+from glm46.observe.report import Report
+
+
+def _row(step, **more):
+    row = {"step": step, "tokens": step * 100, "loss": 5.0 - 0.1 * step, "grad_norm": 1.0, "lr": 1e-3}
+    return row | {"tokens_per_second": 50.0} | more
+
+
+def _report(folder, *, resumed_step=None, tensorboard=False, width=200, is_main=True):
+    console = Console(file=(folder / "console.txt").open("a"), width=width, highlight=False)
+    return Report(
+        folder,
+        is_main=is_main,
+        enable_tensorboard=tensorboard,
+        total_tokens=1000,
+        resumed_step=resumed_step,
+        console=ConsoleView(1000, console),
+    )
+
+
+def _steps(folder, key="step"):
+    return [row[key] for row in read_history(folder / "metrics.jsonl") if key in row]
+
+
+def test_rows_are_in_the_file_at_once_and_in_the_log(tmp_path):
+    report = _report(tmp_path)
+    report.train(_row(1))
+    report.validation({"step": 1, "validation_loss": 4.5, "validation_loss/wiki": 4.25})
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == _row(1)
+    assert second == {"step": 1, "validation_loss": 4.5, "validation_loss/wiki": 4.25}
+    report.message("a [bracketed] word")
+    report.close()
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(log) == 3
+    assert "loss   4.9000" in log[0] and "10.0%" in log[0] and "18s left" in log[0]
+    assert "validation loss 4.5000" in log[1] and "wiki 4.2500" in log[1]
+    assert log[2].endswith("a [bracketed] word")
+    assert "a [bracketed] word" in (tmp_path / "console.txt").read_text()
+
+
+def test_a_resumed_run_writes_each_step_once(tmp_path):
+    report = _report(tmp_path)
+    for step in (1, 2, 3, 4):
+        report.train(_row(step))
+    report.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # the crash that made the resume necessary
+    report = _report(tmp_path, resumed_step=2)
+    assert _steps(tmp_path) == [1, 2]
+    for step in (3, 4, 5):
+        report.train(_row(step, loss=1.0))
+    report.close()
+    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in read_history(tmp_path / "metrics.jsonl")][2:] == [1.0] * 3
+    assert not (tmp_path / "metrics.tmp").exists()
+
+
+def test_a_new_run_keeps_the_earlier_rows_aside(tmp_path):
+    for run in range(3):
+        report = _report(tmp_path, tensorboard=run == 0)
+        report.train(_row(run + 1))
+        report.close()
+    assert _steps(tmp_path) == [3]
+    assert [row["step"] for row in read_history(tmp_path / "metrics.1.jsonl")] == [1]
+    assert [row["step"] for row in read_history(tmp_path / "metrics.2.jsonl")] == [2]
+
+
+def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report = _report(tmp_path, tensorboard=True)
+    for step in (1, 2, 3):
+        report.train(_row(step))
+    report.close()
+    report = _report(tmp_path, tensorboard=True, resumed_step=1)
+    for step in (2, 3):
+        report.train(_row(step, loss=1.0))
+    report.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("loss/loss")]
+    # TensorBoard stores FP32.
+    assert [step for step, _ in scalars] == [1, 2, 3]
+    assert [value for _, value in scalars] == pytest.approx([4.9, 1.0, 1.0], rel=1e-6)
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    report = Report(tmp_path / "out", is_main=False, enable_tensorboard=True, total_tokens=10)
+    report.train(_row(1))
+    report.validation({"step": 1, "validation_loss": 1.0})
+    report.message("x")
+    report.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_non_finite_number_is_null_and_said(tmp_path):
+    report = _report(tmp_path)
+    report.train(_row(1, loss=math.nan, grad_norm=math.inf))
+    report.close()
+    (row,) = read_history(tmp_path / "metrics.jsonl")
+    assert row["loss"] is None and row["grad_norm"] is None
+    assert "loss non-finite" in (tmp_path / "log.txt").read_text()
+
+
+def test_an_unknown_metric_is_our_bug(tmp_path):
+    report = _report(tmp_path)
+    with pytest.raises(KeyError, match="lozz"):
+        report.train(_row(1, lozz=1.0))
+    with pytest.raises(KeyError, match="not split"):
+        report.train(_row(1, **{"lr/wiki": 1.0}))
+    with pytest.raises(AssertionError, match="no plain number"):
+        report.train(_row(1, perplexity="12"))
+    report.close()
+    assert _steps(tmp_path) == []
+
+
+def test_the_live_line_shows_progress_on_a_terminal(tmp_path):
+    file = (tmp_path / "terminal.txt").open("w")
+    view = ConsoleView(1000, Console(file=file, force_terminal=True, width=160))
+    view.train(_row(4))
+    view.line("between")
+    view.train(_row(5))
+    view.close()
+    file.close()
+    text = (tmp_path / "terminal.txt").read_text()
+    for part in ("step 5", "50%", "loss 4.5000", "50 tokens/s", "10s left", "between"):
+        assert part in text
+
+
+def test_plain_lines_are_aligned():
+    short = train_line(_row(1), 10_000_000)
+    long = train_line(_row(99_999, grad_norm=12.5, loss=10.25), 10_000_000)
+    assert short.index("tokens/s") == long.index("tokens/s")
+
+
+def test_durations_read_like_a_clock():
+    known = {0: "0s", 59.4: "59s", 60: "1m 00s", 3599: "59m 59s", 3600: "1h 00m", 86399: "23h 59m", 90000: "1d 01h"}
+    assert {seconds: duration(seconds) for seconds in known} == known
+
+
+def test_every_metric_is_documented():
+    page = (Path(__file__).parents[3] / "docs/observability.md").read_text()
+    assert [metric.name for metric in METRICS if f"| `{metric.name}` | {metric.unit} |" not in page] == []
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert find_metric("validation_loss/wiki").name == "validation_loss"
