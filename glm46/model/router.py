@@ -84,7 +84,7 @@ class Router(nn.Module):
         if is_real is not None or options.capacity_factor is not None:
             weights_TA = weights_TA * kept_TA
         statistics = RoutingStatistics(
-            aux_losses=self._aux_losses(logits_TE, scores_TE, experts_TA, is_real, (B, S), options),
+            aux_losses=self._aux_losses(logits_TE, scores_TE, is_real, (B, S), options),
             tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),
             overflow=assigned - kept_TA.sum(),
         )
@@ -112,12 +112,14 @@ class Router(nn.Module):
         self,
         logits_TE: Tensor,
         scores_TE: Tensor,
-        experts_TA: Tensor,
         is_real: Tensor | None,
         batch: tuple[int, int],
         options: RoutingOptions,
     ) -> Tensor:
         """FP32 [2]; see `RoutingStatistics.aux_losses`.
+
+        The balance loss counts the experts that the scores alone would choose, as its source does: with the selection
+        bias, which already evens the counts out, it would see nothing left to balance.
 
         Source: balance loss of each sequence, arXiv 2412.19437 eq. 17 to 20; z-loss, arXiv 2202.08906 eq. 5.
         """
@@ -126,7 +128,8 @@ class Router(nn.Module):
         real_BS1 = logits_TE.new_ones(B, S, 1) if is_real is None else is_real.float().unsqueeze(-1)
         if options.balance_loss:
             length_B1 = real_BS1.sum(1).clamp(min=1.0)
-            chosen_BSE = torch.zeros_like(scores_TE).scatter_(1, experts_TA, 1.0).view(B, S, -1) * real_BS1
+            by_score_TA = scores_TE.detach().topk(self.shape.num_experts_per_tok, dim=-1).indices
+            chosen_BSE = torch.zeros_like(scores_TE).scatter_(1, by_score_TA, 1.0).view(B, S, -1) * real_BS1
             share_BE = chosen_BSE.sum(1) * (self.shape.n_routed_experts / self.shape.num_experts_per_tok) / length_B1
             probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
             mean_probability_BE = (probability_TE.view(B, S, -1) * real_BS1).sum(1) / length_B1
@@ -138,6 +141,6 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def _count(experts_TA: Tensor, kept_TA: Tensor, num_experts: int) -> Tensor:
-    """int64 [E]: kept assignments of each expert. scatter_add of integers is exact and deterministic on every device."""
+    """int64 [E]: kept assignments of each expert. Sums of integers are exact and the same on every device."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_TA.device)
     return counts.scatter_add_(0, experts_TA.flatten(), kept_TA.flatten().to(torch.int64))

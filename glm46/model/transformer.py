@@ -124,14 +124,16 @@ class Transformer(nn.Module):
             loss=loss,
             mtp_losses=torch.stack(mtp_losses) if mtp_losses else loss.new_zeros(0),
             aux_losses=torch.stack([s.aux_losses for s in statistics]).sum(0) if statistics else loss.new_zeros(2),
-            tokens_per_expert=self._stack_counts([s.tokens_per_expert for s in statistics]),
-            overflow=self._stack_counts([s.overflow for s in statistics]),
+            tokens_per_expert=_stack([s.tokens_per_expert for s in statistics], (self.shape.n_routed_experts,), labels),
+            overflow=_stack([s.overflow for s in statistics], (), labels),
             predictions=torch.stack(predictions),
         )
-
-    def _stack_counts(self, counts: list[Tensor]) -> Tensor:
-        return torch.stack(counts) if counts else torch.zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
 
     def routers(self) -> dict[str, nn.Module]:
         """Routers of this rank by name, in the order of `LossSums.tokens_per_expert`."""
         return {name: module for name, module in self.named_modules() if name.endswith(".router")}
+
+
+def _stack(counts: list[Tensor], size: tuple[int, ...], like: Tensor) -> Tensor:
+    """int64 [layers, *size]; also for a model without any MoE layer, on the device of `like`."""
+    return torch.stack(counts) if counts else like.new_zeros(0, *size, dtype=torch.int64)

@@ -157,7 +157,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
     shape = tiny_shape(**changes, num_nextn_predict_layers=0)
     model = random_model(shape, 5)
     for router in model.routers().values():
-        router.e_score_correction_bias.copy_(torch.randperm(8) * 2.0)
+        router.e_score_correction_bias.copy_(torch.tensor([2.0, 8.0, 0.0, 14.0, 6.0, 10.0, 4.0, 12.0]))
     batch = random_batch(shape, seed=5, length=64)
     truth = model(batch["input_ids"])
     reference, _ = reference_of(model)
