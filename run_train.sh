@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Train the run of a TOML file on this machine. On a fresh machine this sets up its environment first.
+#
+#   ./run_train.sh                                                      a small GLM on text of this machine
+#   CONFIG_FILE=train_configs/other.toml NGPU=4 ./run_train.sh --training.steps 100 --optimizer.lr 3e-4
+#
+# CONFIG_FILE  the TOML file; looked for in the current folder, then in this checkout
+# NGPU         processes to start; one per GPU, or two on a CPU, if not set
+# Any key of the file can be overridden: --section.key VALUE. `python -m glm46 launch --help` prints all of them.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$root/scripts/environment.sh"
+use_environment ""
+
+config=${CONFIG_FILE:-train_configs/debug.toml}
+if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
+exec "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" "$@"

@@ -1,0 +1,55 @@
+# Sourced by run_train.sh and scripts/run_tests.sh: find or make a Python environment that has all that glm46 needs.
+# Expects `root`, the folder of this checkout; use_environment sets `python`, the interpreter to use.
+
+# This checkout's code is used whatever environment runs it, from any working directory.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# has_everything INTERPRETER EXTRAS: whether it has every package that pyproject.toml asks for, in a fitting version.
+has_everything() {
+    command -v "$1" >/dev/null 2>&1 && "$1" "$root/scripts/check_environment.py" "$root/pyproject.toml" "$2" 2>/dev/null
+}
+
+# The newest Python that glm46 supports and that can make environments.
+find_base_python() {
+    local candidate
+    for candidate in python3.13 python3.12 python3.11 python3.10 python3 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+            >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: no Python 3.10 to 3.13 with the modules venv and ensurepip on PATH. Install one (on Debian and Ubuntu:" \
+        "apt-get install python3 python3-venv), or activate an environment that has one." >&2
+    return 2
+}
+
+# install EXTRAS: glm46 and what it needs into .venv. A terminal sees pip's own progress, a log one line per package.
+install() {
+    local wanted="$root${1:+[$1]}"
+    if [ -t 1 ]; then
+        "$python" -m pip install --disable-pip-version-check --editable "$wanted"
+    else
+        "$python" -m pip install --disable-pip-version-check --progress-bar off --editable "$wanted" |
+            awk '/^(Collecting|Installing|Successfully)/ { print "  " substr($0, 1, 100); fflush() }'
+    fi
+}
+
+# use_environment EXTRAS: the active environment if it has everything, else .venv, made or completed as needed.
+use_environment() {
+    local extras=$1 base
+    for python in python python3 "$root/.venv/bin/python"; do
+        if has_everything "$python" "$extras"; then return; fi
+    done
+    python="$root/.venv/bin/python"
+    if [ ! -x "$python" ]; then
+        base=$(find_base_python) || exit 2
+        echo "Making an environment in $root/.venv with $("$base" --version)"
+        "$base" -m venv "$root/.venv"
+    fi
+    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null
+    echo "Installing glm46 and what it needs into $root/.venv; PyTorch is large, this takes minutes the first time"
+    # The gpu extra only reads temperature and power; without a driver there is nothing to read.
+    if [ -e /proc/driver/nvidia/version ]; then extras="${extras:+$extras,}gpu"; fi
+    install "$extras"
+}
