@@ -6,6 +6,7 @@ bits.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,31 +67,42 @@ def fill_normal(
 
     Args:
         local: the part, any layout.
-        indices: for each dimension, int64 [size of that dimension in `local`]: which global rows, columns, ... it holds.
+        indices: for each dimension, int64 [its size in `local`]: which global rows, columns, ... it holds.
         global_shape: shape of the whole parameter.
     """
-    flat = torch.zeros((), dtype=torch.int64, device=local.device)
-    stride = 1
-    for dim in reversed(range(1, len(global_shape))):
-        places = indices[dim].to(local.device) * stride
-        flat = places.view(-1, *[1] * (len(global_shape) - 1 - dim)) + flat
+    places, stride = [], 1
+    for dim in reversed(range(len(global_shape))):
+        places.insert(0, indices[dim].to(local.device) * stride)
         stride *= global_shape[dim]
-    row_elements = max(1, flat.numel())
+    _fill_box(local, places, lambda index: normal_at(seed, name, index) * std)
+
+
+def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Tensor]) -> None:
+    """Fill a box whose element [i, j, ...] is number places[0][i] + places[1][j] + ... of the parameter."""
+    if local.numel() == 0:
+        return
+    row_elements = local[0].numel()
+    if local.dim() > 1 and row_elements > _CHUNK_ELEMENTS:  # one expert's matrix is more than a chunk
+        for row, place in zip(local, places[0], strict=True):
+            _fill_box(row, [places[1] + place, *places[2:]], values)
+        return
+    inside_row = torch.zeros((), dtype=torch.int64, device=local.device)
+    for dim in range(1, local.dim()):
+        inside_row = inside_row.unsqueeze(-1) + places[dim]
     rows_at_once = max(1, _CHUNK_ELEMENTS // row_elements)
     for start in range(0, local.shape[0], rows_at_once):
-        rows = indices[0][start : start + rows_at_once].to(local.device) * stride
-        places = rows.view(-1, *[1] * (len(global_shape) - 1)) + flat
-        local[start : start + rows_at_once] = normal_at(seed, name, places) * std
+        rows = places[0][start : start + rows_at_once]
+        local[start : start + rows_at_once] = values(rows.view(-1, *[1] * inside_row.dim()) + inside_row)
 
 
 @torch.no_grad()
 def fill_parameter(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Initial value of any parameter of the model, by its name: norms 1, biases 0, everything else N(0, std)."""
+    """Initial value of any parameter or buffer of the model, by its name: norms 1, biases 0, the rest N(0, std)."""
     if name.endswith("norm.weight"):
         local.fill_(1.0)
-    elif name.endswith(".bias"):
+    elif name.endswith("bias"):  # the selection bias too
         local.zero_()
     else:
         fill_normal(local, indices, global_shape, seed=seed, name=name, std=std)

@@ -1,0 +1,159 @@
+"""Grouped experts, and bringing tokens to them and back, against plain loops and plain indexing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from glm46.model.dispatch import LocalDispatcher
+from glm46.model.experts import Experts, grouped_mm, grouped_outer
+from glm46.model.moe import MoE
+from glm46.model.router import Routing, RoutingOptions
+
+# Rows per expert: uneven, with empty experts at both ends and in the middle; all rows at one; no row at all.
+GROUPS = {
+    "uneven": [0, 5, 1, 0, 0, 9, 2, 0],
+    "even": [3] * 8,
+    "all to the first": [17] + [0] * 7,
+    "all to the last": [0] * 7 + [17],
+    "one row": [0, 0, 0, 1, 0, 0, 0, 0],
+}
+
+
+def offsets_of(sizes):
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+def test_grouped_matmul_and_both_gradients_equal_a_loop(sizes, dtype, tolerance, relative_error):
+    """BF16: each result is rounded once, by at most 2**-8."""
+    rows = sum(sizes)
+    x = torch.randn(rows, 16).to(dtype).requires_grad_()
+    stored = torch.randn(8, 24, 16).to(dtype).requires_grad_()
+    out = grouped_mm(x, stored.transpose(1, 2), offsets_of(sizes))
+    weight_of_row = torch.repeat_interleave(torch.arange(8), torch.tensor(sizes))
+    slow_x, slow_w = x.detach().double().requires_grad_(), stored.detach().double().requires_grad_()
+    slow = torch.stack([slow_w[e] @ slow_x[n] for n, e in enumerate(weight_of_row)])
+    assert out.dtype == dtype and relative_error(out, slow) < tolerance
+    grad = torch.randn(rows, 24).to(dtype)
+    out.backward(grad)
+    slow.backward(grad.double())
+    assert relative_error(x.grad, slow_x.grad) < tolerance
+    assert relative_error(stored.grad, slow_w.grad) < tolerance
+    assert stored.grad.is_contiguous()
+    empty = [e for e, size in enumerate(sizes) if size == 0]
+    assert (stored.grad[empty] == 0).all()
+
+
+def test_expanded_gradient_is_accepted():
+    x, weight = torch.randn(9, 8, requires_grad=True), torch.randn(2, 8, 4, requires_grad=True)
+    grouped_mm(x, weight, offsets_of([4, 5])).sum().backward()
+    torch.testing.assert_close(weight.grad[0], x[:4].sum(0).unsqueeze(1).expand(8, 4))
+
+
+def test_outer_of_an_empty_group_is_zero():
+    got = grouped_outer(torch.randn(3, 8), torch.randn(3, 8), offsets_of([0, 3, 0]))
+    assert (got[[0, 2]] == 0).all() and (got[1] != 0).any()
+
+
+@pytest.mark.parametrize("name", ["glm46::grouped_mm", "glm46::grouped_outer"])
+def test_the_custom_operators_keep_torchs_rules(name):
+    """Schema, fake kernel and autograd registration agree with what the kernel does."""
+    operator = getattr(torch.ops.glm46, name.removeprefix("glm46::")).default
+    x, offsets = torch.randn(7, 8, requires_grad=True), offsets_of([3, 0, 4])
+    second = torch.randn(3, 8, 4) if name.endswith("mm") else torch.randn(7, 4)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (x, second, offsets), test_utils=utils)
+
+
+def slow_experts(experts, x, weights, choice):
+    """Every token through each of its experts, one at a time."""
+    width = experts.down.shape[2]
+    rows = []
+    for t in range(x.shape[0]):
+        parts = []
+        for a, e in enumerate(choice[t].tolist()):
+            gate, up = experts.gate_up[e, :width] @ x[t], experts.gate_up[e, width:] @ x[t]
+            parts.append(weights[t, a] * (experts.down[e] @ (F.silu(gate) * up)))
+        rows.append(torch.stack(parts).sum(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("case", ["random", "all tokens to one expert", "some experts empty"])
+def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, tiny_shape, relative_error):
+    torch.manual_seed(2)
+    shape = tiny_shape(num_experts_per_tok=1 if case == "all tokens to one expert" else 3)
+    experts = Experts(shape)
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    if case == "random":
+        choice = torch.rand(13, 8).argsort(-1)[:, :3]
+    elif case == "some experts empty":
+        choice = torch.rand(13, 4).argsort(-1)[:, :3] + 2
+    else:
+        choice = torch.full((13, 1), 6)
+    x, weights = torch.randn(13, 48, requires_grad=True), torch.rand(choice.shape, requires_grad=True)
+    dispatcher = LocalDispatcher()
+    x_ND, weights_N, offsets, context = dispatcher.dispatch(x, Routing(weights, choice, None), 8)
+    out = dispatcher.combine(experts(x_ND, weights_N, offsets), context)
+    slow = slow_experts(experts, x, weights, choice)
+    grad = torch.randn_like(slow)
+    inputs = (x, weights, experts.gate_up, experts.down)
+    got, want = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(slow, inputs, grad)
+    assert relative_error(out, slow) < 1e-6  # FP32
+    for ours, theirs in zip(got, want, strict=True):
+        assert relative_error(ours, theirs) < 1e-6
+
+
+def test_dispatch_sorts_stably_and_counts_exactly():
+    choice = torch.tensor([[2, 0], [0, 1], [2, 3], [1, 0]])
+    weights = torch.arange(8.0).view(4, 2)
+    x = torch.arange(4.0).unsqueeze(1).expand(4, 5).contiguous()
+    rows, sorted_weights, offsets, _ = LocalDispatcher().dispatch(x, Routing(weights, choice, None), 5)
+    assert rows[:, 0].tolist() == [0, 1, 3, 1, 3, 0, 2, 2]  # tokens of expert 0, then 1, 2, 3; in token order inside
+    assert sorted_weights.tolist() == [1, 2, 7, 3, 6, 0, 4, 5]
+    assert offsets.tolist() == [3, 5, 7, 8, 8] and offsets.dtype == torch.int32
+
+
+def test_gather_and_combine_equal_indexing(relative_error):
+    generator = torch.Generator().manual_seed(1)
+    choice = torch.rand(40, 6, generator=generator).argsort(-1)[:, :3]
+    weights = torch.ones(40, 3)
+    x = torch.randn(40, 7, generator=generator, requires_grad=True)
+    dispatcher = LocalDispatcher()
+    rows, _, _, context = dispatcher.dispatch(x, Routing(weights, choice, None), 6)
+    token = choice.flatten().argsort(stable=True) // 3
+    assert torch.equal(rows, x[token])
+    grad = torch.randn(120, 7, generator=generator)
+    (got,) = torch.autograd.grad(rows, x, grad)
+    assert relative_error(got, torch.zeros(40, 7).index_add(0, token, grad)) < 1e-6
+    y = torch.randn(120, 7, generator=generator, requires_grad=True)
+    combined = dispatcher.combine(y, context)
+    assert relative_error(combined, torch.zeros(40, 7).index_add(0, token, y)) < 1e-6
+    grad = torch.randn(40, 7, generator=generator)
+    (got,) = torch.autograd.grad(combined, y, grad)
+    assert torch.equal(got, grad[token])
+
+
+def test_bf16_sums_of_a_token_are_rounded_once():
+    """1 + 2**-8 + 2**-8 is 1.0078125 in FP32 and in BF16, but adding the terms in BF16 gives 1: each is half a step."""
+    choice = torch.tensor([[0, 1, 2]])
+    dispatcher = LocalDispatcher()
+    *_, context = dispatcher.dispatch(torch.zeros(1, 1), Routing(torch.ones(1, 3), choice, None), 3)
+    y = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
+    assert dispatcher.combine(y, context).item() == 1.0078125
+
+
+def test_dropped_assignments_add_nothing(tiny_shape, random_model):
+    """A token whose every assignment is over capacity gets the shared expert's result alone."""
+    moe = MoE(tiny_shape())
+    for p in moe.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    moe.router.e_score_correction_bias.copy_(torch.tensor([9.0, 8, 0, 0, 0, 0, 0, 0]))  # everyone: experts 0 and 1
+    x = torch.randn(1, 16, 48)
+    y, statistics = moe(x, None, RoutingOptions(capacity_factor=0.5))
+    capacity = 2  # 16 tokens * 2 experts * 0.5 / 8
+    assert statistics.tokens_per_expert.tolist() == [capacity, capacity, 0, 0, 0, 0, 0, 0]
+    assert statistics.overflow == 2 * (16 - capacity)
+    torch.testing.assert_close(y[:, capacity:], moe.shared_experts(x)[:, capacity:], rtol=0, atol=1e-7)
+    assert (y[:, :capacity] - moe.shared_experts(x)[:, :capacity]).abs().amax(-1).min() > 1e-4
