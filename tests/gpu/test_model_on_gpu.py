@@ -1,0 +1,123 @@
+"""The model on a CUDA device: BF16 grouped matmul, bit-for-bit repeatability, one training step."""
+
+import math
+
+import pytest
+import torch
+
+from glm46.config.presets import PRESETS
+from glm46.model.cross_entropy import chunked_cross_entropy
+from glm46.model.dispatch import LocalDispatcher
+from glm46.model.experts import grouped_mm
+from glm46.model.init import fill_parameter
+from glm46.model.router import Routing, RoutingOptions
+from glm46.model.transformer import Transformer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def debug_model(dtype):
+    shape = PRESETS["debug"]
+    model = Transformer(shape).cuda()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        indices = [torch.arange(n) for n in tensor.shape]
+        fill_parameter(tensor.data, indices, tuple(tensor.shape), seed=1, name=name, std=shape.initializer_range)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def debug_batch(model, batch=4, length=512):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def ids(*size):
+        return torch.randint(0, model.shape.vocab_size, size, generator=generator, device="cuda")
+
+    return dict(
+        input_ids=ids(batch, length), labels=ids(batch, length),
+        mtp_input_ids=ids(batch, 1, length), mtp_labels=ids(batch, 1, length),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [[300, 0, 212, 512], [0, 0, 0, 1024], [256] * 4], ids=str)
+def test_bf16_grouped_matmul_and_gradients_equal_a_loop(sizes):
+    """Each result is a sum in FP32 rounded once to BF16: 2**-8 at most, half of it on average."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(1024, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    stored = torch.randn(4, 384, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(1024, 384, device="cuda", generator=generator).bfloat16()
+    offsets = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    out = grouped_mm(x, stored.transpose(1, 2), offsets)
+    out.backward(grad)
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        rows_x, weight, rows_grad = x.detach()[rows].double(), stored.detach()[e].double(), grad[rows].double()
+        pairs = [(out[rows], rows_x @ weight.t()), (x.grad[rows], rows_grad @ weight)]
+        for ours, want in [*pairs, (stored.grad[e], rows_grad.t() @ rows_x)]:
+            if size == 0:
+                assert (ours == 0).all()
+            else:
+                assert (ours.double() - want).norm() / want.norm() < 3e-3
+
+
+def test_gather_and_combine_repeat_every_bit():
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    choice = torch.rand(4096, 32, device="cuda", generator=generator).argsort(-1)[:, :8]
+    weights = torch.rand(4096, 8, device="cuda", generator=generator)
+    x = torch.randn(4096, 512, device="cuda", generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(4096 * 8, 512, device="cuda", generator=generator).bfloat16()
+    results = []
+    for _ in range(5):
+        x.grad = None
+        dispatcher = LocalDispatcher()
+        rows, sorted_weights, offsets, context = dispatcher.dispatch(x, Routing(weights, choice, None), 32)
+        out = dispatcher.combine(rows * sorted_weights.unsqueeze(1).bfloat16(), context)
+        rows.backward(grad)
+        results.append((rows.detach().clone(), out.detach().clone(), x.grad.clone(), offsets.clone()))
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
+    token = choice.flatten().argsort(stable=True) // 8
+    want = torch.zeros(4096, 512, device="cuda", dtype=torch.float64).index_add(0, token, grad.double())
+    assert (results[0][2].double() - want).norm() / want.norm() < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_training_steps_lower_the_loss_and_repeat_every_bit(dtype):
+    """The loss starts at log(vocabulary), falls when one batch is learnt, and two runs are the same to the bit."""
+    losses = []
+    for _ in range(2):
+        model = debug_model(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        batch, run = debug_batch(model), []
+        for _ in range(5):
+            sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
+            tokens = batch["labels"].numel()
+            ((sums.loss + 0.3 * sums.mtp_losses.sum() + 1e-4 * sums.aux_losses.sum()) / tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.append((sums.loss / tokens).item())
+        assert run[0] == pytest.approx(math.log(model.shape.vocab_size), abs=0.2)
+        assert run[-1] < run[0] - 0.3
+        losses.append(run)
+    assert losses[0] == losses[1]
+
+
+def test_loss_memory_does_not_hold_all_logits():
+    """At GLM's vocabulary: all logits of 8,192 tokens in FP32 would be 5 GB."""
+    tokens, vocabulary, width = 8192, 151552, 512
+    hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, width, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss, _ = chunked_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert loss.item() / tokens == pytest.approx(math.log(vocabulary), abs=0.3)
+    # A chunk of logits in BF16 and in FP32 twice, and the weight's gradient in FP32 and BF16 twice.
+    assert peak < 1024 * vocabulary * 12 + vocabulary * width * 16

@@ -1,0 +1,60 @@
+"""torch.compile of a block: the same numbers, one graph, and no second compilation."""
+
+import shutil
+
+import pytest
+import torch
+
+from glm46.model.attention import attention_mask
+from glm46.model.block import TransformerBlock
+from glm46.model.rope import rotary_tables
+from glm46.model.router import RoutingOptions
+
+# Inductor needs a C++ compiler for CPU code; without one the graph is still captured and its derivative traced.
+BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+
+
+def inputs(shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 24, shape.hidden_size, generator=generator, requires_grad=True)
+    documents = torch.tensor([0] * 10 + [1] * 10 + [-1] * 4).expand(2, 24)
+    positions = torch.arange(24).expand(2, 24)
+    rope = rotary_tables(positions, shape, torch.float32)
+    mask = attention_mask(documents, positions, None)
+    temperature = torch.tensor(1.0 + seed)  # a warm-up changes it every step
+    options = RoutingOptions(temperature=temperature, capacity_factor=1.2, balance_loss=True, z_loss=True)
+    return x, rope, mask, documents >= 0, options
+
+
+def run(block, arguments):
+    """Output, statistics and all gradients."""
+    block.zero_grad()
+    y, statistics = block(*arguments)
+    total = y.square().sum()
+    if statistics is not None:
+        total = total + statistics.aux_losses.sum()
+    total.backward()
+    grads = {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in block.named_parameters()}
+    return y.detach(), statistics, grads | {"x": arguments[0].grad}
+
+
+@pytest.mark.parametrize("is_dense", [True, False], ids=["dense", "experts"])
+def test_compiled_block_equals_eager_without_break_or_recompilation(is_dense, tiny_shape, random_model, relative_error):
+    shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
+    block = random_model(shape).layers["0" if is_dense else "1"]
+    assert isinstance(block, TransformerBlock) and block.is_dense == is_dense
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=BACKEND)  # fullgraph: a graph break is an error
+    for call in range(4):
+        y, statistics, grads = run(block, inputs(shape, call))
+        with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
+            got_y, got_statistics, got_grads = run(compiled, inputs(shape, call))
+        # FP32; fused kernels sum in another order.
+        assert relative_error(got_y, y) < 1e-6
+        if not is_dense:
+            assert torch.equal(got_statistics.tokens_per_expert, statistics.tokens_per_expert)
+            assert got_statistics.overflow == statistics.overflow > 0
+            assert relative_error(got_statistics.aux_losses, statistics.aux_losses) < 1e-6
+        whole = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
+        for name in grads:
+            assert relative_error(got_grads[name], grads[name], 1e-4 * whole) < 1e-5, name
