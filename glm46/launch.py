@@ -80,7 +80,7 @@ def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
         raise UserError(*untrained)
     if fits:
         return None
-    return "\n".join([screen, *(f"  - {fault}" for fault in untrained)])
+    return "\n".join([screen, *(f"\nOn any machine:\n  - {fault}" for fault in untrained)])
 
 
 def _start(processes: int, command: Sequence[str]) -> int:

@@ -31,7 +31,9 @@ install() {
         "$python" -m pip install --disable-pip-version-check --editable "$wanted"
     else
         "$python" -m pip install --disable-pip-version-check --progress-bar off --editable "$wanted" |
-            awk '/^(Collecting|Installing|Successfully)/ { print "  " substr($0, 1, 100); fflush() }'
+            while IFS= read -r line; do
+                case $line in Collecting* | Processing* | Installing* | Successfully*) printf '  %.100s\n' "$line" ;; esac
+            done
     fi
 }
 

@@ -138,15 +138,14 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
 
 
 def layout_is_trained(run: Run) -> Faults:
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        key = f"parallelism.{axis}_parallel_degree"
-        degree = getattr(run.parallelism, f"{axis}_parallel_degree")
-        if degree > 1:
-            yield Fault(
-                (key,),
-                f"{key} = {degree}: this version plans such a layout but trains with FSDP2 and HSDP only; "
-                "set it to 1, or see `python -m glm46 plan`",
-            )
+    names = [f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert")]
+    beyond = {name: getattr(run.parallelism, name) for name in names if getattr(run.parallelism, name) > 1}
+    if beyond:
+        yield Fault(
+            tuple(f"parallelism.{name}" for name in beyond),
+            f"parallelism: {', '.join(f'{name} = {degree}' for name, degree in beyond.items())}: this version plans such "
+            "a layout but trains with FSDP2 and HSDP only; set to 1 what is above, or see `python -m glm46 plan`",
+        )
 
 
 LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
