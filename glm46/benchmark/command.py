@@ -1,0 +1,152 @@
+"""``python -m glm46 benchmark``: how fast this machine trains, beside what else could be used."""
+
+import argparse
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+
+from glm46.benchmark.cpu_memory import peak_bytes
+from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, race
+from glm46.benchmark.text_speed import loader_speed, tokenizer_speed
+from glm46.config.errors import UserError
+from glm46.config.presets import PRESETS
+from glm46.observe.hardware import device_peak_flops
+from glm46.planner.flops import training_flops_per_token
+
+_PEERS = "transformers"
+
+
+def benchmark_command(argv: Sequence[str]) -> int:
+    """Run the verb; prints a report that names machine, versions and work.
+
+    Returns:
+        Exit code.
+    """
+    arguments = _parser().parse_args(list(argv))
+    arguments.run(arguments)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 benchmark", allow_abbrev=False)
+    kinds = parser.add_subparsers(title="what", metavar="model|data|tokenizer", required=True)
+    model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
+    model.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
+    model.add_argument("--layers", type=_positive, help="decoder layers; absent: the preset's")
+    model.add_argument("--batch", type=_positive, default=4, help="sequences")
+    model.add_argument("--seq-len", type=_positive, default=512, help="tokens of each")
+    model.add_argument("--rounds", type=_positive, default=9, help="timed steps of each contestant")
+    model.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
+    model.add_argument("--device", choices=["cpu", "cuda"], help="absent: a GPU if there is one")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], help="absent: float32 on a CPU, bfloat16 on a GPU")
+    model.add_argument(
+        "--only", action="append", choices=CONTESTANTS, help="contestant, repeatable; absent: all that are installed"
+    )
+    model.set_defaults(run=_model)
+    data = kinds.add_parser("data", help="tokens per second of the loader", allow_abbrev=False)
+    data.add_argument("--batch", type=_positive, default=4, help="sequences")
+    data.add_argument("--seq-len", type=_positive, default=4096, help="tokens of each")
+    data.add_argument("--rounds", type=_positive, default=9, help="timed rounds")
+    data.set_defaults(run=lambda arguments: _print(loader_speed(arguments.batch, arguments.seq_len, arguments.rounds)))
+    tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
+    tokenizer.add_argument("--rounds", type=_positive, default=5, help="timed rounds")
+    tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _model(arguments: argparse.Namespace) -> None:
+    import torch
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("benchmark: --device cuda, but torch finds no GPU; say --device cpu")
+    device = torch.device(kind)
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if kind == "cuda" else "float32"))
+    work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
+    names = tuple(arguments.only or _installed())
+    contestants = race(work, names, arguments.rounds, _progress)
+    if kind == "cpu":
+        for contestant in contestants:
+            contestant.peak_bytes = peak_bytes(contestant.name, work, torch.get_num_threads())
+    _print(_report(work, contestants))
+
+
+def _installed() -> tuple[str, ...]:
+    from importlib.util import find_spec
+
+    if find_spec(_PEERS) is None:
+        _print("transformers is not installed, so only our own speed is measured; pip install 'glm46[hf]' adds it")
+        return tuple(name for name in CONTESTANTS if not name.startswith(_PEERS))
+    return CONTESTANTS
+
+
+def _report(work: Workload, contestants: list[Contestant]) -> str:
+    flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
+    peak = device_peak_flops(work.device, work.dtype)
+    peers = [contestant for contestant in contestants if contestant.name.startswith(_PEERS)]
+    base = min(peers, key=lambda peer: statistics.median(peer.seconds)) if peers else contestants[0]
+    lines = [
+        f"training step (forward, backward) of {work.flavor}, {work.shape().num_hidden_layers} layers, without MTP, "
+        f"{work.batch} x {work.seq_len} tokens, {str(work.dtype).removeprefix('torch.')}",
+        _environment(work),
+        f"{flops / 1e9:,.1f} GFLOP per step; peak "
+        + (f"{peak / 1e9:,.0f} GFLOP/s" if peak else "unknown")
+        + (" (measured: square product of this type)" if work.device.type == "cpu" else " (table)"),
+        f"speed against {base.name}: median over {len(base.seconds)} interleaved rounds of the ratio in each",
+        "",
+        f"  {'':<24} {'ms/step':>9} {'tokens/s':>10} {'GFLOP/s':>9} {'of peak':>8} {'speed':>7} {'peak GiB':>9}",
+    ]
+    for contestant in contestants:
+        seconds = statistics.median(contestant.seconds)
+        speed = flops / seconds
+        share = f"{speed / peak:.1%}" if peak else "?"
+        memory = f"{contestant.peak_bytes / 2**30:.2f}" if contestant.peak_bytes is not None else "?"
+        lines.append(
+            f"  {contestant.name:<24} {seconds * 1e3:9.1f} {work.tokens / seconds:10,.0f} {speed / 1e9:9,.0f} "
+            f"{share:>8} {median_ratio(contestant, base):7.3f} {memory:>9}"
+        )
+    return "\n".join(lines)
+
+
+def _environment(work: Workload) -> str:
+    import torch
+
+    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    try:
+        import transformers
+
+        parts.append(f"transformers {transformers.__version__}")
+    except ImportError:
+        parts.append("no transformers")
+    if work.device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(work.device))
+    else:
+        parts.append(f"{_cpu_name()}, {torch.get_num_threads()} threads")
+    return ", ".join(parts)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

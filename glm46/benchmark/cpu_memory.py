@@ -1,0 +1,32 @@
+"""Peak main memory of a contestant: a fresh process each, because torch counts no allocations on a CPU."""
+
+import multiprocessing
+from pathlib import Path
+
+from glm46.benchmark.model_speed import Workload, build_contestant, build_ours
+
+_STEPS = 2
+
+
+def peak_bytes(name: str, work: Workload, threads: int) -> int | None:
+    """Peak resident memory of a process that takes some steps, the program itself included; None without /proc."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_measure, (name, work, threads))
+
+
+def _measure(name: str, work: Workload, threads: int) -> int | None:
+    import torch
+
+    torch.set_num_threads(threads)
+    ours = build_ours(work)
+    contestant = build_contestant(name, work, ours)
+    if contestant.model is not ours:
+        ours.to("meta")  # its weights were copied and would count twice
+    for _ in range(_STEPS):
+        contestant.step()
+    # Not getrusage: its peak is inherited from the parent, which holds all contestants.
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else None

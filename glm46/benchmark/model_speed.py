@@ -1,0 +1,165 @@
+"""Forward and backward of our model against `transformers`: same weights, batch and threads, in alternation."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from glm46.benchmark.peer import build_peer
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.config.presets import PRESETS
+from glm46.model.init import fill_parameter
+from glm46.model.transformer import Transformer
+from glm46.parallelize import compile
+
+_SEED = 0
+_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Relative difference of the losses that the number formats and other orders of summation explain."""
+
+CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contestant computes in one step."""
+
+    flavor: str
+    batch: int
+    seq_len: int
+    device: torch.device
+    dtype: torch.dtype
+    layers: int | None = None
+    """Decoder layers; None: the preset's. A part of a large model fits where the whole does not."""
+
+    def shape(self) -> ModelShape:
+        """The preset without multi-token prediction, which the peer does not train."""
+        stated = {"num_nextn_predict_layers": 0}
+        if self.layers is not None:
+            stated["num_hidden_layers"] = self.layers
+        return PRESETS[self.flavor].model_copy(update=stated)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+
+@dataclass
+class Contestant:
+    """A step to time, and what was measured of it."""
+
+    name: str
+    model: nn.Module
+    loss: Callable[[], torch.Tensor]
+    """Forward; returns the mean loss."""
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+    def step(self) -> float:
+        """Forward and backward with fresh gradients; returns the loss."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()
+        return loss.item()  # sync: on a GPU the work is done only now
+
+
+def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant:
+    """One of `CONTESTANTS` on a batch that is the same for all."""
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(0, work.shape().vocab_size, (work.batch, work.seq_len + 1), generator=generator)
+    ids = ids.to(work.device)
+    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if name.startswith("transformers"):
+        implementation = "grouped_mm" if name.endswith("grouped_mm") else "eager"
+        peer = build_peer(ours, implementation).train()
+        return Contestant(name, peer, lambda: peer(inputs, labels=inputs, shift_labels=labels).loss)
+    model = ours
+    if name == "ours compiled":
+        model = Transformer(ours.shape).to(work.device, work.dtype)
+        _router_bias_to_float(model)
+        model.load_state_dict(ours.state_dict())
+        compile.apply(model)
+    return Contestant(name, model, lambda: model(inputs, labels=labels).loss / work.tokens)
+
+
+def build_ours(work: Workload) -> Transformer:
+    """Our model with its initial weights."""
+    with torch.device("meta"):
+        model = Transformer(work.shape())
+    model = model.to(work.dtype).to_empty(device=work.device)
+    _router_bias_to_float(model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for name, parameter in model.named_parameters():
+        indices = [torch.arange(size) for size in parameter.shape]
+        std = model.shape.initializer_range
+        fill_parameter(parameter.data, indices, tuple(parameter.shape), seed=_SEED, name=name, std=std)
+    return model
+
+
+def _router_bias_to_float(model: Transformer) -> None:
+    for router in model.routers().values():
+        router.e_score_correction_bias = router.e_score_correction_bias.float()
+
+
+def race(work: Workload, names: tuple[str, ...], rounds: int, report: Callable[[str], None]) -> list[Contestant]:
+    """Time one step of each contestant per round, in an order that turns, after one untimed step of each.
+
+    Raises:
+        UserError: a contestant computes another loss, so that times would compare different work.
+    """
+    ours = build_ours(work)
+    contestants = []
+    for name in names:
+        report(f"building {name}")
+        contestants.append(build_contestant(name, work, ours))
+    losses = {}
+    for contestant in contestants:
+        before = _allocated(work.device)
+        losses[contestant.name] = contestant.step()
+        contestant.step()  # the second step runs compiled code and warm allocators
+        contestant.peak_bytes = _peak_of_step(work.device, contestant, before)
+        contestant.model.zero_grad(set_to_none=True)
+    _require_equal(losses, _LOSS_TOLERANCE[work.dtype])
+    for number in range(rounds):
+        turn = number % len(contestants)
+        for contestant in contestants[turn:] + contestants[:turn]:
+            start = time.perf_counter()
+            contestant.step()
+            contestant.seconds.append(time.perf_counter() - start)
+            # Gradients of one must not squeeze another out of memory or cache.
+            contestant.model.zero_grad(set_to_none=True)
+        report(f"round {number + 1} of {rounds}")
+    return contestants
+
+
+def _require_equal(losses: dict[str, float], tolerance: float) -> None:
+    first = next(iter(losses.values()))
+    if any(abs(loss - first) > tolerance * abs(first) for loss in losses.values()):
+        raise UserError(f"benchmark: the contestants compute different losses, {losses}; a comparison means nothing")
+
+
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _peak_of_step(device: torch.device, contestant: Contestant, before: int | None) -> int | None:
+    """Bytes of a step on a GPU: its own weights, gradients and what it allocates on the way. None on a CPU, where
+    torch keeps no such count; `glm46.benchmark.cpu_memory` measures whole processes there."""
+    if before is None:
+        return None
+    contestant.model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats(device)
+    rest = torch.cuda.memory_allocated(device)
+    contestant.step()
+    weights = sum(parameter.nbytes for parameter in contestant.model.parameters())
+    return torch.cuda.max_memory_allocated(device) - rest + weights
+
+
+def median_ratio(contestant: Contestant, base: Contestant) -> float:
+    """How many times the base's speed a contestant has: median over rounds of the ratio within a round."""
+    pairs = zip(base.seconds, contestant.seconds, strict=True)
+    return statistics.median(slow / fast for slow, fast in pairs)

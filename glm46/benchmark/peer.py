@@ -1,0 +1,63 @@
+"""The same model in `transformers`, with the same weights: the peer that our speed is measured against."""
+
+import torch
+from torch import nn
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.model.transformer import Transformer
+
+# Our name -> the one that transformers 5 uses in memory. Experts are fused there as they are here.
+_RENAMED = {
+    ".mlp.router.": ".mlp.gate.",
+    ".experts.gate_up": ".experts.gate_up_proj",
+    ".experts.down": ".experts.down_proj",
+}
+
+
+def build_peer(ours: Transformer, experts: str) -> nn.Module:
+    """`Glm4MoeForCausalLM` with copies of our weights.
+
+    Args:
+        ours: a model without multi-token prediction layers, which the peer's training does not have.
+        experts: its implementation of the experts: "grouped_mm", or "eager", its default loop.
+
+    Raises:
+        UserError: transformers is not installed, or too old to choose an implementation.
+    """
+    try:
+        from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+    except ImportError as error:
+        raise UserError("benchmark: transformers is not installed; pip install 'glm46[hf]'") from error
+    shape = ours.shape
+    weight = ours.embed_tokens.weight
+    with torch.device(weight.device):
+        peer = Glm4MoeForCausalLM(_peer_config(Glm4MoeConfig, shape))
+    peer = peer.to(weight.dtype)
+    peer.set_experts_implementation(experts)
+    targets = peer.state_dict()
+    sources = {_peer_name(name): tensor for name, tensor in ours.state_dict().items()}
+    assert set(sources) == set(targets), sorted(set(sources) ^ set(targets))
+    with torch.no_grad():
+        for name, source in sources.items():
+            targets[name].copy_(source)
+    return peer
+
+
+def _peer_config(config_class: type, shape: ModelShape):
+    """Its configuration for our shape. pad_token_id stays unset: with one, that token's embedding gets no gradient."""
+    left_out = {"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": shape.rope_theta,
+        "partial_rotary_factor": shape.partial_rotary_factor,
+    }
+    config = config_class(**shape.model_dump(exclude=left_out), rope_parameters=rope, use_cache=False)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _peer_name(name: str) -> str:
+    for ours, theirs in _RENAMED.items():
+        name = name.replace(ours, theirs)
+    return name if name.startswith("lm_head.") else f"model.{name}"
