@@ -3,6 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+StridedShard = _StridedShard
+"""Placement of a dimension that FSDP2 shards below tensor parallelism. It is private, and in 2.13 no subclass of Shard:
+code that only knows Shard takes the wrong rows without an error."""
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -16,7 +21,3 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(x, weight, offs=offsets)
     return torch._grouped_mm(x, weight, offs=offsets)
-
-
-# Placement of a dimension that FSDP2 shards below tensor parallelism. It is private, and in 2.13 no subclass of Shard:
-# code that only knows Shard takes the wrong rows without an error.

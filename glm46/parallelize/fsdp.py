@@ -44,3 +44,11 @@ def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     if parameter.ndim == 3 and parameter.shape[0] % shards != 0:
         return Shard(1)
     return None
+
+
+def release_gathered(model: Transformer) -> None:
+    """Free weights that a forward without backward left gathered: while they are, the model's parameters are not the
+    shards that the optimizer and a checkpoint know."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

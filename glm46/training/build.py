@@ -1,0 +1,122 @@
+"""Everything a run needs, built in the order in which it depends on each other."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.distributed.mesh import build_mesh
+from glm46.distributed.process import Process
+from glm46.model.transformer import Transformer
+from glm46.optim.optimizers import OptimizerGroup, build_optimizers
+from glm46.parallelize.plan import parallelize
+from glm46.planner.layout import Layout, resolve_layout
+from glm46.training.balance import ExpertBalance
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run consists of. It holds; the functions of this room act."""
+
+    run: Run
+    shape: ModelShape
+    process: Process
+    layout: Layout
+    mesh: DeviceMesh
+    tokenizer: Tokenizer
+    manifests: dict[str, Manifest]
+    model: Transformer
+    parameters: dict[str, nn.Parameter]
+    """The shards that this rank keeps, by name. Taken once, when they are made: during a forward the model has the
+    gathered weights in their place."""
+    optimizer: OptimizerGroup
+    balance: ExpertBalance
+    checkpoints: CheckpointManager
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Sequences that all ranks together take in one micro-batch."""
+        return self.run.training.local_batch_size * self.layout.batch_ranks
+
+    def stream_fingerprint(self) -> str:
+        """Changes exactly when the same sample number would mean other text."""
+        run = self.run
+        identity = [run.debug.seed, run.training.seq_len]
+        for source in run.data.sources:
+            manifest = self.manifests[source.name]
+            shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
+            identity.append([source.name, source.weight, shards])
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
+    """The tokenizer and the manifests of all sources, checked against each other and the model.
+
+    Raises:
+        UserError: all faults of the data at once.
+    """
+    tokenizer = load_tokenizer(run.model.tokenizer_path)
+    vocab_size = resolve_shape(run.model).vocab_size
+    manifests, faults = {}, []
+    if tokenizer.vocab_size > vocab_size:
+        faults.append(
+            f"model.vocab_size = {vocab_size}: the tokenizer {run.model.tokenizer_path!r} has ids up to "
+            f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    for source in run.data.sources:
+        try:
+            manifests[source.name] = load_manifest(Path(source.path))
+            manifests[source.name].require_tokenizer(tokenizer.fingerprint)
+            if run.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
+                faults.append(f"{source.path}: no document is held out, but validation.enable = true; prepare it again")
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(*faults)
+    return tokenizer, manifests
+
+
+def build(run: Run, process: Process) -> Parts:
+    """Build all parts of a run on this rank; collective.
+
+    Raises:
+        UserError: the data, the layout or the checkpoint folder do not fit the configuration.
+    """
+    if run.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+    shape = resolve_shape(run.model)
+    layout = resolve_layout(run.parallelism, process.world_size)
+    tokenizer, manifests = load_text(run)
+    mesh = build_mesh(layout, process.device.type)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    parallelize(model, mesh, run, process.device)
+    model.train()
+    parameters = dict(model.named_parameters())
+    return Parts(
+        run=run,
+        shape=shape,
+        process=process,
+        layout=layout,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        manifests=manifests,
+        model=model,
+        parameters=parameters,
+        optimizer=build_optimizers(list(parameters.items()), run.optimizer),
+        balance=ExpertBalance(model, run.moe, process.device),
+        checkpoints=CheckpointManager(
+            Path(run.job.dump_folder) / run.checkpoint.folder, keep_latest_k=run.checkpoint.keep_latest_k
+        ),
+    )

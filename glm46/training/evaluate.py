@@ -1,0 +1,68 @@
+"""Loss on documents that were never trained on."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from glm46.data.loader import build_validation_loader
+from glm46.model.cross_entropy import IGNORE
+from glm46.parallelize.fsdp import release_gathered
+from glm46.training.build import Parts
+from glm46.training.loss import accepted_drafts, count_drafts
+from glm46.training.step import to_device
+
+
+@torch.no_grad()
+def evaluate(parts: Parts) -> dict[str, float]:
+    """Validation figures over all held-out text, or the part of it that [validation] steps allows; collective.
+
+    Returns:
+        validation_loss in nats per token, validation_bits_per_byte, and both per source as
+        ``validation_loss/<source>``; mtp_acceptance when there are prediction layers.
+    """
+    parts.model.eval()
+    totals = {source.name: _evaluate_source(parts, source.path) for source in parts.run.data.sources}
+    parts.model.train()
+    release_gathered(parts.model)
+    row: dict[str, float] = {}
+    for name, total in (("", sum(totals.values())), *((f"/{name}", total) for name, total in totals.items())):
+        loss_sum, targets, text_bytes = total[:3].tolist()
+        row[f"validation_loss{name}"] = loss_sum / max(targets, 1)
+        row[f"validation_bits_per_byte{name}"] = loss_sum / math.log(2.0) / max(text_bytes, 1)
+    accepted, drafts = sum(totals.values())[3:].tolist()
+    if drafts:
+        row["validation_mtp_acceptance"] = accepted / drafts
+    return row
+
+
+def _evaluate_source(parts: Parts, path: str) -> torch.Tensor:
+    """FP64 [5] on the CPU, summed over ranks: loss, targets, bytes of the targets' text, accepted drafts, drafts."""
+    run, layout = parts.run, parts.layout
+    loader = build_validation_loader(
+        path,
+        seq_len=run.training.seq_len,
+        mtp_depth=parts.shape.num_nextn_predict_layers,
+        local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
+        dp_rank=parts.process.rank,
+        dp_degree=layout.batch_ranks,
+        document_mask=run.data.document_mask,
+        max_batches=None if run.validation.steps == -1 else run.validation.steps,
+    )
+    token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
+    loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)
+    accepted = torch.zeros((), dtype=torch.int64, device=parts.process.device)
+    targets = text_bytes = drafts = 0
+    for batch in loader:
+        labels = batch["labels"][batch["labels"] != IGNORE]
+        targets += labels.numel()
+        text_bytes += int(token_bytes[labels].sum())
+        arguments = to_device(batch, parts)
+        result = parts.model(**arguments)
+        loss += result.loss
+        if "mtp_labels" in arguments:
+            accepted += accepted_drafts(result.predictions, arguments["mtp_labels"])[0]
+            drafts += count_drafts(batch["mtp_labels"])[0]
+    total = torch.tensor([loss.item(), targets, text_bytes, accepted.item(), drafts], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,53 @@
+"""What a person reads when a run ends: a continuation, where everything is, what to do next."""
+
+from pathlib import Path
+
+from glm46.inference.generate import continue_tokens
+from glm46.training.build import Parts
+from glm46.training.state import Progress
+
+
+def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_finished: bool) -> str:
+    """The last message of a run; collective, because the model computes the continuation on all ranks."""
+    run = parts.run
+    folder = Path(run.job.dump_folder)
+    checkpoint = folder / run.checkpoint.folder / f"step-{progress.step:06d}"
+    saved = f"checkpoint   {checkpoint}" if run.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
+    lines = []
+    if not is_finished:
+        reason = f"{signal_name} " if signal_name else ""
+        lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
+    elif run.inference.prompt:
+        lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts), ""]
+    lines += [
+        saved,
+        f"metrics      {folder / 'metrics.jsonl'}",
+        f"log          {folder / 'log.txt'}",
+    ]
+    if run.metrics.enable_tensorboard:
+        lines.append(f"TensorBoard  tensorboard --logdir {folder / 'tb'}")
+    if is_finished:
+        lines += [
+            "",
+            "Next: train longer  ./run_train.sh --training.tokens "
+            f"{4 * progress.tokens} --job.dump_folder {run.job.dump_folder}_longer",
+            "      all keys      python -m glm46 train --help",
+        ]
+    return "\n".join(lines)
+
+
+def _continuation(parts: Parts) -> str:
+    run, tokenizer = parts.run, parts.tokenizer
+    prompt = tokenizer.encode(run.inference.prompt).tolist()
+    parts.model.eval()
+    new = continue_tokens(
+        parts.model,
+        prompt,
+        max_new_tokens=run.inference.max_new_tokens,
+        temperature=run.inference.temperature,
+        stop=frozenset({tokenizer.eos_id}),
+        vocab_size=tokenizer.vocab_size,
+        device=parts.process.device,
+    )
+    parts.model.train()
+    return run.inference.prompt + "│" + tokenizer.decode(new)

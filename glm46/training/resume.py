@@ -1,0 +1,84 @@
+"""What a checkpoint of a run holds, and how a run starts: anew, from an earlier phase, or where it stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_run
+from glm46.training.build import Parts
+from glm46.training.state import Progress
+
+
+def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
+    """Every tensor that a run must find again, by name; loading writes into these very tensors."""
+    model = parts.parameters | dict(parts.model.named_buffers())
+    named = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
+    named |= {f"optimizer.{name}": tensor for name, tensor in parts.optimizer.state_tensors().items()}
+    named |= {f"balance.{name}": tensor for name, tensor in parts.balance.state_tensors().items()}
+    return named | _rng_states(parts)
+
+
+def _rng_states(parts: Parts) -> dict[str, Tensor]:
+    """Copies of this rank's generators; the rank is in the name, because they may differ."""
+    states = {f"rng.{parts.process.rank}.cpu": torch.get_rng_state()}
+    if parts.process.device.type == "cuda":
+        states[f"rng.{parts.process.rank}.cuda"] = torch.cuda.get_rng_state(parts.process.device)
+    return states
+
+
+def save(parts: Parts, progress: Progress, validation: dict[str, float]) -> None:
+    """Write and publish the checkpoint of this step; collective."""
+    meta = {
+        "progress": progress.to_meta(),
+        "config": dump_run(parts.run),
+        "stream": parts.stream_fingerprint(),
+        "validation": validation,
+    }
+    parts.checkpoints.save(progress.step, checkpoint_tensors(parts), meta)
+
+
+def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
+    """Bring the parts to where the run goes on; collective.
+
+    Returns:
+        The progress, and the checkpoint's meta data, None when the weights are the initial ones.
+
+    Raises:
+        UserError: the checkpoint does not fit the model, or the data is not the data it was trained on.
+    """
+    config = parts.run.checkpoint
+    fresh = Progress(curriculum_tokens=parts.run.lr_scheduler.start_tokens)
+    if config.enable:
+        step = parts.checkpoints.newest() if config.load_step == -1 else config.load_step
+        if step is not None:
+            meta = _load(parts, parts.checkpoints, step, ignored=())
+            if meta["stream"] != parts.stream_fingerprint():
+                raise UserError(
+                    f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
+                    "another order (data.sources, training.seq_len or debug.seed changed); restore them, or set another "
+                    "job.dump_folder and checkpoint.initial_load_path to this checkpoint"
+                )
+            return Progress.from_meta(meta["progress"]), meta
+    if config.initial_load_path is None:
+        return fresh, None
+    path = Path(config.initial_load_path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint.initial_load_path = {str(path)!r}: no such folder; give a step folder")
+    earlier = CheckpointManager(path.parent, keep_latest_k=0)
+    ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
+    return fresh, _load(parts, earlier, int(path.name.removeprefix("step-")), ignored=ignored)
+
+
+def _load(parts: Parts, checkpoints: CheckpointManager, step: int, ignored: tuple[str, ...]) -> dict[str, Any]:
+    tensors = {name: t for name, t in checkpoint_tensors(parts).items() if not name.startswith(ignored or "\0")}
+    # Another number of ranks has other generators; nothing that decides a result draws from them.
+    meta = checkpoints.load(step, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+    rank = parts.process.rank
+    torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
+    if f"rng.{rank}.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"], parts.process.device)
+    return meta

@@ -1,0 +1,113 @@
+"""One optimizer step, from micro-batches to moved weights."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
+from glm46.model.router import RoutingOptions
+from glm46.model.transformer import LossSums
+from glm46.optim.schedule import schedule_value
+from glm46.training.build import Parts
+from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, objective
+
+
+class StepOutcome(NamedTuple):
+    """What a step did, over all ranks. Tensors stay on the device until a logging step reads them."""
+
+    loss_sum: Tensor
+    """FP64 scalar, summed over the step's targets; as all sums here."""
+    mtp_loss_sums: Tensor
+    """FP64 [K]."""
+    aux_loss_sums: Tensor
+    """FP64 [2]: balance loss, z-loss."""
+    accepted: Tensor
+    """FP64 [K]: drafts of each prediction depth that the model itself agrees with."""
+    tokens_per_expert: Tensor
+    """int64 [MoE layers, E]."""
+    overflow: Tensor
+    """int64 [MoE layers]."""
+    grad_norm: Tensor
+    """FP32 scalar, before clipping."""
+    was_skipped: bool
+    """The loss or the norm was not finite, and nothing was changed."""
+
+
+def train_step(
+    parts: Parts, micro_batches: list[dict[str, Tensor]], counts: TokenCounts, clock: int, lr_factor: float
+) -> StepOutcome:
+    """Train on the micro-batches of one step; collective.
+
+    Args:
+        micro_batches: this rank's, as docs/data.md describes them.
+        counts: tokens of the whole step over all ranks.
+        clock: tokens of the curriculum seen before this step; every schedule is read there.
+        lr_factor: learning rate relative to its peak.
+    """
+    moe = parts.run.moe
+    weights = LossWeights(
+        schedule_value(parts.run.mtp.loss_weight, clock), moe.sequence_aux_loss_weight, moe.z_loss_weight
+    )
+    options = routing_options(parts, clock)
+    parameters = parts.parameters.values()
+
+    parts.optimizer.zero_grad()
+    sums, counters = None, None
+    for batch in micro_batches:
+        batch = to_device(batch, parts)
+        result: LossSums = parts.model(**batch, options=options)
+        objective(result, counts, weights).backward()
+        sums, counters = _add(sums, counters, result, batch)
+    dist.all_reduce(sums)
+    dist.all_reduce(counters)
+
+    grad_norm = global_grad_norm(parameters)
+    # sync: whether to step must be known before the weights change; both numbers are the same on every rank.
+    was_skipped = not bool(torch.isfinite(grad_norm) & torch.isfinite(sums).all())
+    experts = parts.shape.n_routed_experts
+    tokens_per_expert, overflow = counters[:, :experts], counters[:, experts]
+    if not was_skipped:
+        scale_gradients(parameters, (parts.run.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+        parts.optimizer.step(lr_factor)
+        parts.balance.update(tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
+    depths = parts.shape.num_nextn_predict_layers
+    loss_sum, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
+    return StepOutcome(
+        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, was_skipped
+    )
+
+
+def routing_options(parts: Parts, clock: int) -> RoutingOptions:
+    """What [moe] asks of the routers at this point of the curriculum."""
+    moe = parts.run.moe
+    temperature = None
+    if moe.router_temperature != 1.0:
+        temperature = torch.tensor(schedule_value(moe.router_temperature, clock), device=parts.process.device)
+    return RoutingOptions(
+        temperature=temperature,
+        capacity_factor=moe.capacity_factor,
+        balance_loss=moe.sequence_aux_loss_weight > 0.0,
+        z_loss=moe.z_loss_weight > 0.0,
+    )
+
+
+def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+    """The arguments of the model out of a batch of the loader, on this rank's device."""
+    names = ["input_ids", "positions", "labels"]
+    if parts.run.data.document_mask:
+        names.append("document_ids")
+    if parts.shape.num_nextn_predict_layers:
+        names += ["mtp_input_ids", "mtp_labels"]
+    return {name: batch[name].to(parts.process.device, non_blocking=True) for name in names}
+
+
+@torch.no_grad()
+def _add(sums: Tensor | None, counters: Tensor | None, result: LossSums, batch: dict) -> tuple[Tensor, Tensor]:
+    """Add a micro-batch's figures to those of the ones before: FP64 [1 + K + 2 + K] and int64 [layers, E + 1]."""
+    accepted = accepted_drafts(result.predictions, batch["mtp_labels"]) if "mtp_labels" in batch else None
+    figures = [result.loss.view(1), result.mtp_losses, result.aux_losses]
+    figures = torch.cat([f.detach().double() for f in figures + ([] if accepted is None else [accepted])])
+    counted = torch.cat([result.tokens_per_expert, result.overflow.unsqueeze(1)], dim=1)
+    return (figures, counted) if sums is None else (sums + figures, counters + counted)

@@ -1,0 +1,22 @@
+"""Wishes to stop: Ctrl-C, and the signals by which job systems announce the end."""
+
+import signal
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers that this rank was asked to stop. The ranks agree on it between two steps, so that all stop after the
+    same one; until then the signal only sets a flag, and a second one changes nothing."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._previous = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+
+    def _remember(self, number: int, _frame) -> None:
+        self.signal_name = signal.Signals(number).name
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
