@@ -1,0 +1,187 @@
+"""Hugging Face's ``config.json``: read raw into a `ModelShape`, and written back with every other field as it was.
+
+Two layouts of the rotary keys exist: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` at the top
+(transformers 4, the published GLM files), or all of them inside ``rope_parameters`` (transformers 5). Both are read,
+and a file keeps the one it has. Nothing is taken from the class defaults of any library: they are not GLM's.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+
+CONFIG = "config.json"
+
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+_OURS_ONLY = ("sliding_window",)
+"""Keys of a shape that Hugging Face's GLM does not have."""
+
+_FIXED: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+"""Keys that select a computation; only GLM's values are implemented."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        UserError: it is missing or no JSON object.
+    """
+    file = folder / CONFIG
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; a Hugging Face model folder holds config.json") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: holds {type(raw).__name__}, not a JSON object")
+    return raw
+
+
+def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
+    """The model that a config describes.
+
+    Raises:
+        UserError: every key that is missing, has a value that is not possible, or asks for something that this model
+            does not compute.
+    """
+    faults = []
+    for key, value in _FIXED.items():
+        if key in raw and raw[key] != value:
+            faults.append(f"{file}: {key} = {raw[key]!r}: this is no GLM-4.5/4.6, which has {value!r}")
+    if "model_type" not in raw:
+        faults.append(f"{file}: model_type is missing; GLM-4.5/4.6 has {_FIXED['model_type']!r}")
+    keys, rope_faults = _rope(raw)
+    faults += [f"{file}: {fault}" for fault in rope_faults]
+    mtp = [raw[key] for key in _MTP_KEYS if key in raw]
+    if not mtp:
+        faults.append(f"{file}: num_nextn_predict_layers is missing; 0 says that there is no MTP layer")
+    elif any(value != mtp[0] for value in mtp):
+        faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; they are one key")
+    else:
+        keys["num_nextn_predict_layers"] = mtp[0]
+    for name in ModelShape.model_fields:
+        if name in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]):
+            continue
+        if name not in raw:
+            faults.append(f"{file}: {name} is missing; every number of the model must be stated")
+        else:
+            keys[name] = raw[name]
+    if faults:
+        raise UserError(*faults)
+    try:
+        return ModelShape.model_validate(keys)
+    except ValidationError as error:
+        rows = error.errors()
+        raise UserError(*(f"{file}: {_dotted(row['loc'])} = {row['input']!r}: {row['msg']}" for row in rows)) from error
+
+
+def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a model.
+
+    Args:
+        shape: what the weights have.
+        raw: a config to start from, such as the one the weights were imported with: keys whose value `shape` already
+            says are left alone, as are all keys that no shape has. None makes a new one in GLM's own layout.
+        eos_ids: ids that end a text, the padding id first; only used without `raw`.
+        dtype: type of the exported weights, such as "bfloat16".
+
+    Raises:
+        UserError: the shape has something that no reader of such a config would compute.
+    """
+    if shape.sliding_window is not None:
+        raise UserError(
+            f"model.sliding_window = {shape.sliding_window}: {_FIXED['model_type']} has no window, so readers of the "
+            "export would attend to everything; train without a window before exporting"
+        )
+    if raw is None:
+        config = _new(shape, eos_ids)
+    else:
+        config = json.loads(json.dumps(raw))  # a copy of all levels
+        known = shape_of(raw)
+        for name in ModelShape.model_fields:
+            if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
+                _put(config, name, shape)
+    # Either spelling, where it stands; a new file gets the one that all versions read.
+    config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
+    assert shape_of(config) == shape
+    return config
+
+
+def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
+    config = dict(_FIXED)
+    for name in ModelShape.model_fields:
+        if name not in _OURS_ONLY:
+            _put(config, name, shape)
+    return config | {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0], "use_cache": True}
+
+
+def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
+    """Write one key of a shape where the config has it, under each of the names it has there."""
+    value = getattr(shape, name)
+    if name == _MTP_KEYS[0]:
+        for key in [key for key in _MTP_KEYS if key in config] or [name]:
+            config[key] = value
+    elif name == "rope_scaling":
+        _put_scaling(config, shape)
+    elif name in _ROPE_KEYS:
+        places = [place for place in (config, config.get("rope_parameters")) if place and name in place]
+        for place in places or [config]:
+            place[name] = value
+    else:
+        config[name] = value
+
+
+def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
+    scaling = None if shape.rope_scaling is None else shape.rope_scaling.model_dump()
+    if "rope_parameters" in config:
+        kept = {key: config["rope_parameters"].get(key) for key in _ROPE_KEYS if key in config["rope_parameters"]}
+        config["rope_parameters"] = (scaling or {"rope_type": "default"}) | kept
+        config.pop("rope_scaling", None)
+    else:
+        config["rope_scaling"] = scaling
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The three rotary keys of a shape from either layout, and what is wrong with them."""
+    inside = raw.get("rope_parameters") or {}
+    keys: dict[str, Any] = {}
+    faults = []
+    for name in _ROPE_KEYS[:2]:
+        values = [place[name] for place in (inside, raw) if name in place]
+        if not values:
+            # Absent is not 1: a GLM whose whole heads are rotated gives wrong text without any error.
+            faults.append(f"{name} is missing, at the top and inside rope_parameters")
+        elif any(value != values[0] for value in values):
+            faults.append(f"{name} = {values[1]!r} at the top, but {values[0]!r} inside rope_parameters")
+        else:
+            keys[name] = values[0]
+    scaling = dict(raw.get("rope_scaling") or {}) or {k: v for k, v in inside.items() if k not in _ROPE_KEYS}
+    for name in _ROPE_KEYS[:2]:
+        scaling.pop(name, None)
+    old_type = scaling.pop("type", None)
+    rope_type = scaling.get("rope_type", old_type)
+    if rope_type is None and scaling:
+        faults.append("rope_scaling has no rope_type")
+    elif rope_type not in (None, "default"):
+        scaling["rope_type"] = rope_type
+        # transformers takes the model's length for it where it is not stated.
+        scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+        keys["rope_scaling"] = scaling
+    return keys, faults
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location)
