@@ -17,9 +17,15 @@ _EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
-    tokens, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(tokens)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv[:1] == ["benchmark"]:
+            # It reads no run, and its options are its own.
+            from glm46.benchmark.command import benchmark_command
+
+            return benchmark_command(argv[1:])
+        tokens, overrides = _split_overrides(argv)
+        arguments = _parser().parse_args(tokens)
         return arguments.run(arguments, overrides)
     except UserError as error:
         _print_faults(error)
@@ -85,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--nproc", type=_processes, metavar="N", help="processes; the fewest that the degrees allow")
     plan.add_argument("--gpu", metavar="NAME", help="GPU that days are reckoned for, such as H100 or H200")
     plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is taken to reach")
+    verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
     schema.set_defaults(run=_schema)
     return parser
@@ -125,9 +132,9 @@ def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.config.loader import load_run
     from glm46.prepare import prepare_run
 
-    for manifest in prepare_run(load_run(arguments.config, overrides), report=print):
+    for name, manifest in prepare_run(load_run(arguments.config, overrides), report=print).items():
         held, train = manifest.splits["validation"], manifest.splits["train"]
-        print(f"{manifest.folder}: {train.tokens:,} tokens to train on, {held.tokens:,} held out")
+        print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {held.tokens:,} held out")
     return 0
 
 

@@ -41,6 +41,7 @@ def find_faults(run: Run, world_size: int | None) -> list[Fault]:
 
 
 def flavor_is_a_preset(run: Run) -> Faults:
+    """A preset that does not exist has no shape; the message lists those that do."""
     flavor = run.model.flavor
     if flavor not in PRESETS:
         names = {name.lower(): name for name in PRESETS}
@@ -52,6 +53,7 @@ def flavor_is_a_preset(run: Run) -> Faults:
 
 
 def budget_is_given_once(run: Run) -> Faults:
+    """Tokens or steps: two budgets would contradict each other, none would never end."""
     keys = ("training.tokens", "training.steps")
     tokens, steps = run.training.tokens, run.training.steps
     if tokens is None and steps is None:
@@ -61,6 +63,7 @@ def budget_is_given_once(run: Run) -> Faults:
 
 
 def there_is_a_source(run: Run) -> Faults:
+    """Training reads something."""
     if not run.data.sources:
         yield Fault(
             ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
@@ -68,6 +71,7 @@ def there_is_a_source(run: Run) -> Faults:
 
 
 def source_names_and_paths_are_unique(run: Run) -> Faults:
+    """Metrics are named after sources, and a path read twice would show its tokens twice."""
     for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
         seen: dict[str, int] = {}
         for index, source in enumerate(run.data.sources):
@@ -80,6 +84,7 @@ def source_names_and_paths_are_unique(run: Run) -> Faults:
 
 
 def schedules_keep_their_range(run: Run) -> Faults:
+    """Every point of a schedule lies where its key has a meaning."""
     for key, schedule, lowest, inclusive in (
         ("moe.bias_update_rate", run.moe.bias_update_rate, 0, True),
         ("moe.router_temperature", run.moe.router_temperature, 0, False),
@@ -94,6 +99,7 @@ def schedules_keep_their_range(run: Run) -> Faults:
 
 
 def warmup_ends_before_decay(run: Run) -> Faults:
+    """The rate reaches its peak before it falls."""
     scheduler = run.lr_scheduler
     total = _curriculum_tokens(run)
     if total is None:
@@ -115,6 +121,7 @@ def warmup_ends_before_decay(run: Run) -> Faults:
 
 
 def run_fits_into_its_schedule(run: Run) -> Faults:
+    """A run that outlives its schedule would train at the lowest rate, most likely by a slip in the tokens."""
     scheduler = run.lr_scheduler
     if scheduler.total_tokens is None:
         return
@@ -139,6 +146,7 @@ def _curriculum_tokens(run: Run) -> int | None:
 
 
 def checkpoint_keys_work_together(run: Run) -> Faults:
+    """No key of [checkpoint] may be stated in vain."""
     checkpoint = run.checkpoint
     if checkpoint.load_step >= 0 and not checkpoint.enable:
         yield Fault(
@@ -154,6 +162,7 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
 
 
 def checkpoint_folder_is_inside(run: Run) -> Faults:
+    """Retention deletes step folders, so they lie where only this run writes."""
     folder = run.checkpoint.folder
     if not folder or folder.startswith(("/", "~")) or ".." in folder.replace("\\", "/").split("/"):
         yield Fault(
@@ -163,6 +172,7 @@ def checkpoint_folder_is_inside(run: Run) -> Faults:
 
 
 def one_rate_for_adamw(run: Run) -> Faults:
+    """Without Muon there is one learning rate, and one key for it."""
     if run.optimizer.name == "AdamW" and run.optimizer.adamw_lr is not None:
         yield Fault(
             ("optimizer.adamw_lr", "optimizer.name"),

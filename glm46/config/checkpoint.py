@@ -1,3 +1,5 @@
+"""The sections [checkpoint] and [metrics]: what a run leaves behind."""
+
 from pydantic import Field
 
 from glm46.config.section import Section

@@ -1,3 +1,5 @@
+"""The section [data] and its sources."""
+
 from typing import Literal
 
 from pydantic import Field

@@ -1,3 +1,5 @@
+"""The sections [job] and [inference]: what a run is called, and its last words."""
+
 from pydantic import Field
 
 from glm46.config.section import Section

@@ -1,3 +1,5 @@
+"""The sections [moe] and [mtp]: what is added to the loss of a mixture of experts, and how it is kept balanced."""
+
 from typing import Literal
 
 from pydantic import Field

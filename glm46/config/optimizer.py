@@ -1,3 +1,5 @@
+"""The sections [optimizer] and [lr_scheduler]."""
+
 from typing import Literal
 
 from pydantic import Field

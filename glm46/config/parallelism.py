@@ -1,3 +1,5 @@
+"""The sections that say how a run is spread over processes and kept small and fast on each."""
+
 from typing import Literal
 
 from pydantic import Field

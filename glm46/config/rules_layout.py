@@ -42,12 +42,14 @@ def values_of(schedule: Schedule | None) -> tuple[float, ...]:
 
 
 def shard_degree_is_a_number_or_the_rest(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """Zero shards would hold nothing."""
     if run.parallelism.data_parallel_shard_degree == 0:
         key = "parallelism.data_parallel_shard_degree"
         yield Fault((key,), f"{key} = 0: must be at least 1, or -1 for all ranks that are left")
 
 
 def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """What an axis splits, it splits evenly."""
     layout = run.parallelism
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     for degree_key, degree, key, size, factor in (
@@ -68,6 +70,7 @@ def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None
 
 
 def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """A pipeline stage without layers would only pass tensors on."""
     stages = run.parallelism.pipeline_parallel_degree
     if stages > shape.num_hidden_layers:
         yield Fault(
@@ -78,6 +81,7 @@ def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None)
 
 
 def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """A step is a whole number of micro-batches on every rank, as far as the ranks are known."""
     local, batch = run.training.local_batch_size, run.training.global_batch_size
     degree = data_parallel_degree(run, world_size)
     # Without the number of processes, every divisor of the true degree that is known must divide already.
@@ -102,6 +106,7 @@ def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults
 
 
 def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """Every process has one place in the mesh."""
     if world_size is None:
         return
     layout = run.parallelism
@@ -124,6 +129,7 @@ def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: i
 
 
 def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """The experts' axis is made of whole shard, context and tensor axes."""
     layout, degree = run.parallelism, data_parallel_degree(run, world_size)
     if degree is None:
         return
@@ -138,13 +144,15 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
 
 
 def layout_is_trained(run: Run) -> Faults:
+    """Layouts that this version plans but does not train; not among the rules, because planning is no fault."""
     names = [f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert")]
     beyond = {name: getattr(run.parallelism, name) for name in names if getattr(run.parallelism, name) > 1}
     if beyond:
+        stated = ", ".join(f"{name} = {degree}" for name, degree in beyond.items())
         yield Fault(
             tuple(f"parallelism.{name}" for name in beyond),
-            f"parallelism: {', '.join(f'{name} = {degree}' for name, degree in beyond.items())}: this version plans such "
-            "a layout but trains with FSDP2 and HSDP only; set to 1 what is above, or see `python -m glm46 plan`",
+            f"parallelism: {stated}: this version plans such a layout but trains with FSDP2 and HSDP only; "
+            "set to 1 what is above, or see `python -m glm46 plan`",
         )
 
 

@@ -10,6 +10,7 @@ Faults = Iterator[Fault]
 
 
 def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:
+    """Each key and value head serves the same number of query heads."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         yield Fault(
             ("model.num_attention_heads", "model.num_key_value_heads"),
@@ -19,6 +20,7 @@ def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:
 
 
 def rotated_part_is_even(run: Run, shape: ModelShape) -> Faults:
+    """Rotary positions turn pairs of dimensions."""
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
         yield Fault(
@@ -29,6 +31,7 @@ def rotated_part_is_even(run: Run, shape: ModelShape) -> Faults:
 
 
 def dense_layers_exist(run: Run, shape: ModelShape) -> Faults:
+    """Dense layers are some of the layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
         yield Fault(
             ("model.first_k_dense_replace", "model.num_hidden_layers"),
@@ -38,6 +41,7 @@ def dense_layers_exist(run: Run, shape: ModelShape) -> Faults:
 
 
 def expert_groups_are_even(run: Run, shape: ModelShape) -> Faults:
+    """Groups hold the same number of experts, and a group is scored by its best two."""
     experts, groups = shape.n_routed_experts, shape.n_group
     if experts % groups:
         yield Fault(
@@ -57,6 +61,7 @@ def expert_groups_are_even(run: Run, shape: ModelShape) -> Faults:
 
 
 def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
+    """Top-k needs k experts inside the groups that a token may use."""
     reachable = shape.n_routed_experts * min(shape.topk_group, shape.n_group) // shape.n_group
     if shape.num_experts_per_tok > reachable:
         yield Fault(
@@ -67,6 +72,7 @@ def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
 
 
 def sequence_fits_the_positions(run: Run, shape: ModelShape) -> Faults:
+    """A sequence beyond the positions that the weights are meant for is asked for, not slipped into."""
     if run.training.seq_len > shape.max_position_embeddings:
         yield Fault(
             ("training.seq_len", "model.max_position_embeddings"),

@@ -1,3 +1,5 @@
+"""The sections [training], [validation] and [debug]."""
+
 from typing import Literal
 
 from pydantic import Field

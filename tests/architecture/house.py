@@ -1,0 +1,288 @@
+"""The rules of the house as functions: each takes a parsed tree of source and returns its violations, one line each.
+
+Nothing of the package is imported, so the rules hold for code that cannot even be loaded, and cost no torch.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "glm46"
+
+# A room may import rooms of a strictly lower layer, and itself. Rooms of one layer meet through arguments.
+LAYERS = {
+    "config": 0, "compat": 0,
+    "planner": 1,
+    "model": 2, "distributed": 2, "data": 2, "optim": 2, "checkpoint": 2, "observe": 2,
+    "parallelize": 3, "inference": 3,
+    "training": 4,
+    "posttrain": 5, "benchmark": 5,
+    "key_help": 6, "prepare": 6,
+    "launch": 7,
+    "cli": 8,
+    "__main__": 9,
+}  # fmt: skip
+_UNLISTED = 10  # a room that is not in the table may be imported by nobody
+
+ENVIRONMENT_READER = "glm46.distributed.process"
+TORCH_INTERNALS = "glm46.compat"
+# The one file that reads a pickle: DCP's metadata, through an unpickler that knows a short list of classes.
+PICKLE_READER = "glm46.checkpoint.metadata"
+
+_GRAB_BAGS = {"utils", "util", "helpers", "helper", "misc", "common", "stuff", "lib", "manager", "tools", "base"}
+_GRAB_BAG_EXCEPTION = "glm46.checkpoint.manager"
+
+_MOST_FILE_LINES, _MOST_FUNCTION_LINES, _MOST_PARAMETERS = 300, 60, 8
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    """Dotted; a package's __init__.py has the package's name."""
+    path: Path
+    tree: ast.Module
+    lines: int
+
+    @property
+    def room(self) -> str:
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else ""
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+
+def read_package(root: Path) -> dict[str, Module]:
+    """Every module under ``root/glm46``, by dotted name. Syntax beyond Python 3.10 is an error."""
+    modules = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text, filename=str(path), feature_version=(3, 10))
+        modules[name] = Module(name, path, tree, text.count("\n"))
+    return modules
+
+
+def imports(module: Module, modules: dict[str, Module]) -> set[str]:
+    """Modules of the package that a module imports, inside functions and under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.name.split(".")
+                kept = parents[: len(parents) - node.level + module.is_package]
+                base = ".".join([*kept, *filter(None, [node.module])])
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in modules else base for a in node.names}
+    return {name for name in found if name in modules and name != module.name}
+
+
+def layer_violations(modules: dict[str, Module]) -> list[str]:
+    """Imports that do not go strictly down."""
+    faults = []
+    for module in modules.values():
+        for name in sorted(imports(module, modules)):
+            other = modules[name]
+            if other.room in ("", module.room):
+                continue
+            mine, theirs = LAYERS.get(module.room, _UNLISTED), LAYERS.get(other.room, _UNLISTED)
+            if theirs >= mine:
+                faults.append(f"{module.name} (layer {mine}) imports {name} (layer {theirs})")
+    return faults
+
+
+def unlisted_rooms(modules: dict[str, Module]) -> list[str]:
+    """Rooms that the table of layers does not know."""
+    return sorted({module.room for module in modules.values()} - {"", *LAYERS})
+
+
+def cycles(modules: dict[str, Module]) -> list[str]:
+    """Import cycles, each with its whole path."""
+    edges = {name: sorted(imports(module, modules)) for name, module in modules.items()}
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for other in edges[name]:
+                visit(other, [*path, name])
+            done.add(name)
+
+    for name in edges:
+        visit(name, [])
+    return found
+
+
+def filled_packages(modules: dict[str, Module]) -> list[str]:
+    """``__init__.py`` files that hold anything."""
+    return [module.name for module in modules.values() if module.is_package and module.path.stat().st_size]
+
+
+def environment_readers(modules: dict[str, Module]) -> list[str]:
+    """Modules beside the one that may which read or write the environment."""
+    faults = []
+    for module in modules.values():
+        names = {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+        names |= {a.name for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom) for a in node.names}
+        touched = names & {"environ", "environb", "getenv", "putenv", "unsetenv"}
+        if touched and module.name != ENVIRONMENT_READER:
+            faults.append(f"{module.name} uses os.{sorted(touched)[0]}; add a function to {ENVIRONMENT_READER}")
+    return faults
+
+
+def private_torch(modules: dict[str, Module]) -> list[str]:
+    """Uses of private parts of torch and its sisters outside the one file that may."""
+    faults = []
+    for module in modules.values():
+        if module.name == TORCH_INTERNALS:
+            continue
+        aliases = {}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                aliases |= {a.asname or a.name.split(".")[0]: a.name for a in node.names if _is_torch(a.name)}
+            elif isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+                aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        used = set(aliases.values()) | {
+            f"{aliases[chain[0]]}.{'.'.join(chain[1:])}"
+            for chain in map(_attribute_chain, ast.walk(module.tree))
+            if len(chain) > 1 and chain[0] in aliases
+        }
+        faults += [f"{module.name} uses {name}; add a function to {TORCH_INTERNALS}" for name in sorted(used)
+                   if any(re.match(r"_(?!_)", part) for part in name.split("."))]  # fmt: skip
+    return faults
+
+
+def _is_torch(name: str) -> bool:
+    return name.split(".")[0] in ("torch", "torchao", "torchdata")
+
+
+def _attribute_chain(node: ast.AST) -> list[str]:
+    """``a.b.c`` as its parts; empty when it does not begin with a name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return [node.id, *parts] if isinstance(node, ast.Name) and parts else []
+
+
+def unsafe_calls(modules: dict[str, Module]) -> list[str]:
+    """Pickles of unknown origin and shells: both run what somebody else wrote."""
+    faults = []
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            where = f"{module.name}:{getattr(node, 'lineno', 0)}"
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            if "pickle" in names and module.name != PICKLE_READER:
+                faults.append(f"{where} imports pickle")
+            if not isinstance(node, ast.Call):
+                continue
+            stated = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            if stated.get("shell") is True:
+                faults.append(f"{where} starts a shell")
+            if _attribute_chain(node.func) == ["torch", "load"] and stated.get("weights_only") is not True:
+                faults.append(f"{where} calls torch.load without weights_only=True")
+    return faults
+
+
+def grab_bags(modules: dict[str, Module]) -> list[str]:
+    """Names that say nothing, so that anything fits into them."""
+    return [
+        name
+        for name in modules
+        if name != _GRAB_BAG_EXCEPTION
+        and any(word in _GRAB_BAGS for part in name.split(".") for word in part.split("_"))
+    ]
+
+
+def broad_excepts(modules: dict[str, Module]) -> list[str]:
+    """Handlers that would swallow our own bugs. One that raises again is none."""
+    faults = []
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
+            is_broad = node.type is None or names & {"Exception", "BaseException"}
+            if is_broad and not any(isinstance(inner, ast.Raise) and inner.exc is None for inner in ast.walk(node)):
+                faults.append(f"{module.name}:{node.lineno}")
+    return faults
+
+
+def undocumented(modules: dict[str, Module]) -> list[str]:
+    """Modules, public classes and public functions without a docstring."""
+    faults = []
+    for module in modules.values():
+        if not module.is_package and not ast.get_docstring(module.tree):
+            faults.append(module.name)
+        for owner, node in _public_definitions(module.tree):
+            if not ast.get_docstring(node):
+                faults.append(f"{module.name}.{owner}{node.name}")
+    return faults
+
+
+# What a framework calls, and what a name and a type say in full.
+_NEEDS_NO_DOCSTRING = {"forward", "backward", "setup_context", "state_dict", "load_state_dict"}
+
+
+def _public_definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield "", node
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    is_public = isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_")
+                    if is_public and inner.name not in _NEEDS_NO_DOCSTRING and not _is_plain_property(inner):
+                        yield f"{node.name}.", inner
+
+
+def _is_plain_property(node: ast.FunctionDef) -> bool:
+    return any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
+
+
+def unread_config_fields(modules: dict[str, Module]) -> list[str]:
+    """Keys of the configuration whose name no code reads as an attribute; a rule that checks a key reads it too."""
+    read = {
+        node.attr for module in modules.values() for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
+    }
+    fields = {
+        (f"{module.name}.{node.name}", statement.target.id)
+        for module in modules.values()
+        if module.room == "config"
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef) and any(getattr(b, "id", "") in ("Section", "_ModelBase") for b in node.bases)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    return sorted(f"{owner}.{name}" for owner, name in fields if name not in read)
+
+
+def oversized(modules: dict[str, Module]) -> list[str]:
+    """Files, functions and signatures beyond the sizes that good rooms have: a smoke alarm, not a fault."""
+    found = []
+    for module in modules.values():
+        if module.lines > _MOST_FILE_LINES:
+            found.append(f"{module.name}: {module.lines} lines")
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            names = node.args
+            parameters = len(names.posonlyargs) + len(names.args) + len(names.kwonlyargs)
+            parameters += (names.vararg is not None) + (names.kwarg is not None)
+            if lines > _MOST_FUNCTION_LINES:
+                found.append(f"{module.name}.{node.name}: {lines} lines")
+            if parameters > _MOST_PARAMETERS:
+                found.append(f"{module.name}.{node.name}: {parameters} parameters")
+    return found

@@ -1,0 +1,160 @@
+"""The house keeps its rules, and each rule finds a violation that is planted for it."""
+
+import ast
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import house
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, house.Module]:
+    return house.read_package(ROOT)
+
+
+ENFORCED = (
+    house.layer_violations,
+    house.unlisted_rooms,
+    house.cycles,
+    house.filled_packages,
+    house.environment_readers,
+    house.private_torch,
+    house.unsafe_calls,
+    house.grab_bags,
+    house.broad_excepts,
+    house.undocumented,
+    house.unread_config_fields,
+)
+
+
+@pytest.mark.parametrize("rule", ENFORCED, ids=lambda rule: rule.__name__)
+def test_package_keeps_the_rule(rule, modules):
+    assert rule(modules) == []
+
+
+def test_sizes_are_reported(modules):
+    found = house.oversized(modules)
+    if found:
+        warnings.warn("larger than good rooms are: " + "; ".join(found), stacklevel=1)
+    # A budget, so that warnings nobody heeds end in a failure: one in ten files may be an exception.
+    assert len(found) <= len(modules) / 10
+
+
+PLANTED = {
+    "layer_violations": ("model/rope.py", "def f():\n    from ..training import trainer\n"),
+    "unlisted_rooms": ("novelty/thing.py", ""),
+    "cycles": ("model/rope.py", "import glm46.model.block\n"),
+    "filled_packages": ("model/__init__.py", "x = 1\n"),
+    "environment_readers": ("model/rope.py", "import os\nos.environ['A'] = '1'\n"),
+    "private_torch": ("model/rope.py", "import torch.nn.functional as F\nF._scaled_mm(1)\n"),
+    "unsafe_calls": ("model/rope.py", "import torch\ntorch.load('x')\n"),
+    "grab_bags": ("model/rope_utils.py", ""),
+    "broad_excepts": ("model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
+    "undocumented": ("model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
+    "unread_config_fields": ("config/extra.py", "class Extra(Section):\n    forgotten: int = 1\n"),
+    "oversized": ("model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
+}
+EXPECTED = {
+    "layer_violations": "glm46.model.rope (layer 2) imports glm46.training.trainer (layer 4)",
+    "unlisted_rooms": "novelty",
+    "cycles": "glm46.model.block -> glm46.model.rope -> glm46.model.block",
+    "filled_packages": "glm46.model",
+    "environment_readers": "glm46.model.rope uses os.environ; add a function to glm46.distributed.process",
+    "private_torch": "glm46.model.rope uses torch.nn.functional._scaled_mm; add a function to glm46.compat",
+    "unsafe_calls": "glm46.model.rope:2 calls torch.load without weights_only=True",
+    "grab_bags": "glm46.model.rope_utils",
+    "broad_excepts": "glm46.model.rope:3",
+    "undocumented": "glm46.model.rope.rotate",
+    "unread_config_fields": "glm46.config.extra.Extra.forgotten",
+    "oversized": "glm46.model.rope.f: 9 parameters",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_rule_finds_a_planted_violation(name, tmp_path):
+    sound = {
+        "__init__.py": "",
+        "model/__init__.py": "",
+        "model/block.py": '"""Block."""\nimport glm46.model.rope\n',
+        "model/rope.py": '"""Rope."""\n',
+        "training/trainer.py": '"""Loop."""\nfrom glm46.model import block\n',
+    }
+    file, text = PLANTED[name]
+    for where, content in (sound | {file: text}).items():
+        path = tmp_path / "glm46" / where
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert getattr(house, name)(house.read_package(tmp_path)) == [EXPECTED[name]]
+
+
+def tracked_texts() -> dict[str, str]:
+    """Every text file that belongs to the project, by its path."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git checkout: which files belong to the project cannot be told")
+    texts = {}
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = ROOT / name
+        if path.is_file() and path.suffix != ".tiktoken":
+            texts[name] = path.read_text(encoding="utf-8")
+    return texts
+
+
+def find_lines(pattern: str) -> list[str]:
+    """``file:line: text`` for each match in the project."""
+    return [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in tracked_texts().items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def test_no_path_of_a_machine_is_in_the_project():
+    # Split, so that this file does not find itself.
+    folders = "|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/[a-z]", "/op" + "t/", "\\.\\./sha" + "red"))
+    assert find_lines(f"(^|[\\s\"'`(=])({folders})") == []
+
+
+def test_no_registry_is_named():
+    hosts = "|".join(("py" + "pi\\.org", "python" + "hosted", "download\\.py" + "torch", "npm" + "js\\.(com|org)", "deb\\.deb" + "ian"))  # fmt: skip  # noqa: E501
+    assert find_lines(hosts) == []
+
+
+def test_nothing_is_left_to_be_done():
+    assert find_lines("\\b(TO" + "DO|FIX" + "ME|XX" + "X)\\b") == []
+
+
+def test_scripts_stop_at_the_first_error():
+    scripts = [ROOT / "run_train.sh", *(ROOT / "scripts").glob("run_*.sh")]
+    assert len(scripts) >= 2
+    assert [script.name for script in scripts if "set -euo pipefail" not in script.read_text()] == []
+
+
+def test_test_rooms_are_rooms():
+    """The rhyme: a room's proof lies in the folder of its name."""
+    rooms = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms - house.LAYERS.keys() == set()
+
+
+def test_tests_assert_something():
+    """A test without an assertion proves only that code runs."""
+    silent = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and not any(_asserts(inner) for inner in ast.walk(node)):
+                silent.append(f"{path.relative_to(ROOT)}::{node.name}")
+    assert silent == []
+
+
+def _asserts(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    name = getattr(called, "attr", getattr(called, "id", ""))
+    return isinstance(node, ast.Assert) or name == "raises" or any(word in name for word in ("assert", "check", "run_"))
