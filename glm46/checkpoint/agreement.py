@@ -86,7 +86,7 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        fault = None if error is None else f"rank {self._ranks.rank}, {self._name}: {type(error).__name__}: {error}"
+        fault = None if error is None else f"rank {self._ranks.rank}, {self._name}: {_root_of(error)}"
         results = self._ranks.everyone((fault, self.value))
         faults = [fault for fault, _ in results if fault is not None]
         if error is not None and not isinstance(error, Exception):
@@ -95,3 +95,12 @@ class Stage:
             raise CheckpointError(*faults) from error
         self.values = [value for _, value in results]
         return False
+
+
+def _root_of(error: BaseException) -> str:
+    """The error in words. A full disk shows as "unexpected pos" of torch's file writer: then what the system said."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    shown = cause or error
+    return f"{type(shown).__name__}: {shown}"

@@ -132,7 +132,7 @@ def write_tensors(
     Raises:
         CheckpointError: on all ranks, when any rank failed.
     """
-    check_replicas(tensors, ranks)
+    check_replicas(tensors, ranks, staged)
     with ThreadPoolExecutor(1) as hasher:
         planner, writer = _Planner(staged), _Writer(folder, hasher)
         with ranks.stage("planning the save") as stage:
@@ -159,7 +159,7 @@ def write_tensors(
     return {**files, **last.values[0]}
 
 
-def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
     """Refuse a plain tensor that differs between ranks under one name: DCP would keep one rank's value in silence.
 
     Collective.
@@ -175,7 +175,11 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         for name in names:
             owners[name] = owners.get(name, 0) + 1
     with ranks.stage("comparing replicated tensors") as stage:
-        stage.value = {name: _fingerprint(tensor) for name, tensor in plain.items() if owners[name] > 1}
+        stage.value = {
+            name: _fingerprint(tensor if staged is None else staged[name])
+            for name, tensor in plain.items()
+            if owners[name] > 1
+        }
     with ranks.stage("comparing replicated tensors"):
         first: dict[str, tuple[int, str]] = {}
         for rank, fingerprints in enumerate(stage.values):

@@ -2,29 +2,20 @@
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from glm46.checkpoint.agreement import CheckpointError, Ranks
-from glm46.checkpoint.dcp import read_tensors, write_tensors
-from glm46.checkpoint.integrity import META, check_files, check_hash, read_manifest, records_of
-from glm46.checkpoint.publish import (
-    complete_steps,
-    open_draft,
-    publish,
-    published_steps,
-    remove,
-    repair,
-    step_folder,
-    step_of,
-)
-from glm46.checkpoint.retention import steps_to_remove
+from glm46.checkpoint.agreement import Ranks
+from glm46.checkpoint.dcp import read_tensors
+from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
+from glm46.checkpoint.publish import published_steps, repair, step_folder, step_of
+from glm46.checkpoint.retention import Retention
+from glm46.checkpoint.saving import BackgroundSaver, Content, SaveOutcome, save_now
+from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -39,44 +30,81 @@ class CheckpointManager:
     Args:
         folder: where the step folders live; made by the first save.
         keep_latest_k: how many of the newest complete checkpoints stay; 0 keeps all.
+        keep_every: steps that are a multiple of it stay too; 0: none for that reason.
+        keep_best_k: how many of those with the lowest validation loss stay too.
     """
 
-    def __init__(self, folder: Path, *, keep_latest_k: int):
+    def __init__(self, folder: Path, *, keep_latest_k: int, keep_every: int = 0, keep_best_k: int = 0):
         self.folder = Path(folder)
-        self._keep_latest_k = keep_latest_k
+        self._rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
         self._ranks = Ranks.of_this_run()
+        self._background = BackgroundSaver(Ranks.of_this_run())
         self._verified: set[int] = set()
         self._in_use: set[int] = set()
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], *, validation_loss: float | None = None
+    ) -> SaveOutcome:
         """Write and publish a checkpoint; afterwards remove those that are too old. Collective.
+
+        Waits for a save in the background first; when that one failed, ``poll`` still says so.
 
         Args:
             tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
                 equal on all of them; what differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
+            validation_loss: what ``keep_best_k`` compares; rank 0's counts.
 
         Raises:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
         """
-        started = time.time()
-        with self._ranks.stage("making the checkpoint folder") as stage:
-            if self._ranks.is_first:
-                stage.value = open_draft(self.folder, step)
-        draft = stage.values[0]
-        try:
-            files = write_tensors(draft, tensors, self._ranks)
-            with self._ranks.stage("publishing"):
-                if self._ranks.is_first:
-                    facts = {"saved_at": started, "world_size": self._ranks.size, "torch": torch.__version__}
-                    publish(draft, step, files, meta, facts)
-        except CheckpointError:
-            if self._ranks.is_first:  # the others have left the folder: a full disk gets its space back
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
-        with self._ranks.stage("removing old checkpoints"):
-            if self._ranks.is_first:
-                self._remove_old()
+        started = time.perf_counter()
+        self._background.settle()
+        with self._ranks.stage("writing meta as JSON"):
+            content = Content.of(step, tensors, meta, validation_loss)
+        self._verified.discard(step)
+        size = save_now(self.folder, content, self._ranks, self._rule, self._in_use)
+        seconds = time.perf_counter() - started
+        return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
+
+    def save_in_background(
+        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], *, validation_loss: float | None = None
+    ) -> bool:
+        """Copy the tensors to host memory and return; a thread does the rest. Arguments as ``save``. Collective.
+
+        Returns:
+            Whether the save was started. It is not, on any rank, while the one before is under way on some rank: a slow
+            disk then costs checkpoints, never training time.
+
+        Raises:
+            CheckpointError: on all ranks, when copying failed on some rank, such as for lack of memory.
+        """
+        if any(self._ranks.everyone(self._background.is_busy)):
+            return False
+        with self._ranks.stage("copying tensors to host memory"):
+            content = Content.of(step, tensors, meta, validation_loss)
+            self._background.stage(tensors)
+        self._verified.discard(step)
+        self._background.start(self.folder, content, self._rule, frozenset(self._in_use))
+        return True
+
+    def poll(self) -> list[SaveOutcome]:
+        """The saves in the background that ended since the last call. Call it every step; it costs nothing.
+
+        All ranks get the same outcomes, but perhaps not in the same step: report them, decide nothing by them.
+
+        Raises:
+            CheckpointError: one of them failed. The next may be started all the same.
+        """
+        return self._background.take_ended()
+
+    def close(self) -> list[SaveOutcome]:
+        """Wait for the save in the background and end its thread; returns and raises what ``poll`` does.
+
+        Call it before the process group is destroyed.
+        """
+        self._background.close()
+        return self._background.take_ended()
 
     def newest(self) -> int | None:
         """The newest step whose every file is whole, or None when nothing was ever saved. Collective.
@@ -86,6 +114,7 @@ class CheckpointManager:
         Raises:
             UserError: when there are checkpoints but none is whole. Starting anew is then for a person to decide.
         """
+        self._background.settle()
         with self._ranks.stage("listing checkpoints") as stage:
             if self._ranks.is_first:
                 if self.folder.is_dir():
@@ -128,7 +157,10 @@ class CheckpointManager:
             UserError: on all ranks, with everything that is missing, unknown, damaged, or of another shape or dtype.
             CheckpointError: on all ranks, when reading failed on any of them.
         """
-        meta = self._load(step_folder(self.folder, step), step, tensors, optional, ignored)
+        self._background.settle()
+        if faults := self._verify(step):
+            raise UserError(*faults)
+        meta = self._fill(step_folder(self.folder, step), step, tensors, optional, ignored)
         self._in_use = {step}
         return meta
 
@@ -136,7 +168,10 @@ class CheckpointManager:
         self, path: Path, tensors: Mapping[str, Tensor], *, optional: Sequence[str] = (), ignored: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Like ``load``, from any checkpoint folder, such as the last one of the phase before. Collective."""
-        return self._load(Path(path), step_of(Path(path)), tensors, optional, ignored)
+        path = Path(path)
+        if faults := verify_folder(path, step_of(path), self._ranks):
+            raise UserError(*faults)
+        return self._fill(path, step_of(path), tensors, optional, ignored)
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The meta of a checkpoint, checked against its manifest. Not collective.
@@ -152,7 +187,7 @@ class CheckpointManager:
             raise UserError(*faults)
         return json.loads((path / META).read_bytes())
 
-    def _load(
+    def _fill(
         self,
         path: Path,
         step: int | None,
@@ -160,9 +195,6 @@ class CheckpointManager:
         optional: Sequence[str],
         ignored: Sequence[str],
     ) -> dict[str, Any]:
-        known = step is not None and step in self._verified and path == step_folder(self.folder, step)
-        if not known and (faults := self._verify_folder(path, step)):
-            raise UserError(*faults)
         with self._ranks.stage("reading the manifest") as stage:
             if self._ranks.is_first:
                 stage.value = read_manifest(path, step)
@@ -181,34 +213,7 @@ class CheckpointManager:
     def _verify(self, step: int) -> list[str]:
         if step in self._verified:
             return []
-        faults = self._verify_folder(step_folder(self.folder, step), step)
+        faults = verify_folder(step_folder(self.folder, step), step, self._ranks)
         if not faults:
             self._verified.add(step)
         return faults
-
-    def _verify_folder(self, path: Path, step: int | None) -> list[str]:
-        """Everything wrong with a checkpoint; each rank hashes its share of the files. Collective."""
-        with self._ranks.stage(f"verifying {path}") as stage:
-            if self._ranks.is_first:
-                stage.value = self._cheap_faults(path, step)
-        body, faults = stage.values[0]
-        if faults:
-            return faults
-        with self._ranks.stage(f"verifying {path}") as stage:
-            largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
-            mine = largest_first[self._ranks.rank :: self._ranks.size]
-            stage.value = [fault for name, record in mine for fault in check_hash(path / name, record)]
-        return [fault for faults in stage.values for fault in faults]
-
-    def _cheap_faults(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-        if not path.is_dir():
-            there = ", ".join(str(known) for known in published_steps(path.parent)) or "none"
-            return None, [f"{path}: no such checkpoint; steps in {path.parent}: {there}"]
-        body, faults = read_manifest(path, step)
-        return body, faults if body is None else check_files(path, body)
-
-    def _remove_old(self) -> None:
-        complete = complete_steps(self.folder)
-        for step in steps_to_remove(complete, keep_latest_k=self._keep_latest_k, in_use=self._in_use):
-            remove(step_folder(self.folder, step))
-            self._verified.discard(step)

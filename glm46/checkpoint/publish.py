@@ -8,7 +8,6 @@ folder looks published.
 Only rank 0 calls these functions.
 """
 
-import json
 import os
 import re
 import shutil
@@ -82,9 +81,8 @@ def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: dict[str
 
     Raises:
         OSError: when the file system refuses; the checkpoints there before are untouched.
-        TypeError: when ``meta`` is no JSON.
     """
-    record = write_durably(draft / META, json.dumps(meta, indent=1).encode() + b"\n")
+    record = write_durably(draft / META, meta)
     write_manifest(draft, step, {**files, META: record}, facts)
     sync_folder(draft)
     target = step_folder(draft.parent, step)

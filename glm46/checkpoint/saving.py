@@ -1,0 +1,156 @@
+"""One save from the first folder to the last removal, in the calling thread or behind the back of training."""
+
+import json
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.agreement import CheckpointError, Ranks
+from glm46.checkpoint.dcp import write_tensors
+from glm46.checkpoint.integrity import read_manifest
+from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
+from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.checkpoint.staging import Staging
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """What a finished save cost."""
+
+    step: int
+    bytes: int
+    """All files of the checkpoint, over all ranks."""
+    save_seconds: float
+    """From the call until it was published and old ones were removed."""
+    stall_seconds: float
+    """How long training waited for it."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a checkpoint."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    meta: bytes
+    """JSON, encoded at the moment of the save: the trainer goes on changing what it was made from."""
+    validation_loss: float | None
+
+    @classmethod
+    def of(cls, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], validation_loss: float | None):
+        """Content with ``meta`` encoded.
+
+        Raises:
+            TypeError: when ``meta`` is no JSON.
+        """
+        return cls(step, dict(tensors), json.dumps(meta, indent=1).encode() + b"\n", validation_loss)
+
+
+def save_now(
+    folder: Path, content: Content, ranks: Ranks, rule: Retention, in_use: Collection[int], staged: dict | None = None
+) -> int:
+    """Write, publish, and remove what is too old. Collective.
+
+    Returns:
+        The bytes of all files.
+
+    Raises:
+        CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
+    """
+    with ranks.stage("making the checkpoint folder") as stage:
+        if ranks.is_first:
+            stage.value = open_draft(folder, content.step)
+    draft = stage.values[0]
+    try:
+        files = write_tensors(draft, content.tensors, ranks, staged)
+        with ranks.stage("publishing"):
+            if ranks.is_first:
+                facts = {
+                    "saved_at": time.time(),
+                    "world_size": ranks.size,
+                    "torch": torch.__version__,
+                    "validation_loss": content.validation_loss,
+                }
+                publish(draft, content.step, files, content.meta, facts)
+    except CheckpointError:
+        if ranks.is_first:  # the others have left the folder: a full disk gets its space back
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    with ranks.stage("removing old checkpoints"):
+        if ranks.is_first:
+            for step in steps_to_remove(complete_with_losses(folder), rule, in_use):
+                remove(step_folder(folder, step))
+    return sum(record.bytes for record in files.values())
+
+
+def complete_with_losses(folder: Path) -> dict[int, float | None]:
+    """The complete checkpoints of a folder, by step, with the validation loss that each was saved with."""
+    losses = {}
+    for step in complete_steps(folder):
+        body, _ = read_manifest(step_folder(folder, step), step)
+        losses[step] = None if body is None else body["validation_loss"]
+    return losses
+
+
+class BackgroundSaver:
+    """Saves from staged copies in a thread of its own, one at a time, over a process group of its own.
+
+    The thread makes the same collectives in the same order on all ranks, so a save ends in the same way for all of
+    them. It is a thread because a process would need the tensors in shared memory and a second set of ranks.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._staging = Staging()
+        self._staged: dict[str, Tensor] = {}
+        self._stage_seconds = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._untaken: list[Future[SaveOutcome]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank; it holds the staged copies."""
+        return any(not save.done() for save in self._untaken)
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of the tensors to host memory. Not while a save is under way."""
+        started = time.perf_counter()
+        self._staged = self._staging.copy(tensors)
+        self._stage_seconds = time.perf_counter() - started
+
+    def start(self, folder: Path, content: Content, rule: Retention, in_use: Collection[int]) -> None:
+        """Save what was staged, in the thread."""
+        staged, stall_seconds = self._staged, self._stage_seconds
+        started = time.perf_counter() - stall_seconds
+
+        def save() -> SaveOutcome:
+            size = save_now(folder, content, self._ranks, rule, in_use, staged)
+            return SaveOutcome(content.step, size, time.perf_counter() - started, stall_seconds)
+
+        self._untaken.append(self._thread.submit(save))
+
+    def settle(self) -> None:
+        """Wait until no save is under way; what came of it is still to be taken."""
+        wait(self._untaken)
+
+    def take_ended(self) -> list[SaveOutcome]:
+        """The outcomes of saves that ended, each once.
+
+        Raises:
+            CheckpointError: a save failed. Outcomes of others remain to be taken.
+        """
+        outcomes = []
+        while self._untaken and self._untaken[0].done():
+            outcomes.append(self._untaken.pop(0).result())
+        return outcomes
+
+    def close(self) -> None:
+        """End the thread after the save under way."""
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,75 @@
+"""A copy of a rank's tensors in host memory, from which a save can go on while training changes the originals."""
+
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_ALIGNMENT_BYTES = 64
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
+
+
+class Staging:
+    """Host memory for one copy of this rank's tensors, kept from save to save because getting it is slow.
+
+    It is one allocation of exactly the bytes needed: the pinned allocator of torch rounds each tensor up to a power of
+    two. It is pinned when any tensor lives on a GPU, so that copies run at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
+        self._copies: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy this rank's part of each tensor; the values are there when this returns.
+
+        Args:
+            tensors: name to Tensor or DTensor.
+
+        Returns:
+            Name to CPU tensor of the local shape. The next call overwrites them.
+        """
+        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
+        if layout != self._layout:
+            self._copies = _allocate(local)
+            self._layout = layout
+        for name, tensor in local.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # sync: from here on the optimizer may change the originals
+        return self._copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    starts, end = {}, 0
+    for name, tensor in local.items():
+        starts[name] = end
+        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    slab = np.empty(end, dtype=np.uint8)
+    if end and any(tensor.is_cuda for tensor in local.values()):
+        _pin(slab)
+    copies = {}
+    for name, tensor in local.items():
+        if tensor.nbytes == 0:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            continue
+        # A storage of its own for each: DCP would copy a view once more before it writes it.
+        part = slab[starts[name] : starts[name] + tensor.nbytes]
+        copies[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    return copies
+
+
+def _pin(slab: np.ndarray) -> None:
+    runtime = torch.cuda.cudart()
+    address = slab.ctypes.data
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, slab.nbytes, _PORTABLE)))
+    # Memory that goes back to the system while registered would be pinned for ever, and its address unusable.
+    weakref.finalize(slab, runtime.cudaHostUnregister, address)
