@@ -1,0 +1,58 @@
+"""The loss of a step is one mean, however its tokens are cut into micro-batches."""
+
+import torch
+
+from glm46.model.transformer import LossSums
+from glm46.training.loss import (
+    LossWeights,
+    TokenCounts,
+    accepted_drafts,
+    count_drafts,
+    count_tokens,
+    objective,
+)
+
+
+def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
+    empty = torch.zeros(0, 4, dtype=torch.int64)
+    return LossSums(torch.tensor(loss), torch.tensor(mtp), torch.tensor(aux), empty, empty[:, 0], empty)
+
+
+def test_parts_of_micro_batches_add_up_to_the_mean_of_the_step():
+    counts = TokenCounts(targets=10, mtp_targets=(8, 5), drafts=(7, 4), real=20)
+    weights = LossWeights(mtp=0.3, balance=0.01, z=0.001)
+    parts = [sums(12.0, [4.0, 1.0], (30.0, 100.0)), sums(18.0, [12.0, 9.0], (10.0, 60.0))]
+    total = sum(objective(part, counts, weights) for part in parts)
+    expected = 30 / 10 + 0.3 / 2 * (16 / 8 + 10 / 5) + 0.01 * 40 / 20 + 0.001 * 160 / 20
+    assert abs(total.item() - expected) < 1e-6  # a handful of FP32 roundings
+
+
+def test_a_step_without_any_target_has_loss_zero_not_nan():
+    counts = TokenCounts(targets=0, mtp_targets=(0,), drafts=(0,), real=0)
+    assert objective(sums(0.0, [0.0], (0.0, 0.0)), counts, LossWeights(0.3, 1.0, 1.0)).item() == 0.0
+
+
+def test_tokens_are_counted_where_they_have_a_target():
+    batch = {
+        "labels": torch.tensor([[5, -100, 7], [-100, -100, -100]]),
+        "mtp_labels": torch.tensor([[[1, 2, -100], [1, -100, -100]], [[-100] * 3, [-100] * 3]]),
+        "document_ids": torch.tensor([[0, 0, 1], [0, -1, -1]]),
+    }
+    assert count_tokens([batch, batch]) == TokenCounts(targets=4, mtp_targets=(4, 2), drafts=(4, 2), real=8)
+
+
+def test_a_draft_is_accepted_when_the_model_itself_says_the_same_later():
+    generator = torch.Generator().manual_seed(0)
+    rows, depth, length = 3, 2, 9
+    predictions = torch.randint(0, 2, (1 + depth, rows, length), generator=generator)
+    mtp_labels = torch.randint(-1, 3, (rows, depth, length), generator=generator)
+    mtp_labels[mtp_labels == -1] = -100
+    expected, drafts = [0] * depth, [0] * depth
+    for k in range(1, depth + 1):
+        for row in range(rows):
+            for i in range(length - k):
+                if mtp_labels[row, k - 1, i] != -100:
+                    drafts[k - 1] += 1
+                    expected[k - 1] += int(predictions[k, row, i] == predictions[0, row, i + k])
+    assert accepted_drafts(predictions, mtp_labels).tolist() == expected
+    assert count_drafts(mtp_labels) == drafts
