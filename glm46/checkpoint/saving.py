@@ -18,6 +18,7 @@ from glm46.checkpoint.integrity import read_manifest
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
 from glm46.checkpoint.staging import Staging
+from glm46.checkpoint.verification import verify_folder
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,22 @@ def save_now(
         if ranks.is_first:  # the others have left the folder: a full disk gets its space back
             shutil.rmtree(draft, ignore_errors=True)
         raise
+    _remove_old(folder, content.step, ranks, rule, in_use)
+    return sum(record.bytes for record in files.values())
+
+
+def _remove_old(folder: Path, saved: int, ranks: Ranks, rule: Retention, in_use: Collection[int]) -> None:
+    with ranks.stage("listing old checkpoints") as stage:
+        if ranks.is_first:
+            stage.value = steps_to_remove(complete_with_losses(folder), rule, in_use)
+    going = stage.values[0]
+    # A disk can lose what it was given. Until the new checkpoint was read back, the old ones are all there is.
+    if going and (faults := verify_folder(step_folder(folder, saved), saved, ranks)):
+        raise CheckpointError(*faults)
     with ranks.stage("removing old checkpoints"):
         if ranks.is_first:
-            for step in steps_to_remove(complete_with_losses(folder), rule, in_use):
+            for step in going:
                 remove(step_folder(folder, step))
-    return sum(record.bytes for record in files.values())
 
 
 def complete_with_losses(folder: Path) -> dict[int, float | None]:

@@ -1,5 +1,6 @@
 """Saves behind the back of training: the values of the moment, errors known within a step, a full disk survived."""
 
+import os
 import resource
 import threading
 import time
@@ -124,3 +125,19 @@ def test_best_checkpoints_stay_and_staging_is_kept_while_shapes_stay(tmp_path):
     assert manager.save_in_background(70, other, {})
     manager.close()
     assert manager.load(70, {name: torch.zeros_like(tensor) for name, tensor in other.items()}) == {}
+
+
+def test_nothing_is_removed_until_the_new_checkpoint_was_read_back(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, keep_latest_k=1)
+    manager.save(1, filled(1), {})
+
+    def lying_disk(descriptor):
+        monkeypatch.undo()
+        os.pwrite(descriptor, b"\xff", 100_000)  # after the bytes were hashed and written
+
+    monkeypatch.setattr(dcp, "fsync", lying_disk)
+    with pytest.raises(CheckpointError, match="step-000002/__0_0.distcp: SHA-256"):
+        manager.save(2, filled(2), {})
+    assert manager.newest() == 1
+    manager.save(3, filled(3), {})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003"]

@@ -1,0 +1,119 @@
+"""``python -m glm46 checkpoint``: look at checkpoints, verify them, remove old ones."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm46.checkpoint.inspection import Summary, contents, summarise
+from glm46.checkpoint.publish import remove, step_folder
+from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.config.errors import UserError
+
+_DAMAGED = 1
+_SMALL = 200  # characters of a meta value that are shown
+
+
+def checkpoint_command(argv: Sequence[str]) -> int:
+    """Run the verb.
+
+    Returns:
+        Exit code: 0, or 1 when a checkpoint that was looked at is incomplete or damaged.
+
+    Raises:
+        UserError: a folder that is absent, or no whole checkpoint would be left.
+    """
+    arguments = _parser().parse_args(list(argv))
+    return arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 checkpoint", allow_abbrev=False)
+    kinds = parser.add_subparsers(title="what", metavar="list|verify|show|prune", required=True)
+    listing = kinds.add_parser("list", help="steps, tokens, loss, size, complete or why not", allow_abbrev=False)
+    verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest", allow_abbrev=False)
+    for parser_of, read_contents in ((listing, False), (verify, True)):
+        parser_of.add_argument("folder", type=Path, help="the checkpoint folder of a run, or one step folder")
+        parser_of.set_defaults(run=_list, read_contents=read_contents)
+    show = kinds.add_parser("show", help="meta and tensors of one checkpoint", allow_abbrev=False)
+    show.add_argument("folder", type=Path, help="a step folder")
+    show.set_defaults(run=_show)
+    prune = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes", allow_abbrev=False)
+    prune.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")
+    prune.add_argument("--keep-latest-k", type=_positive, required=True, help="newest ones that stay")
+    prune.add_argument("--keep-every", type=_positive, default=0, help="multiples of this step stay")
+    prune.add_argument("--keep-best-k", type=_positive, default=0, help="lowest validation losses that stay")
+    prune.add_argument("--yes", action="store_true", help="remove them")
+    prune.set_defaults(run=_prune)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    summaries = summarise(arguments.folder, read_contents=arguments.read_contents)
+    if not summaries:
+        print(f"{arguments.folder}: no checkpoint")
+        return 0
+    print(f"{'step':>10} {'saved':19} {'tokens':>18} {'val. loss':>9} {'size':>10}  state")
+    for summary in summaries:
+        _print_summary(summary, "verified" if arguments.read_contents else "complete")
+    return _DAMAGED if any(summary.faults for summary in summaries) else 0
+
+
+def _print_summary(summary: Summary, good: str) -> None:
+    saved = "-" if summary.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at))
+    tokens = "-" if summary.tokens is None else f"{summary.tokens:,}"
+    loss = "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}"
+    size = "-" if summary.bytes is None else _size(summary.bytes)
+    print(f"{summary.step:>10} {saved:19} {tokens:>18} {loss:>9} {size:>10}  {'DAMAGED' if summary.faults else good}")
+    for fault in summary.faults:
+        print(f"{'':>10} {fault}")
+
+
+def _size(count: int) -> str:
+    power = min(int(math.log(count, 1024)), 5) if count else 0
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    meta, tensors = contents(arguments.folder)
+    for key, value in meta.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if "\n" in text or len(text) > _SMALL:
+            text = f"{len(text):,} characters, in {arguments.folder / 'meta.json'}"
+        print(f"{key:20} {text}")
+    width = max((len(tensor.name) for tensor in tensors), default=0)
+    for tensor in tensors:
+        shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
+        print(f"{tensor.name:{width}}  {tensor.dtype:9} {shape:24} {_size(tensor.bytes):>10}  {tensor.parts} part(s)")
+    print(f"{len(tensors)} tensors, {_size(sum(tensor.bytes for tensor in tensors))}")
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    rule = Retention(arguments.keep_latest_k, arguments.keep_every, arguments.keep_best_k)
+    complete = {one.step: one for one in summarise(arguments.folder, read_contents=False) if not one.faults}
+    going = steps_to_remove({step: one.validation_loss for step, one in complete.items()}, rule)
+    if not going:
+        print("nothing to remove")
+        return 0
+    newest = step_folder(arguments.folder, max(complete))
+    faults = summarise(newest, read_contents=True)[0].faults
+    if faults:
+        raise UserError(
+            *faults, f"{newest}: the newest checkpoint is damaged, so no older one is removed; remove it first"
+        )
+    for step in going:
+        print(f"{'removed' if arguments.yes else 'would remove'} {complete[step].path} ({_size(complete[step].bytes)})")
+        if arguments.yes:
+            remove(complete[step].path)
+    if not arguments.yes:
+        print("nothing was removed; give --yes to do it")
+    return 0

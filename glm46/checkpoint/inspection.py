@@ -1,0 +1,114 @@
+"""What a folder of checkpoints holds, as data; nothing here loads a tensor or changes a file."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm46.checkpoint.integrity import META, check_files, check_hash, read_manifest, records_of
+from glm46.checkpoint.metadata import check_metadata, read_metadata
+from glm46.checkpoint.publish import published_steps, step_folder, step_of
+from glm46.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One published checkpoint, as its manifest and meta tell."""
+
+    path: Path
+    step: int
+    bytes: int | None
+    """All files but the manifest; None when the manifest cannot be read, like the next ones."""
+    saved_at: float | None
+    """Seconds since the epoch."""
+    tokens: int | None
+    validation_loss: float | None
+    faults: tuple[str, ...]
+    """What is wrong with it; empty when it is complete."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    parts: int
+    """How many records hold it: one for each rank that had a shard."""
+
+
+def summarise(folder: Path, *, read_contents: bool) -> list[Summary]:
+    """The published checkpoints of a folder, oldest first.
+
+    Args:
+        folder: the checkpoint folder of a run, or one step folder.
+        read_contents: hash every file; else lengths and names are compared only.
+
+    Raises:
+        UserError: the folder is absent.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    own = step_of(folder.absolute())
+    steps = (
+        [(folder, own)] if own is not None else [(step_folder(folder, step), step) for step in published_steps(folder)]
+    )
+    return [_summary(path, step, read_contents) for path, step in steps]
+
+
+def _summary(path: Path, step: int, read_contents: bool) -> Summary:
+    body, faults = read_manifest(path, step)
+    if body is None:
+        return Summary(path, step, None, None, None, None, tuple(faults))
+    records = records_of(body)
+    faults = check_files(path, body)
+    if read_contents and not faults:
+        faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
+        if not faults:
+            metadata, faults = read_metadata(path)
+            faults = faults if metadata is None else check_metadata(path, metadata, records)
+    meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
+    return Summary(
+        path=path,
+        step=step,
+        bytes=sum(record.bytes for record in records.values()),
+        saved_at=body["saved_at"],
+        tokens=meta.get("progress", {}).get("tokens"),
+        validation_loss=body["validation_loss"],
+        faults=tuple(faults),
+    )
+
+
+def contents(path: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """The meta of one checkpoint, and its tensors by name.
+
+    Raises:
+        UserError: it is absent, incomplete, or its index is damaged.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder")
+    body, faults = read_manifest(path, step_of(path.absolute()))
+    if body is None:
+        raise UserError(*faults)
+    records = records_of(body)
+    metadata = None
+    faults = check_files(path, body) or [
+        fault for name in (META, ".metadata") for fault in check_hash(path / name, records[name])
+    ]
+    if not faults:
+        metadata, faults = read_metadata(path)
+    if metadata is not None:
+        faults = check_metadata(path, metadata, records)
+    if faults:
+        raise UserError(*faults)
+    tensors = []
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        dtype = entry.properties.dtype
+        size = math.prod(entry.size) * dtype.itemsize
+        tensors.append(
+            StoredTensor(name, str(dtype).removeprefix("torch."), tuple(entry.size), size, len(entry.chunks))
+        )
+    return json.loads((path / META).read_bytes()), tensors
