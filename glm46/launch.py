@@ -17,7 +17,6 @@ from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
-from glm46.prepare import prepare_run
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
@@ -47,6 +46,7 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     run = load_run(config, overrides, world_size=None)
     # Torch takes seconds to import and is needed from here on only: the file is sound.
     from glm46.distributed.process import share_cores, visible_gpus
+    from glm46.prepare import prepare_run
 
     machine = detect_machine(visible_gpus())
     refusal = _refuse(run, machine, processes)

@@ -100,9 +100,8 @@ def _leaves(annotation: Any) -> list[Any]:
 def _bounds(field: FieldInfo) -> list[str]:
     limits = [*field.metadata, *(item for item in _annotations(field.annotation))]
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    return [
-        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)
-    ]
+    found = [(sign, getattr(limit, name)) for limit in limits for name, sign in signs.items() if hasattr(limit, name)]
+    return [f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}" for sign, value in found]
 
 
 def _annotations(annotation: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Tables to `Run`, and pydantic's errors to messages: one fault for each mistake, in the words of a TOML file."""
 
 import difflib
+import re
 import typing
 from typing import Any
 
@@ -20,7 +21,10 @@ _EXPECTED = {
     "tuple_type": "an array",
     "model_type": "a table",
 }
+# Keys whose name says nothing about the section they were meant for.
+_EVERYDAY_NAMES = {"name", "enable", "folder", "mode", "steps"}
 _POINTS = typing.get_args(typing.get_args(Schedule)[0])[1]
+_NUMBER = re.compile(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
 _BOUNDS = {
     "greater_than": ("gt", "must be greater than"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -130,10 +134,8 @@ def _describe(place: tuple, section: type[Section], field: FieldInfo | None, ite
     key, item = dotted(place), items[0]
     kind, value, context = item["type"], item["input"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(place[-1]), section.model_fields, n=1, cutoff=0.7)
-        # Without a near name, any key of the section may be the one that was meant.
-        meant = dotted((*place[:-1], *near)) or key
-        return Fault((key,), f"{key}: unknown key; {_hint(str(place[-1]), near, section)}", doubtful=(meant,))
+        meant, hint = _meant(place, section)
+        return Fault((key,), f"{key}: unknown key; {hint}", doubtful=(meant,))
     if kind == "missing":
         if place == ("model",):
             key, place = "model.flavor", ("model", "flavor")
@@ -184,19 +186,23 @@ def _conversion(kind: str, value: Any) -> str:
         text = value.strip()
         if kind == "bool_type" and text.lower() in ("true", "false"):
             return f"; write {text.lower()} without quotes, in small letters"
-        if kind in ("int_type", "float_type") and text.replace("_", "").replace(".", "", 1).lstrip("+-").isdigit():
+        if kind in ("int_type", "float_type") and _NUMBER.fullmatch(text):
             return f"; write {text} without quotes"
     return ""
 
 
-def _hint(wanted: str, near: list[str], section: type[Section]) -> str:
-    if near:
-        return f"did you mean '{near[0]}'?"
+def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
+    """The key that an unknown one stands for (its whole section if that cannot be told), and how to say so."""
+    wanted = str(place[-1])
     elsewhere = [name for name, field in Run.model_fields.items() if wanted in section_of(field).model_fields]
-    if elsewhere:
-        return f"did you mean '{elsewhere[0]}.{wanted}'?"
+    if elsewhere and wanted not in _EVERYDAY_NAMES:
+        meant = f"{elsewhere[0]}.{wanted}"
+        return meant, f"did you mean '{meant}'?"
+    near = difflib.get_close_matches(wanted, section.model_fields, n=1, cutoff=0.7)
+    if near:
+        return dotted((*place[:-1], *near)), f"did you mean '{near[0]}'?"
     kind = "sections" if section is Run else "keys"
-    return f"valid {kind} are {', '.join(section.model_fields)}"
+    return dotted(place[:-1]) or wanted, f"valid {kind} are {', '.join(section.model_fields)}"
 
 
 def _meaning(name: str, field: FieldInfo | None) -> str:

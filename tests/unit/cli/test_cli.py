@@ -1,0 +1,88 @@
+"""The verbs as a person meets them. Most run in this process: starting one costs seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+
+ROOT = Path(__file__).parents[3]
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def test_help_of_train_prints_every_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    for text in (
+        "[training]",
+        "seq_len  integer >= 2, default 4096",
+        "[[data.sources]]",
+        "weight  number > 0, default 1.0",
+    ):
+        assert text in printed
+    assert "Tokens per sequence." in printed
+
+
+def test_schema_is_json(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "A glm46 run"
+
+
+def test_faults_are_printed_one_per_line_and_the_exit_code_is_two(capsys):
+    assert main(["train", "--config", DEBUG, "--training.seq_len", "1", "--optimizer.lr", "high"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: command line: training.seq_len = 1: must be at least 2 (Tokens per sequence)",
+        'error: command line: optimizer.lr = "high": expected a number, got a string',
+    ]
+
+
+def test_layout_that_is_only_planned_is_not_trained(capsys):
+    assert main(["train", "--config", DEBUG, "--parallelism.tensor_parallel_degree", "2"]) == 2
+    message = "tensor_parallel_degree = 2: this version plans such a layout but trains with FSDP2 and HSDP only"
+    assert message in capsys.readouterr().err
+
+
+def test_plan_says_how_big(capsys):
+    phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
+    assert main(["plan", "--config", phase, "--gpu", "H200", "--nproc", "8192"]) == 0
+    printed = capsys.readouterr().out
+    # Counts derived from the published shapes, MTP layer included.
+    assert "356,785,898,816" in printed and "8,192 x H200" in printed
+    assert main(["plan", "--config", phase, "--gpu", "abacus"]) == 2
+    assert main(["plan", "--config", phase, "--nproc", "8"]) == 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_number_of_processes_is_a_positive_number(text, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "--config", DEBUG, f"--nproc={text}"])
+    assert end.value.code == 2
+    assert "expected auto, or a number of at least 1" in capsys.readouterr().err
+
+
+def test_verb_without_a_run_takes_no_keys(capsys):
+    assert main(["schema", "--training.steps", "3"]) == 2
+    assert "--training.steps: the verb schema reads no run" in capsys.readouterr().err
+
+
+def test_refusing_a_file_loads_no_torch(tmp_path):
+    """Bad input is answered at once: in well under the seconds that torch takes to import."""
+    code = (
+        "import sys; from glm46.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "launch", "--config", str(tmp_path / "none.toml")]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert end.stdout.split() == ["2", "False", "False"]
+    assert end.stderr.startswith("error: ") and "there is no folder" not in end.stderr
+
+
+def test_reader_that_has_seen_enough_is_no_error():
+    command = f"'{sys.executable}' -m glm46 schema | head -1"
+    end = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert (end.stdout.strip(), end.stderr) == ("{", "")

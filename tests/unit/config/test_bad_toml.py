@@ -1,0 +1,424 @@
+"""Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_run
+
+SOUND = """
+[model]
+flavor = "debug"
+[training]
+steps = 10
+seq_len = 128
+[[data.sources]]
+name = "a"
+path = "data/a"
+"""
+
+# What is put in place of (old, new) in the sound file, or behind it, and the whole message after the file's name.
+BAD = {
+    "unknown key": (
+        ("seq_len = 128", "seqlen = 128"),
+        ["training.seqlen: unknown key; did you mean 'seq_len'?"],
+    ),
+    "unknown key of another section": (
+        ("steps = 10", "steps = 10\nlog_freq = 5"),
+        ["training.log_freq: unknown key; did you mean 'metrics.log_freq'?"],
+    ),
+    "unknown key like no other": (
+        ("steps = 10", "steps = 10\nzzz = 5"),
+        [
+            "training.zzz: unknown key; valid keys are local_batch_size, global_batch_size, seq_len, tokens, steps, "
+            "max_norm, max_skipped_steps, dtype, mixed_precision_param, mixed_precision_reduce, gc_freq"
+        ],
+    ),
+    "unknown section": (
+        ("[training]", "[trainning]"),
+        [
+            "trainning: unknown key; did you mean 'training'?",
+        ],
+    ),
+    "unknown key in an array of tables": (
+        ('path = "data/a"', 'path = "data/a"\nweigth = 2.0'),
+        ["data.sources[0].weigth: unknown key; did you mean 'weight'?"],
+    ),
+    "string for integer": (
+        ("seq_len = 128", 'seq_len = "128"'),
+        ['training.seq_len = "128": expected an integer, got a string; write 128 without quotes'],
+    ),
+    "boolean for integer": (
+        ("seq_len = 128", "seq_len = true"),
+        ["training.seq_len = true: expected an integer, got a boolean"],
+    ),
+    "whole float for integer": (
+        ("steps = 10", "steps = 1e6"),
+        ["training.steps = 1000000.0: expected an integer, got a float; write 1_000_000"],
+    ),
+    "broken float for integer": (
+        ("steps = 10", "steps = 10.5"),
+        ["training.steps = 10.5: expected an integer, got a float"],
+    ),
+    "array for integer": (
+        ("seq_len = 128", "seq_len = [128]"),
+        ["training.seq_len = [128]: expected an integer, got an array"],
+    ),
+    "date for integer": (
+        ("seq_len = 128", "seq_len = 2026-01-01"),
+        ["training.seq_len = 2026-01-01: expected an integer, got a date or time"],
+    ),
+    "boolean for float": (
+        ("[training]", "[optimizer]\nlr = true\n[training]"),
+        ["optimizer.lr = true: expected a number, got a boolean"],
+    ),
+    "string for float": (
+        ("[training]", '[optimizer]\nlr = "3e-4"\n[training]'),
+        ['optimizer.lr = "3e-4": expected a number, got a string; write 3e-4 without quotes'],
+    ),
+    "string for boolean": (
+        ("[training]", '[compile]\nenable = "True"\n[training]'),
+        [
+            'compile.enable = "True": expected true or false, got a string; write true without quotes, in small letters'
+        ],
+    ),
+    "integer for string": (
+        ('path = "data/a"', "path = 3"),
+        ['data.sources[0].path = 3: expected a string, got an integer; write "3" with quotes'],
+    ),
+    "value for table": (
+        ("[training]", "job = 3\n[training]"),  # behind the header [model], so it is a key of that
+        [
+            "model.job: unknown key; valid keys are flavor, tokenizer_path, vocab_size, hidden_size, "
+            "num_hidden_layers, first_k_dense_replace, intermediate_size, moe_intermediate_size, n_routed_experts, "
+            "num_experts_per_tok, n_shared_experts, n_group, topk_group, norm_topk_prob, routed_scaling_factor, "
+            "num_attention_heads, num_key_value_heads, head_dim, use_qk_norm, attention_bias, partial_rotary_factor, "
+            "rope_theta, rope_scaling, sliding_window, rms_norm_eps, initializer_range, max_position_embeddings, "
+            "num_nextn_predict_layers"
+        ],
+    ),
+    "table for array of tables": (
+        ("[[data.sources]]", "[data.sources]"),
+        ['data.sources = {name = "a", path = "data/a"}: expected an array, got a table'],
+    ),
+    "below the range": (
+        ("seq_len = 128", "seq_len = 1"),
+        ["training.seq_len = 1: must be at least 2 (Tokens per sequence)"],
+    ),
+    "at an open bound": (
+        ("[training]", "[optimizer]\nbeta1 = 1.0\n[training]"),
+        ["optimizer.beta1 = 1.0: must be less than 1 (AdamW: decay of the first moment)"],
+    ),
+    "infinite": (
+        ("[training]", "[moe]\nbias_clamp = inf\n[training]"),
+        ["moe.bias_clamp = inf: must be a finite number (proportional: largest absolute value of the bias)"],
+    ),
+    "not a number": (
+        ("[training]", "[optimizer]\nlr = nan\n[training]"),
+        [
+            "optimizer.lr = nan: must be a finite number (Peak learning rate)",
+        ],
+    ),
+    "choice in the wrong case": (
+        ("[training]", '[optimizer]\nname = "muon"\n[training]'),
+        ["optimizer.name = \"muon\": expected one of 'Muon', 'AdamW'; did you mean 'Muon'?"],
+    ),
+    "choice of the wrong type": (
+        ("[training]", "[optimizer]\nstate_dtype = 8\n[training]"),
+        ["optimizer.state_dtype = 8: expected one of 'float32', 'bfloat16', '8bit'"],
+    ),
+    "pattern": (
+        ('name = "a"', 'name = "a b"'),
+        [
+            'data.sources[0].name = "a b": must match ^[A-Za-z0-9_.-]+$ (Name of the source in logs and metrics)',
+        ],
+    ),
+    "missing in an array of tables": (
+        ('path = "data/a"', ""),
+        [
+            "data.sources[0].path: required, but absent (Folder with manifest.json and the shards that "
+            "'python -m glm46 prepare' wrote)"
+        ],
+    ),
+    "missing flavor": (
+        ('flavor = "debug"', ""),
+        ["model.flavor: required, but absent; one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B, 15B, 100M, debug"],
+    ),
+    "missing model": (
+        ('[model]\nflavor = "debug"', ""),
+        ["model.flavor: required, but absent; one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B, 15B, 100M, debug"],
+    ),
+    "unknown flavor": (
+        ('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
+        [
+            'model.flavor = "glm-4.5-air2": no such preset; did you mean \'GLM-4.5-Air\'? Presets: GLM-4.6, GLM-4.5, '
+            "GLM-4.5-Air, 100B, 15B, 100M, debug"
+        ],
+    ),
+    "schedule of the wrong type": (
+        ("[training]", '[mtp]\nloss_weight = "high"\n[training]'),
+        ['mtp.loss_weight = "high": expected a number or points [[tokens, value], ...], got a string'],
+    ),
+    "schedule as one point": (
+        ("[training]", "[mtp]\nloss_weight = [0, 0.3]\n[training]"),
+        ["mtp.loss_weight[0] = 0: expected an array; a point is [tokens, value]"],
+    ),
+    "schedule with a long point": (
+        ("[training]", "[mtp]\nloss_weight = [[0, 0.3, 1]]\n[training]"),
+        ["mtp.loss_weight[0]: expected a point [tokens, value] of two numbers"],
+    ),
+    "schedule with float tokens": (
+        ("[training]", "[mtp]\nloss_weight = [[0, 0.3], [15e12, 0.1]]\n[training]"),
+        ["mtp.loss_weight[1][0] = 15000000000000.0: expected an integer; write 15_000_000_000_000; a point is "
+         "[tokens, value]"],
+    ),
+    "schedule that goes back": (
+        ("[training]", "[mtp]\nloss_weight = [[5, 0.3], [1, 0.1]]\n[training]"),
+        [
+            "mtp.loss_weight = [[5, 0.3], [1, 0.1]]: a schedule is a number, or points [tokens, value] with "
+            "tokens >= 0 in ascending order"
+        ],
+    ),
+    "negative rate": (
+        ("[training]", "[moe]\nbias_update_rate = [[0, 0.1], [5, -0.1]]\n[training]"),
+        ["moe.bias_update_rate = [[0, 0.1], [5, -0.1]]: value -0.1: must be at least 0"],
+    ),
+    "temperature of zero": (
+        ("[training]", "[moe]\nrouter_temperature = 0\n[training]"),
+        ["moe.router_temperature = 0.0: must be greater than 0"],
+    ),
+    "no budget": (
+        ("steps = 10", ""),
+        ["training.tokens, training.steps: both absent; state how long to train, in one of them"],
+    ),
+    "two budgets": (
+        ("steps = 10", "steps = 10\ntokens = 99"),
+        ["training.tokens = 99, training.steps = 10: both given; state one of them"],
+    ),
+    "no source": (
+        ('[[data.sources]]\nname = "a"\npath = "data/a"', ""),
+        ["data.sources: no source to train on; add a [[data.sources]] table with name and path"],
+    ),
+    "the same name twice": (
+        ('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "a"\npath = "data/b"'),
+        ['data.sources[1].name = "a": the same as data.sources[0].name; give each its own'],
+    ),
+    "the same path twice": (
+        ('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "b"\npath = "data/a"'),
+        ['data.sources[1].path = "data/a": the same as data.sources[0].path; raise the weight of one instead'],
+    ),
+    "batch that does not divide": (
+        ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 10"),
+        [
+            "training.global_batch_size = 10: must be a multiple of 4 (training.local_batch_size = 4 times 1 "
+            "data-parallel ranks); take 8 or 12"
+        ],
+    ),
+    "ramp below a micro-batch": (
+        ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = [[0, 2], [99, 8]]"),
+        [
+            "training.global_batch_size = [[0, 2.0], [99, 8.0]]: 2 sequences are less than one micro-batch, 4 "
+            "(training.local_batch_size = 4 times 1 data-parallel ranks); start the ramp higher or lower "
+            "local_batch_size"
+        ],
+    ),
+    "warm-up without end": (
+        ("steps = 10\nseq_len = 128", "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nwarmup_tokens = 1000"),
+        [
+            "lr_scheduler.warmup_tokens = 1000: the schedule ends at 1000 tokens, before its peak; warm up for fewer "
+            "tokens, or raise training.tokens or lr_scheduler.total_tokens"
+        ],
+    ),
+    "decay inside the warm-up": (
+        (
+            "steps = 10\nseq_len = 128",
+            "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nwarmup_tokens = 500\ndecay_ratio = 0.9",
+        ),
+        [
+            "lr_scheduler.decay_ratio = 0.9: the decay would begin at 100 tokens, inside the warm-up of 500; lower "
+            "decay_ratio or warmup_tokens"
+        ],
+    ),
+    "run beyond its schedule": (
+        (
+            "steps = 10\nseq_len = 128",
+            "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nstart_tokens = 500\ntotal_tokens = 1400",
+        ),
+        [
+            "lr_scheduler.total_tokens = 1400: the schedule ends before this run, which reaches 1500 tokens "
+            "(lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that"
+        ],
+    ),
+    "step to load, nothing enabled": (
+        ("[training]", "[checkpoint]\nenable = false\nload_step = 3\n[training]"),
+        [
+            "checkpoint.load_step = 3: nothing is loaded while checkpoint.enable = false; set enable = true, or name "
+            "the step's folder in checkpoint.initial_load_path"
+        ],
+    ),
+    "model only of nothing": (
+        ("[training]", "[checkpoint]\ninitial_load_model_only = true\n[training]"),
+        [
+            "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it"
+        ],
+    ),
+    "checkpoints outside": (
+        ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
+        [
+            'checkpoint.folder = "../elsewhere": must be a relative path inside job.dump_folder; move dump_folder',
+        ],
+    ),
+    "two rates for one optimizer": (
+        ("[training]", '[optimizer]\nname = "AdamW"\nadamw_lr = 1e-3\n[training]'),
+        ['optimizer.adamw_lr = 0.001: with name = "AdamW" there is one rate; set optimizer.lr'],
+    ),
+    "no shard": (
+        ("[training]", "[parallelism]\ndata_parallel_shard_degree = 0\n[training]"),
+        ["parallelism.data_parallel_shard_degree = 0: must be at least 1, or -1 for all ranks that are left"],
+    ),
+    "uneven heads": (
+        ('flavor = "debug"', 'flavor = "debug"\nnum_attention_heads = 7'),
+        ["model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2"],
+    ),
+    "odd rotation": (
+        ('flavor = "debug"', 'flavor = "debug"\nhead_dim = 30'),
+        [
+            "model.partial_rotary_factor = 0.5: rotates 15 of model.head_dim = 30 dimensions; they turn in pairs, so "
+            "this must be an even number of at least 2"
+        ],
+    ),
+    "more dense layers than layers": (
+        ('flavor = "debug"', 'flavor = "debug"\nfirst_k_dense_replace = 5'),
+        ["model.first_k_dense_replace = 5: there are only model.num_hidden_layers = 4; lower it"],
+    ),
+    "uneven groups of experts": (
+        ('flavor = "debug"', 'flavor = "debug"\nn_group = 3'),
+        ["model.n_group = 3: must divide model.n_routed_experts = 16"],
+    ),
+    "groups of one expert": (
+        ('flavor = "debug"', 'flavor = "debug"\nn_group = 16\ntopk_group = 8'),
+        ["model.n_group = 16: leaves one expert per group, and a group is scored by its best two; lower it"],
+    ),
+    "more groups used than there are": (
+        ('flavor = "debug"', 'flavor = "debug"\ntopk_group = 2'),
+        ["model.topk_group = 2: there are only model.n_group = 1 groups; lower it"],
+    ),
+    "more experts used than reachable": (
+        ('flavor = "debug"', 'flavor = "debug"\nn_group = 8\ntopk_group = 1'),
+        [
+            "model.num_experts_per_tok = 4: a token can reach only 2 of model.n_routed_experts = 16; lower it",
+        ],
+    ),
+    "sequence beyond the positions": (
+        ("seq_len = 128", "seq_len = 4096"),
+        [
+            "training.seq_len = 4096: longer than model.max_position_embeddings = 2048; shorten it, or raise "
+            "max_position_embeddings (and rope_theta with it)"
+        ],
+    ),
+    "axis that splits unevenly": (
+        ("[training]", "[parallelism]\nexpert_parallel_degree = 3\n[training]"),
+        ["parallelism.expert_parallel_degree = 3: must divide model.n_routed_experts = 16"],
+    ),
+    "more stages than layers": (
+        ("[training]", "[parallelism]\npipeline_parallel_degree = 8\n[training]"),
+        ["parallelism.pipeline_parallel_degree = 8: there are only model.num_hidden_layers = 4 layers; lower it"],
+    ),
+}  # fmt: skip
+
+
+def faults_of(text: str, folder: Path, *overrides: str, world_size: int | None = None) -> list[str]:
+    """Messages about a file of this text, without the file's folder."""
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_run(path, overrides, world_size=world_size)
+    return [fault.replace(str(path), "run.toml") for fault in caught.value.faults]
+
+
+def test_the_sound_file_is_sound(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(SOUND)
+    assert load_run(path).training.seq_len == 128
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistake_earns_its_message(name, tmp_path):
+    (old, new), expected = BAD[name]
+    assert SOUND.count(old) == 1
+    assert faults_of(SOUND.replace(old, new), tmp_path) == [f"run.toml: {message}" for message in expected]
+
+
+def test_all_faults_come_at_once(tmp_path):
+    """Types, ranges, unknown keys and rules across sections in one go; a rule that reads a faulty key keeps quiet."""
+    text = """
+        [model]
+        flavor = "debug"
+        num_attention_heads = 7
+        [training]
+        seq_len = "long"
+        global_batch_size = 7
+        local_batch_size = 2
+        tokens = 5
+        steps = 5
+        [optimizer]
+        lr = -1.0
+        beta3 = 0.1
+    """
+    assert faults_of(text, tmp_path) == [
+        'run.toml: training.seq_len = "long": expected an integer, got a string',
+        "run.toml: optimizer.lr = -1.0: must be greater than 0 (Peak learning rate)",
+        "run.toml: optimizer.beta3: unknown key; did you mean 'beta2'?",
+        "run.toml: training.tokens = 5, training.steps = 5: both given; state one of them",
+        "run.toml: data.sources: no source to train on; add a [[data.sources]] table with name and path",
+        "run.toml: model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2",
+        "run.toml: training.global_batch_size = 7: must be a multiple of 2 (training.local_batch_size = 2 times 1 "
+        "data-parallel ranks); take 6 or 8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "world_size", "expected"),
+    [
+        ("data_parallel_shard_degree = 2", 4, "multiply to 2 processes, and 4 is more; start 2 processes (NGPU=2)"),
+        ("data_parallel_shard_degree = 4", 2, "multiply to 4 processes, and 2 is fewer; start 4 processes (NGPU=4)"),
+        ("data_parallel_replicate_degree = 2", 3, "multiply to 2, which does not divide 3 processes"),
+        ("expert_parallel_degree = 4", 2, "must divide shard * context * tensor degrees = 2"),
+    ],
+)  # fmt: skip
+def test_processes_fit_the_layout(parallelism, world_size, expected, tmp_path):
+    text = SOUND + f"[parallelism]\n{parallelism}\n"
+    (fault,) = faults_of(text, tmp_path, world_size=world_size)
+    assert expected in fault
+
+
+def test_batch_is_checked_against_the_processes(tmp_path):
+    text = SOUND.replace("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 12")
+    (tmp_path / "sound.toml").write_text(text)
+    assert load_run(tmp_path / "sound.toml", world_size=3).training.global_batch_size == 12
+    (fault,) = faults_of(text, tmp_path, world_size=2)
+    assert "must be a multiple of 8 (training.local_batch_size = 4 times 2 data-parallel ranks); take 8 or 16" in fault
+
+
+def test_broken_toml_names_line_and_column(tmp_path):
+    (fault,) = faults_of("[model]\nflavor 'debug'\n", tmp_path)
+    assert fault.startswith("run.toml:2:8: not valid TOML: Expected '=' after a key")
+    assert fault.endswith("; the line reads: flavor 'debug'")
+
+
+def test_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"[model]\n\xff")
+    with pytest.raises(UserError, match="byte 8 is not UTF-8 text"):
+        load_run(path)
+
+
+def test_missing_file_names_the_nearest_one(tmp_path):
+    (tmp_path / "debug.toml").write_text(SOUND)
+    with pytest.raises(UserError, match=r"cannot be read: No such file or directory; did you mean .*debug\.toml\?"):
+        load_run(tmp_path / "debgu.toml")
+    with pytest.raises(UserError, match="there is no folder"):
+        load_run(tmp_path / "nowhere" / "debug.toml")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_run(tmp_path)

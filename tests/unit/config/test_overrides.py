@@ -1,0 +1,160 @@
+"""Keys of the command line: how they are read, what they replace, and how their faults are told from the file's."""
+
+from pathlib import Path
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_run
+from glm46.config.overrides import Override, key_parts, parse_overrides
+
+SOUND = """
+[model]
+flavor = "debug"
+[training]
+tokens = 100_000
+seq_len = 128
+[[data.sources]]
+name = "a"
+path = "data/a"
+[[data.sources]]
+name = "b"
+path = "data/b"
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SOUND)
+    return path
+
+
+def faults_of(file: Path, *overrides: str) -> list[str]:
+    """Messages, without the file's folder."""
+    with pytest.raises(UserError) as caught:
+        load_run(file, overrides)
+    return [fault.replace(str(file), "run.toml") for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("3e-4", 3e-4),
+        ("1_000", 1000),
+        ("true", True),
+        ("AdamW", "AdamW"),
+        ('"3"', "3"),
+        ("a b", "a b"),
+        ("2026-01-01", "2026-01-01"),
+        ("./outputs/x", "./outputs/x"),
+        ("[[0, 1.0], [5, 2]]", [[0, 1.0], [5, 2]]),
+        ('{rope_type = "yarn"}', {"rope_type": "yarn"}),
+        ("1\nb = 2", "1\nb = 2"),
+        ("# no value", "# no value"),
+        ("1 # one", 1),
+    ],
+)
+def test_value_is_a_toml_literal_or_else_a_string(text, value):
+    for tokens in (["--a.b", text], [f"--a.b={text}"]):
+        assert parse_overrides(tokens) == ([Override("a.b", value)], [])
+
+
+def test_key_is_split_at_dots_and_indices():
+    assert key_parts("data.sources[10].weight") == ["data", "sources", 10, "weight"]
+
+
+def test_later_overrides_win_over_earlier_ones_and_the_file(file):
+    run = load_run(file, ["--training.seq_len", "64", "--training.seq_len=32", "--optimizer.name", "AdamW"])
+    assert (run.training.seq_len, run.optimizer.name, run.training.tokens) == (32, "AdamW", 100_000)
+
+
+def test_entry_of_an_array_can_be_overridden(file):
+    run = load_run(file, ["--data.sources[1].weight", "2.5"])
+    assert [source.weight for source in run.data.sources] == [1.0, 2.5]
+    run = load_run(file, ["--data.sources[0]", '{name = "c", path = "data/c"}'])
+    assert [source.name for source in run.data.sources] == ["c", "b"]
+
+
+def test_whole_array_can_be_overridden(file):
+    run = load_run(file, ["--data.sources", '[{name = "c", path = "data/c"}]'])
+    assert [source.name for source in run.data.sources] == ["c"]
+
+
+def test_missing_tables_are_made(file):
+    overrides = ["--model.rope_scaling.rope_type", "linear", "--model.rope_scaling.factor", "2"]
+    overrides += ["--model.rope_scaling.original_max_position_embeddings", "1024"]
+    assert load_run(file, overrides).model.rope_scaling.factor == 2.0
+
+
+def test_nothing_behind_the_equals_sign_takes_the_key_out_of_the_file(file):
+    file.write_text(SOUND + '[inference]\nprompt = "def"\n[lr_scheduler]\nwarmup_tokens = 9\n')
+    run = load_run(file, ["--inference.prompt=", "--lr_scheduler.warmup_tokens="])
+    assert (run.inference.prompt, run.lr_scheduler.warmup_tokens) == ("", 0)
+    run = load_run(file, ["--data.sources[0]="])
+    assert [source.name for source in run.data.sources] == ["b"]
+
+
+def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
+    run = load_run(file, ["--training.steps", "7"])
+    assert (run.training.steps, run.training.tokens) == (7, None)
+    (fault,) = faults_of(file, "--training.steps", "7", "--training.tokens", "9")
+    assert fault == "command line: training.tokens = 9, training.steps = 7: both given; state one of them"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["--training.seq_len"], "command line: --training.seq_len: no value given; write --training.seq_len VALUE"),
+        (
+            ["--training.seq_len", "--debug.seed", "3"],
+            "command line: --training.seq_len: no value given; write --training.seq_len VALUE",
+        ),
+        (
+            ["training.seq_len=3"],
+            'command line: "training.seq_len=3": expected --section.key value; quote a value that has spaces',
+        ),
+        (["--training.seq_len", "64", "72"], 'command line: "72": expected --section.key value; quote a value that has '
+         "spaces"),
+        (["--trainin.seq_len", "64"], "command line: trainin: unknown key; did you mean 'training'?"),
+        (["--training.seqlen", "64"], "command line: training.seqlen: unknown key; did you mean 'seq_len'?"),
+        (["--training.seq_len", "x"], 'command line: training.seq_len = "x": expected an integer, got a string'),
+        (
+            ["--compile.enable", "True"],
+            'command line: compile.enable = "True": expected true or false, got a string; write true without quotes, '
+            "in small letters",
+        ),
+        (
+            ["--data.sources[2].weight", "1"],
+            "command line: data.sources[2].weight: data.sources has 2 entries, counted from 0; state the whole "
+            "value of data.sources instead",
+        ),
+        (
+            ["--training.seq_len.x", "1"],
+            "command line: training.seq_len.x: training.seq_len = 128 holds no keys; state the whole value of "
+            "training.seq_len instead",
+        ),
+        (
+            ["--data[0].x", "1"],
+            "command line: data[0].x: data is no array in the file; state the whole value of data instead",
+        ),
+        (["--training", "3"], "command line: training = 3: expected a table, got an integer"),
+    ],
+)  # fmt: skip
+def test_mistake_on_the_command_line_is_said_to_be_there(tokens, message, file):
+    assert faults_of(file, *tokens)[0] == message
+
+
+def test_rule_names_both_places_when_its_keys_come_from_both(file):
+    file.write_text(SOUND.replace("seq_len = 128", "seq_len = 128\nlocal_batch_size = 4"))
+    (fault,) = faults_of(file, "--training.global_batch_size", "6")
+    assert fault.startswith("run.toml and command line: training.global_batch_size = 6: must be a multiple of 4")
+
+
+def test_file_is_not_blamed_for_what_the_command_line_replaced(file):
+    file.write_text(SOUND.replace("seq_len = 128", "seq_len = 1"))
+    assert load_run(file, ["--training.seq_len", "64"]).training.seq_len == 64
+    (fault,) = faults_of(file, "--training.seq_len", "0")
+    assert fault.startswith("command line: training.seq_len = 0:")
