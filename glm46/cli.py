@@ -6,7 +6,7 @@ Every verb that reads a run takes ``--config FILE`` and any key of the file as `
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -17,13 +17,10 @@ _EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["benchmark"]:
-            # It reads no run, and its options are its own.
-            from glm46.benchmark.command import benchmark_command
-
-            return benchmark_command(argv[1:])
+        if argv[:1] in (["benchmark"], ["checkpoint"]):
+            return _own_command(argv[0])(argv[1:])
         tokens, overrides = _split_overrides(argv)
         arguments = _parser().parse_args(tokens)
         return arguments.run(arguments, overrides)
@@ -37,6 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough. Close before the interpreter tries to flush.
         sys.stderr.close()
         return 0
+
+
+def _own_command(verb: str) -> Callable[[Sequence[str]], int]:
+    """Verbs that read no run parse their own options."""
+    if verb == "benchmark":
+        from glm46.benchmark.command import benchmark_command
+
+        return benchmark_command
+    from glm46.checkpoint.command import checkpoint_command
+
+    return checkpoint_command
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -92,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu", metavar="NAME", help="GPU that days are reckoned for, such as H100 or H200")
     plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is taken to reach")
     verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
+    verbs.add_parser("checkpoint", help="list, verify, show or prune checkpoints; see checkpoint --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
     schema.set_defaults(run=_schema)
     return parser

@@ -65,6 +65,14 @@ def test_number_of_processes_is_a_positive_number(text, capsys):
     assert "expected auto, or a number of at least 1" in capsys.readouterr().err
 
 
+def test_verbs_with_their_own_options_are_reached(capsys, tmp_path):
+    for verb, option in (("benchmark", "model"), ("checkpoint", "verify")):
+        with pytest.raises(SystemExit) as end:
+            main([verb, "--help"])
+        assert end.value.code == 0 and option in capsys.readouterr().out
+    assert main(["checkpoint", "list", str(tmp_path / "none")]) == 2
+
+
 def test_verb_without_a_run_takes_no_keys(capsys):
     assert main(["schema", "--training.steps", "3"]) == 2
     assert "--training.steps: the verb schema reads no run" in capsys.readouterr().err
