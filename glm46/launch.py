@@ -46,7 +46,6 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     run = load_run(config, overrides, world_size=None)
     # Torch takes seconds to import and is needed from here on only: the file is sound.
     from glm46.distributed.process import share_cores, visible_gpus
-    from glm46.prepare import prepare_run
 
     machine = detect_machine(visible_gpus())
     refusal = _refuse(run, machine, processes)
@@ -55,6 +54,9 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
         return _EXIT_USER_ERROR
     processes = processes or choose_processes(run, machine)
     run = load_run(config, overrides, world_size=processes)
+    # Not before: it loads the whole program, and a refusal needs little of it.
+    from glm46.prepare import prepare_run
+
     prepare_run(run, report=lambda line: print(line, flush=True))
     share_cores(machine.cores, processes)
     return _start(processes, ["train", "--config", str(config), *overrides])

@@ -70,7 +70,7 @@ def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
     names = [file.name for file in path.parent.glob("*.toml")]
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
