@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from glm46.checkpoint.agreement import Ranks
+from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
+from glm46.checkpoint.node_local import NodeFolder, gather
 from glm46.checkpoint.publish import published_steps, repair, step_folder, step_of
 from glm46.checkpoint.retention import Retention
-from glm46.checkpoint.saving import BackgroundSaver, Content, SaveOutcome, save_now
+from glm46.checkpoint.saving import BackgroundSaver, Place, SaveOutcome, save_now
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 
@@ -32,12 +34,23 @@ class CheckpointManager:
         keep_latest_k: how many of the newest complete checkpoints stay; 0 keeps all.
         keep_every: steps that are a multiple of it stay too; 0: none for that reason.
         keep_best_k: how many of those with the lowest validation loss stay too.
+        node_local_folder: a folder on the node's own disk; saves go there first, and from there to ``folder``.
     """
 
-    def __init__(self, folder: Path, *, keep_latest_k: int, keep_every: int = 0, keep_best_k: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_latest_k: int,
+        keep_every: int = 0,
+        keep_best_k: int = 0,
+        node_local_folder: Path | None = None,
+    ):
         self.folder = Path(folder)
-        self._rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
+        rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
         self._ranks = Ranks.of_this_run()
+        node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
+        self._place = Place(self.folder, rule, node)
         self._background = BackgroundSaver(Ranks.of_this_run())
         self._verified: set[int] = set()
         self._in_use: set[int] = set()
@@ -63,7 +76,7 @@ class CheckpointManager:
         with self._ranks.stage("writing meta as JSON"):
             content = Content.of(step, tensors, meta, validation_loss)
         self._verified.discard(step)
-        size = save_now(self.folder, content, self._ranks, self._rule, self._in_use)
+        size = save_now(self._place, content, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
@@ -85,7 +98,7 @@ class CheckpointManager:
             content = Content.of(step, tensors, meta, validation_loss)
             self._background.stage(tensors)
         self._verified.discard(step)
-        self._background.start(self.folder, content, self._rule, frozenset(self._in_use))
+        self._background.start(self._place, content, frozenset(self._in_use))
         return True
 
     def poll(self) -> list[SaveOutcome]:
@@ -109,12 +122,15 @@ class CheckpointManager:
     def newest(self) -> int | None:
         """The newest step whose every file is whole, or None when nothing was ever saved. Collective.
 
-        Damaged checkpoints are passed over, and a warning says what is wrong with each.
+        Node-local saves that were not gathered yet are gathered first. Damaged checkpoints are passed over, and a
+        warning says what is wrong with each.
 
         Raises:
             UserError: when there are checkpoints but none is whole. Starting anew is then for a person to decide.
         """
         self._background.settle()
+        if self._place.node is not None:
+            gather(self._place.node, self.folder, self._ranks)
         with self._ranks.stage("listing checkpoints") as stage:
             if self._ranks.is_first:
                 if self.folder.is_dir():

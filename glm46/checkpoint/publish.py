@@ -84,6 +84,11 @@ def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: dict[str
     """
     record = write_durably(draft / META, meta)
     write_manifest(draft, step, {**files, META: record}, facts)
+    return give_name(draft, step)
+
+
+def give_name(draft: Path, step: int) -> Path:
+    """Publish a folder that is whole, manifest and all. The moment of truth of every save and every gathering."""
     sync_folder(draft)
     target = step_folder(draft.parent, step)
     aside = target.with_suffix(".old")

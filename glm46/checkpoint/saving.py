@@ -1,20 +1,19 @@
 """One save from the first folder to the last removal, in the calling thread or behind the back of training."""
 
-import json
 import shutil
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError, Ranks
+from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import read_manifest
+from glm46.checkpoint.node_local import NodeFolder, gather, save_locally
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
 from glm46.checkpoint.staging import Staging
@@ -35,28 +34,16 @@ class SaveOutcome:
 
 
 @dataclass(frozen=True)
-class Content:
-    """What goes into a checkpoint."""
+class Place:
+    """Where a run's checkpoints go, and which of them stay."""
 
-    step: int
-    tensors: Mapping[str, Tensor]
-    meta: bytes
-    """JSON, encoded at the moment of the save: the trainer goes on changing what it was made from."""
-    validation_loss: float | None
-
-    @classmethod
-    def of(cls, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], validation_loss: float | None):
-        """Content with ``meta`` encoded.
-
-        Raises:
-            TypeError: when ``meta`` is no JSON.
-        """
-        return cls(step, dict(tensors), json.dumps(meta, indent=1).encode() + b"\n", validation_loss)
+    folder: Path
+    rule: Retention
+    node: NodeFolder | None
+    """A local disk to write to first."""
 
 
-def save_now(
-    folder: Path, content: Content, ranks: Ranks, rule: Retention, in_use: Collection[int], staged: dict | None = None
-) -> int:
+def save_now(place: Place, content: Content, ranks: Ranks, in_use: Collection[int], staged: dict | None = None) -> int:
     """Write, publish, and remove what is too old. Collective.
 
     Returns:
@@ -65,6 +52,16 @@ def save_now(
     Raises:
         CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
     """
+    if place.node is None:
+        size = _save_shared(place.folder, content, ranks, staged)
+    else:
+        size = save_locally(place.node, content, ranks, staged)
+        gather(place.node, place.folder, ranks)
+    _remove_old(place, content.step, ranks, in_use)
+    return size
+
+
+def _save_shared(folder: Path, content: Content, ranks: Ranks, staged: dict | None) -> int:
     with ranks.stage("making the checkpoint folder") as stage:
         if ranks.is_first:
             stage.value = open_draft(folder, content.step)
@@ -73,25 +70,19 @@ def save_now(
         files = write_tensors(draft, content.tensors, ranks, staged)
         with ranks.stage("publishing"):
             if ranks.is_first:
-                facts = {
-                    "saved_at": time.time(),
-                    "world_size": ranks.size,
-                    "torch": torch.__version__,
-                    "validation_loss": content.validation_loss,
-                }
-                publish(draft, content.step, files, content.meta, facts)
+                publish(draft, content.step, files, content.meta, content.facts(ranks.size))
     except CheckpointError:
         if ranks.is_first:  # the others have left the folder: a full disk gets its space back
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    _remove_old(folder, content.step, ranks, rule, in_use)
     return sum(record.bytes for record in files.values())
 
 
-def _remove_old(folder: Path, saved: int, ranks: Ranks, rule: Retention, in_use: Collection[int]) -> None:
+def _remove_old(place: Place, saved: int, ranks: Ranks, in_use: Collection[int]) -> None:
+    folder = place.folder
     with ranks.stage("listing old checkpoints") as stage:
         if ranks.is_first:
-            stage.value = steps_to_remove(complete_with_losses(folder), rule, in_use)
+            stage.value = steps_to_remove(complete_with_losses(folder), place.rule, in_use)
     going = stage.values[0]
     # A disk can lose what it was given. Until the new checkpoint was read back, the old ones are all there is.
     if going and (faults := verify_folder(step_folder(folder, saved), saved, ranks)):
@@ -137,13 +128,13 @@ class BackgroundSaver:
         self._staged = self._staging.copy(tensors)
         self._stage_seconds = time.perf_counter() - started
 
-    def start(self, folder: Path, content: Content, rule: Retention, in_use: Collection[int]) -> None:
+    def start(self, place: Place, content: Content, in_use: Collection[int]) -> None:
         """Save what was staged, in the thread."""
         staged, stall_seconds = self._staged, self._stage_seconds
         started = time.perf_counter() - stall_seconds
 
         def save() -> SaveOutcome:
-            size = save_now(folder, content, self._ranks, rule, in_use, staged)
+            size = save_now(place, content, self._ranks, in_use, staged)
             return SaveOutcome(content.step, size, time.perf_counter() - started, stall_seconds)
 
         self._untaken.append(self._thread.submit(save))

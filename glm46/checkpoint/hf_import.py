@@ -1,0 +1,210 @@
+"""Weights from a Hugging Face folder straight into the parts of the model that each rank holds.
+
+No rank reads what it does not keep, nothing is converted on disk, and no tensor is whole in memory unless a rank keeps
+it whole. Every tensor of the folder is accounted for before the first byte of a weight is read.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from glm46.checkpoint.agreement import Ranks
+from glm46.checkpoint.hf_boxes import overlaps, runs_of
+from glm46.checkpoint.hf_config import CONFIG, read_config, shape_of
+from glm46.checkpoint.hf_names import HFNames, has_copies, raise_if
+from glm46.checkpoint.safetensors_file import Record, TensorFile, read_records
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Held = Callable[[Tensor], list[Tensor]]
+"""For each dimension of a tensor, the global places that this rank's part holds; int64."""
+
+Report = Callable[[int, int], None]
+"""(elements done, elements in all), called after each tensor."""
+
+_MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
+"""Keys that a run may set otherwise than the weights were trained with: they stretch positions or do not matter.
+num_nextn_predict_layers may be smaller: then the prediction layers left out are not read."""
+
+
+def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
+    """Where every tensor of a model folder lies, from the files themselves, which must agree with the index.
+
+    Raises:
+        UserError: no safetensors, files or index missing or damaged, a tensor in two files or in none.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            other = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+            hint = f"; {other[0]} is a pickle, which can run any code and is refused" if other else ""
+            raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
+        records = read_records(folder / SINGLE_FILE)
+        return {name: (folder / SINGLE_FILE, record) for name, record in records.items()}
+    listed = _read_index(index)
+    faults: list[str] = []
+    found: dict[str, tuple[Path, Record]] = {}
+    for file in sorted(set(listed.values())):
+        try:
+            records = read_records(folder / file)
+        except UserError as error:
+            faults += error.faults
+            continue
+        for name, record in records.items():
+            if listed.get(name) != file:
+                faults.append(f"{folder / file}: holds {name}, which the index has in {listed.get(name, 'no file')}")
+            found[name] = (folder / file, record)
+        faults += [
+            f"{folder / file}: lacks {name}, which the index has there"
+            for name, place in listed.items()
+            if place == file and name not in records
+        ]
+    raise_if(faults)
+    return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in listed.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from error
+    if not plain:
+        raise UserError(f"{index}: names files outside its folder")
+    return listed
+
+
+def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tuple[Path, Record]]]:
+    """The table for a folder and its tensors, after everything about it was checked against the model.
+
+    Raises:
+        UserError: all faults of config.json, or else all faults of the tensors.
+    """
+    raw = read_config(folder)
+    raise_if(_config_faults(raw, shape, folder / CONFIG))
+    found = find_tensors(folder)
+    layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
+    left_out = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
+    found = {name: place for name, place in found.items() if not (left_out and name.startswith(left_out))}
+    names = HFNames(shape, with_copies=has_copies(found, shape))
+    faults = names.name_faults(found)
+    for name, (_, record) in found.items():
+        if name in names.places and (fault := names.fault(name, record.shape, record.dtype)) is not None:
+            faults.append(fault)
+    raise_if([f"{folder}: {fault}" for fault in faults])
+    return names, found
+
+
+def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
+    if "quantization_config" in raw:
+        return [f"{file}: the weights are quantised; give the folder of the BF16 model"]
+    theirs = shape_of(raw, str(file))
+    faults = []
+    for name in ModelShape.model_fields:
+        ours, there = getattr(shape, name), getattr(theirs, name)
+        if name in _MAY_DIFFER or ours == there:
+            continue
+        if name == "num_nextn_predict_layers" and ours < there:
+            continue
+        faults.append(f"{file}: {name} = {there!r}, but the run has model.{name} = {ours!r}; set it to the folder's")
+    return faults
+
+
+@torch.no_grad()
+def import_weights(
+    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], held: Held, *, report: Report | None = None
+) -> int:
+    """Fill this rank's parts of parameters and buffers from a Hugging Face folder. Collective.
+
+    Args:
+        tensors: our name -> Tensor or DTensor; ranks may hold different names (pipeline stages).
+        held: see `Held`.
+
+    Returns:
+        Bytes that this rank read.
+
+    Raises:
+        UserError: on all ranks, with everything that is wrong with the folder; no tensor was touched then. Also when a
+            copy of embedding or head differs from it.
+        CheckpointError: on all ranks, when reading failed on any of them.
+    """
+    ranks = Ranks.of_this_run()
+    with ranks.stage(f"checking {folder}") as stage:
+        if ranks.is_first:
+            stage.value = _faults_of(lambda: check_folder(folder, shape))
+    raise_if(stage.values[0])
+    with ranks.stage(f"reading {folder}") as stage, ExitStack() as files:
+        reader = _Reader(*check_folder(folder, shape), files)
+        total = sum(local_part(tensor).numel() for tensor in tensors.values())
+        done, differing = 0, []
+        for name, tensor in tensors.items():
+            differing += reader.fill(name, local_part(tensor), held(tensor))
+            done += local_part(tensor).numel()
+            if report is not None:
+                report(done, total)
+        stage.value = differing
+    raise_if(sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults}))
+    return reader.bytes_read
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; writing into it writes into the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _faults_of(check: Callable[[], Any]) -> list[str]:
+    try:
+        check()
+    except UserError as error:
+        return list(error.faults)
+    return []
+
+
+class _Reader:
+    """Fills local parts from the files of a folder, each opened when its first tensor is needed."""
+
+    def __init__(self, names: HFNames, found: dict[str, tuple[Path, Record]], files: ExitStack):
+        self._names, self._found, self._files = names, found, files
+        self._records: dict[Path, dict[str, Record]] = {}
+        for name, (path, record) in found.items():
+            self._records.setdefault(path, {})[name] = record
+        self._open: dict[Path, TensorFile] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_moved for file in self._open.values())
+
+    def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
+        """Fill one local part; returns the copies that differ from it."""
+        runs = [runs_of(index) for index in held]
+        filled, faults = 0, []
+        for part in self._names.entries[name].parts:
+            file = self._file(part.hf_name)
+            differs = False
+            for overlap in overlaps(part, runs):
+                values = file.read(part.hf_name, overlap.box)
+                target = local[overlap.local]
+                if part.is_copy:
+                    differs |= not torch.equal(target, values.to(target))
+                else:
+                    target.copy_(values)
+                    filled += target.numel()
+            if differs:
+                faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
+        assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
+        return faults
+
+    def _file(self, hf_name: str) -> TensorFile:
+        path = self._found[hf_name][0]
+        if path not in self._open:
+            self._open[path] = self._files.enter_context(TensorFile(path, self._records[path]))
+        return self._open[path]

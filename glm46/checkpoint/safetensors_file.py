@@ -1,0 +1,203 @@
+"""Files in the safetensors format, read and written in boxes, so that no more bytes move than a rank needs.
+
+A file is eight bytes (length of the header, little-endian), the header (JSON: name -> type, shape, first and last
+byte), then the data. The `safetensors` library maps whole files into memory and writes whole files at once; here many
+ranks read and write pieces of the same files, with plain reads and writes at an offset.
+Source: github.com/huggingface/safetensors.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.config.errors import UserError
+
+Box = tuple[tuple[int, int], ...]
+"""For each dimension, first place and length."""
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the `safetensors` library."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a tensor lies in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, from the start of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Record]]:
+    """The first bytes of a file with these tensors, and where each tensor's data goes behind them.
+
+    Wider types come first, so that every tensor starts at a multiple of its type's size.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)
+    end = 0
+    for name, dtype, shape in ordered:
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    records = {name: Record(dtype, shape, first + header[name]["data_offsets"][0]) for name, dtype, shape in ordered}
+    return len(text).to_bytes(8, "little") + text, records
+
+
+def read_records(path: Path) -> dict[str, Record]:
+    """The tensors of a file, after checking that header and file fit together byte for byte.
+
+    Raises:
+        UserError: the file is missing, cut, or not in this format.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise UserError(f"{path}: no safetensors file, or cut ({size} bytes, header of {length})")
+            content = json.loads(file.read(length))
+            records = {name: _record(entry, 8 + length) for name, entry in content.items() if name != "__metadata__"}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: the header is damaged ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if record.offset != end:
+            raise UserError(f"{path}: tensor {name} starts at byte {record.offset}, the one before it ends at {end}")
+        end += record.nbytes
+    if end != size:
+        raise UserError(f"{path}: is {size} bytes long, its header describes {end}; copy or download it again")
+    return records
+
+
+def _record(entry: dict[str, Any], first: int) -> Record:
+    dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(f"{entry} has a number that is no size")
+    record = Record(dtype, shape, first + start)
+    if end - start != record.nbytes:
+        raise ValueError(f"{entry} has {end - start} bytes")
+    return record
+
+
+class TensorFile:
+    """An open file: boxes of its tensors are read or written where they lie.
+
+    Attributes:
+        bytes_moved: read and written so far.
+    """
+
+    def __init__(self, path: Path, records: dict[str, Record], *, writable: bool = False):
+        self.path, self.records = path, records
+        self.bytes_moved = 0
+        self._descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        self._writable = writable
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, as a new tensor on the CPU.
+
+        Raises:
+            OSError: the file ends before the box does, or the disk fails.
+        """
+        record = self.records[name]
+        out = torch.empty([length for _, length in box], dtype=record.dtype)
+        for offset, piece in _pieces(record, box, out):
+            done = 0
+            while done < len(piece):
+                count = os.preadv(self._descriptor, [piece[done:]], offset + done)
+                if count == 0:
+                    raise OSError(f"{self.path}: ends inside tensor {name}")
+                done += count
+            self.bytes_moved += done
+        return out
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """Put values into a box of a tensor.
+
+        Args:
+            values: shape of the box, type of the tensor, contiguous, on the CPU.
+        """
+        record = self.records[name]
+        assert values.dtype == record.dtype and values.is_contiguous()
+        for offset, piece in _pieces(record, box, values):
+            done = 0
+            while done < len(piece):
+                done += os.pwritev(self._descriptor, [piece[done:]], offset + done)
+            self.bytes_moved += done
+
+    def close(self) -> None:
+        """Close; what was written is then on the disk."""
+        if self._descriptor < 0:
+            return
+        try:
+            if self._writable:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, memoryview]]:
+    """Runs of bytes that are contiguous in the file and in `values`: (byte in the file, memory)."""
+    if values.numel() == 0:
+        return
+    memory = memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    size = record.dtype.itemsize
+    whole = len(record.shape)  # dimensions from here on are taken entirely, so they lie behind each other
+    while whole > 0 and box[whole - 1] == (0, record.shape[whole - 1]):
+        whole -= 1
+    outer = max(whole - 1, 0)
+    run = prod(length for _, length in box[outer:]) * size
+    strides = [prod(record.shape[dim + 1 :]) * size for dim in range(len(record.shape))]
+    base = record.offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    for number, place in enumerate(_places([length for _, length in box[:outer]], strides)):
+        yield base + place, memory[number * run : (number + 1) * run]
+
+
+def _places(lengths: list[int], strides: list[int]) -> Iterable[int]:
+    """Byte offsets of all rows of a box, in order."""
+    if not lengths:
+        yield 0
+        return
+    for index in range(lengths[0]):
+        for place in _places(lengths[1:], strides[1:]):
+            yield index * strides[0] + place
