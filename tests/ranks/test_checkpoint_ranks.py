@@ -154,6 +154,37 @@ def background_saves(folder: Path, rank: int) -> None:
     assert manager.newest() == 3
 
 
+def node_local_saves(folder: Path, rank: int) -> None:
+    """Two nodes of two ranks: files go to the node's disk, from there to the shared folder; a cut gathering goes on."""
+    local, shared = folder / f"node{rank // 2}", folder / "shared"
+    manager = CheckpointManager(shared, keep_latest_k=0, node_local_folder=local)
+    assert manager.newest() is None
+    model = parallel(reference(), 4, tensor_parallel=1)
+    assert manager.save_in_background(4, state_of(model, rank), {"step": 4})
+    assert [one.step for one in take(manager)] == [4]
+    load_parallel(shared, rank, 4, step=4, tensor_parallel=2)
+    assert not list(local.glob("step-*"))
+    # The shared storage is away: the save stays on the nodes, and the next start brings it over.
+    dist.barrier()
+    if rank == 0:
+        shared.rename(folder / "away")
+        shared.write_text("no folder")
+    dist.barrier()
+    assert manager.save_in_background(8, state_of(model, rank), {"step": 8})
+    assert "shared storage" in str(fault_of(lambda: take(manager)))
+    assert sorted(path.name for path in (local / "step-000008").glob("*.distcp")) == [
+        f"__{one}_0.distcp" for one in range(4) if one // 2 == rank // 2
+    ]
+    dist.barrier()
+    if rank == 0:
+        shared.unlink()
+        (folder / "away").rename(shared)
+    dist.barrier()
+    assert CheckpointManager(shared, keep_latest_k=0, node_local_folder=local).newest() == 8
+    load_parallel(shared, rank, 4, step=8, tensor_parallel=1)
+    assert not list(local.glob("step-*"))
+
+
 def take(manager: CheckpointManager) -> list:
     while not (ended := manager.poll()):
         pass
@@ -188,6 +219,7 @@ def run_four(rank: int, folder: Path) -> None:
     one_rank_fails(folder / "faults", rank)
     damage_is_agreed(folder / "damage", rank)
     background_saves(folder / "background", rank)
+    node_local_saves(folder / "nodes", rank)
 
 
 def run_two(rank: int, folder: Path) -> None:

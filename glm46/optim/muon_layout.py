@@ -1,0 +1,151 @@
+"""Which rows and columns of which matrices each rank of a mesh holds, derived from DTensor placements alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from glm46.compat import StridedShard
+
+Interval = tuple[int, int]
+"""Start and stop of consecutive indices."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds of a tensor read as [matrices, rows, columns]: consecutive indices of each."""
+
+    batch: Interval
+    rows: Interval
+    columns: Interval
+
+    def is_empty(self) -> bool:
+        """Whether nothing of any matrix lies there."""
+        return any(start >= stop for start, stop in (self.batch, self.rows, self.columns))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter lies on its mesh, for every rank of the mesh.
+
+    ``peers`` are the ranks, in mesh order, that hold parts of the same matrices as this rank, once each;
+    ``replicas`` are those and all ranks with copies of them. A plain tensor has neither and one holding.
+    """
+
+    shape: tuple[int, int, int]
+    mine: Holding
+    holdings: dict[int, Holding]
+    peers: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+def is_sharding(placement) -> bool:
+    """Whether a placement cuts the tensor. In torch 2.13 ``_StridedShard`` is no ``Shard`` and denies ``is_shard()``."""
+    return isinstance(placement, (Shard, StridedShard))
+
+
+def _nesting(dim: int, placements: Sequence, mesh_shape: Sequence[int]) -> list[int]:
+    """The mesh axes that cut ``dim``, the outermost cut first.
+
+    FSDP over tensor parallelism is written [_StridedShard(dim, split_factor=tp), Shard(dim)]: the tensor-parallel cut
+    was made first although its axis comes later, and the split factor is the number of pieces of such earlier cuts.
+    """
+    axes: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not is_sharding(placement) or placement.dim != dim:
+            continue
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        before = 0
+        while math.prod(mesh_shape[a] for a in axes[:before]) < factor and before < len(axes):
+            before += 1
+        if math.prod(mesh_shape[a] for a in axes[:before]) != factor:
+            raise ValueError(f"placements {tuple(placements)} on a mesh {tuple(mesh_shape)}: split_factor fits no axes")
+        axes.insert(before, axis)
+    return axes
+
+
+def _interval(length: int, axes: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Interval:
+    """What is left of ``length`` indices after cutting like ``torch.chunk`` along each axis in turn."""
+    start, stop = 0, length
+    for axis in axes:
+        size = -(-(stop - start) // mesh_shape[axis])
+        first = min(start + coordinate[axis] * size, stop)
+        start, stop = first, min(first + size, stop)
+    return start, stop
+
+
+def tensor_layout(tensor: Tensor) -> Layout:
+    """The layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
+
+    Raises:
+        ValueError: fewer than two dimensions, a placement that is neither a shard nor a replica, a cut of a leading
+            dimension other than the first, or a local shard whose shape differs from the one derived.
+    """
+    if tensor.ndim < 2:
+        raise ValueError(f"Muon takes matrices and batches of matrices, not a tensor of shape {tuple(tensor.shape)}")
+    shape = (math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+    whole = Holding(*((0, length) for length in shape))
+    if not isinstance(tensor, DTensor):
+        return Layout(shape, whole, {}, (), ())
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for placement in placements:
+        if not is_sharding(placement) and not isinstance(placement, Replicate):
+            raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
+        if is_sharding(placement) and 0 < placement.dim < tensor.ndim - 2:
+            raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
+    mesh_shape = tuple(mesh.shape)
+    inner = math.prod(tensor.shape[1:-2])
+    nestings = [_nesting(dim, placements, mesh_shape) for dim in (0, tensor.ndim - 2, tensor.ndim - 1)]
+    if tensor.ndim == 2:
+        nestings[0] = []
+    lengths = (tensor.shape[0] if tensor.ndim > 2 else 1, *shape[1:])
+    holdings: dict[tuple[int, ...], Holding] = {}
+    for coordinate in product(*(range(size) for size in mesh_shape)):
+        batch, rows, columns = (
+            _interval(length, axes, mesh_shape, coordinate) for length, axes in zip(lengths, nestings, strict=True)
+        )
+        holdings[coordinate] = Holding((batch[0] * inner, batch[1] * inner), rows, columns)
+    me = tuple(mesh.get_coordinate())
+    _check_local_shape(tensor, holdings[me])
+    cutting = {axis for axes in nestings[1:] for axis in axes}
+    batching = set(nestings[0])
+    ranks = mesh.mesh.tolist()
+    names = {coordinate: _at(ranks, coordinate) for coordinate in holdings}
+    return Layout(
+        shape,
+        holdings[me],
+        {names[coordinate]: holding for coordinate, holding in holdings.items()},
+        tuple(names[c] for c in holdings if all(c[a] == me[a] for a in range(len(me)) if a not in cutting)),
+        tuple(names[c] for c in holdings if all(c[a] == me[a] for a in batching)),
+    )
+
+
+def _at(nested: list, coordinate: Sequence[int]) -> int:
+    for index in coordinate:
+        nested = nested[index]
+    return nested
+
+
+def _check_local_shape(tensor: DTensor, holding: Holding) -> None:
+    local = tensor.to_local()
+    derived = tuple(stop - start for start, stop in (holding.batch, holding.rows, holding.columns))
+    actual = (math.prod(local.shape[:-2]), *local.shape[-2:])
+    if math.prod(derived) != local.numel() or (local.numel() and derived != actual):
+        raise ValueError(f"placements {tensor.placements} give a shard {derived} but the tensor holds {actual}")
+
+
+def local_matrices(tensor: Tensor) -> Tensor:
+    """A view of this rank's part as [matrices, rows, columns]."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local.unsqueeze(0) if local.ndim == 2 else local.view(-1, *local.shape[-2:]) if local.ndim > 3 else local
+
+
+def zeros_like_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state tensor with the parameter's shape, device, mesh and placements."""
+    with torch.no_grad():
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -1,0 +1,116 @@
+"""One Muon update of matrices that lie whole on this rank, and the pieces every other path shares.
+
+Letters: N matrices, R rows, C columns; S and L are the shorter and the longer of R and C.
+
+    m <- lerp(m, g, 1 - momentum)        u <- lerp(g, m, momentum) with Nesterov, else m
+    O <- orthogonal factor of u          p <- p (1 - lr decay) - lr scale(R, C) O
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm46.optim.newton_schulz import Coefficients, iterate_gram, orthogonalize, step_coefficients
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """How matrices are orthogonalised; matrices with equal settings and shapes are stacked."""
+
+    coefficients: Coefficients
+    eps: float
+    dtype: torch.dtype
+    backend: str
+
+    def __call__(self, x_NSL: Tensor) -> Tensor:
+        """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
+        iterate = None if self.backend == "eager" else _iteration(self.backend)
+        return orthogonalize(x_NSL, self.coefficients, eps=self.eps, dtype=self.dtype, iterate=iterate)
+
+
+def _iteration(backend: str):
+    if backend == "gram":
+        return iterate_gram
+    raise ValueError(f"ns_backend {backend!r} is unknown")
+
+
+def orthogonalizer(group: dict) -> Orthogonalizer:
+    """The settings of a parameter group of ``Muon``."""
+    coefficients = step_coefficients(group["ns_coefficients"], group["ns_steps"])
+    return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"])
+
+
+def update_scale(adjust_lr: str | None, update_rms: float, rows: int, columns: int) -> float:
+    """Factor on the learning rate of a rows x columns matrix; both are those of the whole matrix.
+
+    Source: "match_rms_adamw", Moonlight (arXiv 2502.16982, equation 4); "original", KellerJordan/Muon; "spectral",
+    sqrt(rows / columns), Bernstein (https://jeremybernste.in/writing/deriving-muon).
+    """
+    if adjust_lr == "match_rms_adamw":
+        return update_rms * math.sqrt(max(rows, columns))
+    if adjust_lr == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return math.sqrt(rows / columns) if adjust_lr == "spectral" else 1.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Views of the same part of one parameter, its gradient and its momentum on this rank, all [N, r, c].
+
+    ``rows`` and ``columns`` are those of the whole matrices, of which the views may hold a part.
+    """
+
+    group: dict
+    parameter: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    rows: int
+    columns: int
+
+    def direction(self) -> Tensor:
+        """Advance the momentum and return what is orthogonalised, [N, r, c], never a view of gradient or momentum."""
+        weight = self.group["momentum"]
+        gradient = self.gradient
+        if self.momentum.dtype == gradient.dtype:
+            momentum = self.momentum.lerp_(gradient, 1.0 - weight)
+        else:
+            # The sum is made in the wider type: a bf16 lerp would round the weight and both terms.
+            wide = torch.promote_types(torch.promote_types(self.momentum.dtype, gradient.dtype), torch.float32)
+            gradient = gradient.to(wide)
+            momentum = self.momentum.to(wide).lerp_(gradient, 1.0 - weight)
+            self.momentum.copy_(momentum)
+        return gradient.lerp(momentum, weight) if self.group["nesterov"] else momentum.clone()
+
+    def apply(self, update: Tensor) -> None:
+        """Decay the parameter and subtract the scaled ``update`` [N, r, c]."""
+        lr = self.group["lr"]
+        scale = update_scale(self.group["adjust_lr"], self.group["update_rms"], self.rows, self.columns)
+        self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
+        if isinstance(lr, Tensor):
+            self.parameter.sub_(update.to(self.parameter.dtype) * (lr * scale))
+        else:
+            self.parameter.add_(update.to(self.parameter.dtype), alpha=-lr * scale)
+
+
+def canonical(matrices_NRC: Tensor) -> Tensor:
+    """The same matrices with the shorter side first; a view."""
+    return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
+
+
+def update_whole(pieces: Sequence[Piece], wire: torch.dtype, settings: Orthogonalizer) -> None:
+    """Update pieces that hold whole matrices of one canonical shape, stacked into one iteration.
+
+    ``wire`` is the type in which matrices travel elsewhere: rounding to it here too keeps one process equal to many.
+    """
+    counts = [piece.parameter.shape[0] for piece in pieces]
+    short, long = canonical(pieces[0].parameter).shape[1:]
+    x_NSL = torch.empty(sum(counts), short, long, dtype=wire, device=pieces[0].parameter.device)
+    for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
+        part.copy_(canonical(piece.direction()))
+    for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):
+        piece.apply(part if piece.parameter.shape[1] <= piece.parameter.shape[2] else part.mT)

@@ -1,0 +1,60 @@
+"""A prepared source of a few thousand tokens and a model of a few thousand parameters: a run takes a second."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm46.config.run import Run
+from glm46.data.manifest import Manifest, save_manifest
+from glm46.data.sharding import SplitWriter
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+
+TINY = dict(
+    flavor="debug", num_hidden_layers=2, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+    n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The shipped vocabulary."""
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(scope="session")
+def source_folder(tokenizer, tmp_path_factory) -> Path:
+    """Repeating sentences, cut into documents, a few of them held out."""
+    folder = tmp_path_factory.mktemp("source")
+    splits = {}
+    for name, documents in (("train", 60), ("validation", 6)):
+        metadata = {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
+        writer = SplitWriter(folder, name, metadata)
+        for number in range(documents):
+            text = f"def function_{number}(value):\n    return value + {number}\n" * (3 + number % 5)
+            tokens = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(np.uint32)
+            writer.add(tokens, np.array([len(tokens)]), np.array([len(text.encode())]), np.array([True]))
+        splits[name] = writer.finish()
+    save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
+    return folder
+
+
+@pytest.fixture
+def make_run(source_folder, tmp_path):
+    """A function that makes a small run; keyword arguments are whole or partial tables of the TOML."""
+
+    def make(**tables) -> Run:
+        content = {
+            "job": {"dump_folder": str(tmp_path / "out")},
+            "model": TINY,
+            "data": {"document_mask": True, "sources": [{"name": "test", "path": str(source_folder)}]},
+            "training": {"local_batch_size": 2, "seq_len": 16, "steps": 4, "mixed_precision_param": "float32"},
+            "optimizer": {"name": "AdamW", "lr": 1e-2},
+            "metrics": {"log_freq": 1, "enable_tensorboard": False},
+        }
+        for table, keys in tables.items():
+            content[table] = {**content.get(table, {}), **keys}
+        return Run.model_validate_json(json.dumps(content))
+
+    return make

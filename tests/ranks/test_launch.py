@@ -1,0 +1,105 @@
+"""The launcher with two real ranks: it trains, stops on a signal, goes on, and names a rank that fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from glm46.config.loader import dump_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(run, tmp_path: Path, *, path_first: str = "", **keys) -> subprocess.Popen:
+    """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
+    config = tmp_path / "run.toml"
+    config.write_text(dump_run(run))
+    overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "glm46", "launch", "--config", str(config), "--nproc", "2", *overrides],
+        env=os.environ | {"PYTHONPATH": f"{path_first}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def losses(run) -> list[tuple[int, float]]:
+    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
+
+
+def wait_for_step(run, step: int, process: subprocess.Popen) -> None:
+    file = Path(run.job.dump_folder) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step in two minutes"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(make_run, tmp_path, number):
+    run = make_run(training={"steps": 400}, checkpoint={"interval": 1000})
+    process = start(run, tmp_path)
+    wait_for_step(run, 3, process)
+    if number == signal.SIGINT:  # Ctrl-C reaches every process of the terminal
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + number, output
+    assert "Traceback" not in output and "goes on from here" in output, output
+    stopped = losses(run)[-1][0]
+    saved = [int(p.name[5:]) for p in (Path(run.job.dump_folder) / "checkpoint").glob("step-*")]
+    assert saved == [stopped]
+
+    process = start(run, tmp_path, training__steps=stopped + 2)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert f"resumed after step {stopped}" in output
+    assert [step for step, _ in losses(run)] == list(range(1, stopped + 3))
+
+
+def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, tmp_path):
+    # An exception at a random moment of training in rank 1 alone: an alarm that its interpreter sets at the start.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "def injected_fault(*_): raise RuntimeError('injected into rank 1')\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    signal.signal(signal.SIGALRM, injected_fault); signal.alarm(12)\n"
+    )
+    run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
+    started = time.monotonic()
+    process = start(run, tmp_path, path_first=str(tmp_path))
+    output = process.communicate(timeout=150)[0]
+    assert process.returncode not in (0, 2), output
+    assert "RuntimeError: injected into rank 1" in output and "in injected_fault" in output
+    assert "rank 1" in output.splitlines()[-1]
+    assert time.monotonic() - started < 100  # the other rank was ended, it did not wait for its timeout
+
+
+def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, tmp_path):
+    # The schedule's end is stated, so that the shorter second start does not change the learning rate.
+    schedule = {"total_tokens": 100_000}
+    run = make_run(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
+    process = start(run, tmp_path)
+    wait_for_step(run, 5, process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, output
+    assert "SIGKILL" in output.splitlines()[-1]
+    before = dict(losses(run))
+    process = start(run, tmp_path, training__steps=8)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    after = dict(losses(run))
+    assert sorted(after) == list(range(1, max(8, *after) + 1))
+    assert all(before[step] == after[step] for step in before if step in after)

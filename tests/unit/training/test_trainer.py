@@ -1,0 +1,163 @@
+"""A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_run
+from glm46.training import trainer
+from glm46.training.trainer import train
+
+TIMED = ("seconds", "second", "device", "mfu", "gib")
+
+
+def rows(run) -> list[dict]:
+    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMED)} for line in lines]
+
+
+def training_rows(run) -> list[dict]:
+    return [row for row in rows(run) if "loss" in row]
+
+
+def test_a_run_leaves_what_the_readme_promises(make_run, tmp_path):
+    run = make_run(
+        training={"steps": 30},
+        checkpoint={"interval": 10, "keep_latest_k": 2},
+        validation={"enable": True, "freq": 10},
+        metrics={"log_freq": 10, "enable_tensorboard": True},
+        inference={"prompt": "def function_1(", "max_new_tokens": 3},
+    )
+    assert train(run) == 0
+    folder = Path(run.job.dump_folder)
+    steps = [row["step"] for row in training_rows(run)]
+    assert steps == [1, 10, 20, 30]
+    assert {"tokens", "loss", "grad_norm", "lr", "mtp_loss", "mtp_acceptance"} <= training_rows(run)[0].keys()
+    validation = [row["validation_loss"] for row in rows(run) if "validation_loss" in row]
+    assert len(validation) == 4
+    # ln(8192) is 9.01; the text repeats a handful of tokens, so any working optimizer is far below after 30 steps.
+    assert 8.8 < validation[0] < 9.3 and validation[-1] < 6.0
+    assert sorted(p.name for p in (folder / "checkpoint").glob("step-*")) == ["step-000020", "step-000030"]
+    assert list((folder / "tb").iterdir())
+    assert "Continuation" in (folder / "log.txt").read_text()
+    # The resolved configuration runs again as it is.
+    assert load_run(folder / "config.toml", []) == run
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp_path, stop_after):
+    settings = dict(
+        checkpoint={"interval": 1, "keep_latest_k": 0},
+        validation={"enable": True, "freq": 2},
+        moe={"balance": "proportional", "bias_update_rate": 0.01},
+        training={"steps": 4, "global_batch_size": 4},
+    )
+    whole = make_run(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    assert train(whole) == 0
+    again = make_run(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    for step in range(1, stop_after + 1):
+        shutil.copytree(tmp_path / f"whole/checkpoint/step-{step:06d}", tmp_path / f"again/checkpoint/step-{step:06d}")
+    shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
+    assert train(again) == 0
+    assert rows(again) == rows(whole)
+
+
+def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_run, monkeypatch, tmp_path):
+    run = make_run(training={"steps": 6})
+    original = trainer.train_step
+
+    def interrupted(*arguments):
+        outcome = original(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return outcome
+
+    monkeypatch.setattr(trainer, "train_step", interrupted)
+    assert train(run) == 0
+    assert [row["step"] for row in training_rows(run)] == [1]
+    assert "goes on from here" in (Path(run.job.dump_folder) / "log.txt").read_text()
+    monkeypatch.setattr(trainer, "train_step", original)
+    assert train(run) == 0
+    assert [row["step"] for row in training_rows(run)] == [1, 2, 3, 4, 5, 6]
+    whole = make_run(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
+    assert train(whole) == 0
+    assert training_rows(run) == training_rows(whole)
+
+
+def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
+    """Make the loss of some steps NaN; returns the weights before each step."""
+    import glm46.training.step as step_module
+
+    original, weights, calls = step_module.objective, [], iter(range(1, 100))
+
+    def objective(*arguments):
+        loss = original(*arguments)
+        return loss * float("nan") if next(calls) in bad_steps else loss
+
+    original_step = trainer.train_step
+
+    def recorded(parts, *arguments):
+        weights.append({name: p.detach().clone() for name, p in parts.parameters.items()})
+        weights[-1] |= {n: t.clone() for n, t in parts.optimizer.state_tensors().items()}
+        return original_step(parts, *arguments)
+
+    monkeypatch.setattr(step_module, "objective", objective)
+    monkeypatch.setattr(trainer, "train_step", recorded)
+    return weights
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_run, monkeypatch):
+    run = make_run(training={"steps": 4})
+    before = poison(monkeypatch, {2})
+    assert train(run) == 0
+    assert all(torch.equal(local(before[1][n]), local(before[2][n])) for n in before[1])
+    moved = [n for n in before[2] if not torch.equal(local(before[2][n]), local(before[3][n]))]
+    assert len(moved) > 0.9 * len(before[2])
+    assert [row["skipped_steps"] for row in training_rows(run)] == [0, 1, 1, 1]
+    assert "step 2 skipped" in (Path(run.job.dump_folder) / "log.txt").read_text()
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(make_run, monkeypatch):
+    run = make_run(training={"steps": 9, "max_skipped_steps": 2})
+    poison(monkeypatch, {2, 3, 5, 6, 7})
+    with pytest.raises(UserError, match="max_skipped_steps = 2: 3 steps in a row"):
+        train(run)
+    assert training_rows(run)[-1]["step"] == 6  # step 7 was the third in a row
+
+
+def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_run):
+    run = make_run(training={"global_batch_size": [[0, 2.0], [64, 2.0], [64, 6.0]], "steps": 4})
+    assert train(run) == 0
+    assert [row["batch_tokens"] for row in training_rows(run)] == [32, 32, 96, 96]
+    assert training_rows(run)[-1]["tokens"] == 256
+
+
+def test_other_data_under_the_same_checkpoint_is_refused(make_run):
+    assert train(make_run(training={"steps": 2})) == 0
+    with pytest.raises(UserError, match="was trained on other data"):
+        train(make_run(training={"steps": 4}, debug={"seed": 1}))
+
+
+def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
+    first = make_run(training={"steps": 3})
+    assert train(first) == 0
+    second = make_run(
+        job={"dump_folder": str(tmp_path / "second")},
+        checkpoint={"initial_load_path": str(Path(first.job.dump_folder) / "checkpoint/step-000003")},
+        lr_scheduler={"start_tokens": 96, "total_tokens": 1000},
+        training={"steps": 2, "seq_len": 24},
+    )
+    assert train(second) == 0
+    assert training_rows(second)[0]["curriculum_tokens"] == 96 + 48
+    assert training_rows(second)[0]["loss"] < training_rows(first)[0]["loss"]
+    with pytest.raises(UserError, match="no such folder"):
+        train(make_run(job={"dump_folder": str(tmp_path / "third")}, checkpoint={"initial_load_path": "nowhere"}))
