@@ -142,7 +142,7 @@ def background_saves(folder: Path, rank: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().zero_()
-        model(torch.ones(2, WIDTH))  # collectives of training beside those of the save
+        whole(model(torch.ones(2, WIDTH)))  # collectives of training beside those of the save
     outcome = take(manager)
     assert [one.step for one in outcome] == [1] and outcome[0].stall_seconds < outcome[0].save_seconds
     load_parallel(folder, rank, 4, step=1, tensor_parallel=1)
