@@ -14,7 +14,7 @@ from glm46.config.check import check_run, check_trainable
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.config.run import Run
-from glm46.planner.layout import fixed_processes, smallest_world
+from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
 
@@ -56,8 +56,11 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     run = load_run(config, overrides, world_size=processes)
     # Not before: it loads the whole program, and a refusal needs little of it.
     from glm46.prepare import prepare_run
+    from glm46.training.text import check_epochs
 
-    prepare_run(run, report=lambda line: print(line, flush=True))
+    manifests = prepare_run(run, report=lambda line: print(line, flush=True))
+    rows = run.training.local_batch_size * resolve_layout(run.parallelism, processes).batch_ranks
+    check_epochs(run, manifests, rows)
     share_cores(machine.cores, processes)
     return _start(processes, ["train", "--config", str(config), *overrides])
 

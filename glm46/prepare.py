@@ -6,7 +6,7 @@ from pathlib import Path
 from glm46.config.run import Run
 from glm46.data.manifest import Manifest
 from glm46.data.prepare import prepare_source
-from glm46.training.build import load_text
+from glm46.training.text import load_text
 
 
 def prepare_run(run: Run, *, report: Callable[[str], None]) -> dict[str, Manifest]:

@@ -10,12 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from glm46.checkpoint.manager import CheckpointManager
-from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
-from glm46.data.manifest import Manifest, load_manifest
-from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.data.manifest import Manifest
+from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.mesh import build_mesh
 from glm46.distributed.process import Process
 from glm46.model.transformer import Transformer
@@ -23,6 +22,7 @@ from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.training.balance import ExpertBalance
+from glm46.training.text import check_epochs, load_text
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,6 @@ class Parts:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
-    """The tokenizer and the manifests of all sources, checked against each other and the model.
-
-    Raises:
-        UserError: all faults of the data at once.
-    """
-    tokenizer = load_tokenizer(run.model.tokenizer_path)
-    vocab_size = resolve_shape(run.model).vocab_size
-    manifests, faults = {}, []
-    if tokenizer.vocab_size > vocab_size:
-        faults.append(
-            f"model.vocab_size = {vocab_size}: the tokenizer {run.model.tokenizer_path!r} has ids up to "
-            f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
-        )
-    for source in run.data.sources:
-        try:
-            manifests[source.name] = load_manifest(Path(source.path))
-            manifests[source.name].require_tokenizer(tokenizer.fingerprint)
-            if run.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
-                faults.append(f"{source.path}: no document is held out, but validation.enable = true; prepare it again")
-        except UserError as error:
-            faults += error.faults
-    if faults:
-        raise UserError(*faults)
-    return tokenizer, manifests
-
-
 def build(run: Run, process: Process) -> Parts:
     """Build all parts of a run on this rank; collective.
 
@@ -98,6 +71,7 @@ def build(run: Run, process: Process) -> Parts:
     shape = resolve_shape(run.model)
     layout = resolve_layout(run.parallelism, process.world_size)
     tokenizer, manifests = load_text(run)
+    check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
     mesh = build_mesh(layout, process.device.type)
     with torch.device("meta"):
         model = Transformer(shape)

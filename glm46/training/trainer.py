@@ -26,6 +26,7 @@ from glm46.training.loss import TokenCounts, count_tokens
 from glm46.training.state import Progress
 from glm46.training.step import train_step
 from glm46.training.stop import StopRequest
+from glm46.training.text import budget_tokens
 
 
 class Agreement(NamedTuple):
@@ -56,10 +57,12 @@ def train(run: Run) -> int:
             dump_folder,
             is_main=process.is_main,
             enable_tensorboard=run.metrics.enable_tensorboard,
-            total_tokens=budget_tokens(parts),
+            total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
             resumed_step=progress.step or None,
         )
         try:
+            if run.job.print_config:
+                report.message(dump_run(run))
             report.message(describe_start(parts, progress, meta))
             return _train(parts, progress, stop, report)
         finally:
@@ -70,7 +73,8 @@ def train(run: Run) -> int:
 
 
 def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) -> int:
-    run, budget = parts.run, budget_tokens(parts)
+    run = parts.run
+    budget = budget_tokens(run, parts.rows_per_micro_batch)
     loader = _open_loader(parts, progress)
     validation: dict[str, float] = {}
     if run.validation.enable and progress.step == 0:
@@ -115,18 +119,6 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
         resume.save(parts, progress, validation)
     report.message(farewell(parts, progress, stop.signal_name, is_finished=progress.tokens >= budget))
     return 0
-
-
-def budget_tokens(parts: Parts) -> int:
-    """Tokens of this run, from its first step on: [training] tokens, or what its steps come to."""
-    training = parts.run.training
-    if training.tokens is not None:
-        return training.tokens
-    total, start = 0, parts.run.lr_scheduler.start_tokens
-    for _ in range(training.steps):
-        rows = batch_sequences(training.global_batch_size, start + total, parts.rows_per_micro_batch)
-        total += rows * training.seq_len
-    return total
 
 
 def agree(counts: TokenCounts, stop: StopRequest) -> Agreement:

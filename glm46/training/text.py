@@ -1,0 +1,79 @@
+"""The text of a run: tokenizer and sources, checked against each other, the model and the budget. Needs no torch."""
+
+from pathlib import Path
+
+from glm46.config.errors import UserError
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.packing import full_rows
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.optim.schedule import batch_sequences
+
+
+def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
+    """The tokenizer and the manifests of all sources, checked against each other and the model.
+
+    Raises:
+        UserError: all faults of the data at once.
+    """
+    tokenizer = load_tokenizer(run.model.tokenizer_path)
+    vocab_size = resolve_shape(run.model).vocab_size
+    manifests, faults = {}, []
+    if tokenizer.vocab_size > vocab_size:
+        faults.append(
+            f"model.vocab_size = {vocab_size}: the tokenizer {run.model.tokenizer_path!r} has ids up to "
+            f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    for source in run.data.sources:
+        try:
+            manifests[source.name] = load_manifest(Path(source.path))
+            manifests[source.name].require_tokenizer(tokenizer.fingerprint)
+            if run.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
+                faults.append(f"{source.path}: no document is held out, but validation.enable = true; prepare it again")
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(*faults)
+    return tokenizer, manifests
+
+
+def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
+    """Tokens of this run, from its first step on: [training] tokens, or what its steps come to.
+
+    Args:
+        rows_per_micro_batch: sequences that all ranks together take in one micro-batch.
+    """
+    training = run.training
+    if training.tokens is not None:
+        return training.tokens
+    total, start = 0, run.lr_scheduler.start_tokens
+    for _ in range(training.steps):
+        rows = batch_sequences(training.global_batch_size, start + total, rows_per_micro_batch)
+        total += rows * training.seq_len
+    return total
+
+
+def check_epochs(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
+    """Refuse a run that would read a source more often than its ``max_epochs`` allows.
+
+    Raises:
+        UserError: one fault for each such source.
+    """
+    limited = [(index, source) for index, source in enumerate(run.data.sources) if source.max_epochs is not None]
+    if not limited:
+        return
+    seq_len, depth = run.training.seq_len, resolve_shape(run.model).num_nextn_predict_layers
+    budget = budget_tokens(run, rows_per_micro_batch)
+    total_weight = sum(source.weight for source in run.data.sources)
+    faults = []
+    for index, source in limited:
+        rows = full_rows(manifests[source.name].splits["train"].tokens, seq_len, depth)
+        epochs = budget * source.weight / total_weight / (rows * seq_len) if rows else float("inf")
+        if epochs > source.max_epochs:
+            faults.append(
+                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read {epochs:.2f} "
+                f"times in {budget:,} tokens; train on fewer tokens, lower its weight, or add text"
+            )
+    if faults:
+        raise UserError(*faults)

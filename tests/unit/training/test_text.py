@@ -1,0 +1,36 @@
+"""What is checked about the text of a run before anything is built."""
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.training.text import budget_tokens, check_epochs, load_text
+
+
+def test_budget_in_steps_follows_the_ramp(make_run):
+    run = make_run(training={"steps": 3, "seq_len": 16, "global_batch_size": [[0, 2], [64, 4]]})
+    # Clocks 0, 32 and 80 ask for 2, 3 and 4 sequences, rounded down to whole micro-batches of 2 rows.
+    assert budget_tokens(run, 2) == (2 + 2 + 4) * 16
+    assert budget_tokens(make_run(training={"steps": None, "tokens": 77}), 2) == 77
+
+
+def test_source_may_not_be_read_more_often_than_it_allows(make_run, source_folder):
+    source = {"name": "test", "path": str(source_folder)}
+    run = make_run(data={"sources": [source]})
+    manifests = load_text(run)[1]
+    tokens = manifests["test"].splits["train"].tokens
+    rows = (tokens - 1 - 1) // 16  # one target beyond the row, and one more for the MTP layer
+    training = {"steps": None, "tokens": 2 * rows * 16}
+    for limit in (2.0, 2.5):
+        check_epochs(make_run(data={"sources": [source | {"max_epochs": limit}]}, training=training), manifests, 2)
+    too_few = make_run(data={"sources": [source | {"max_epochs": 1.9}]}, training=training)
+    with pytest.raises(UserError, match=r"max_epochs = 1\.9: test would be read 2\.00 times in"):
+        check_epochs(too_few, manifests, 2)
+
+
+def test_vocabulary_that_is_too_small_and_missing_source_are_said_together(make_run, tmp_path):
+    run = make_run(data={"sources": [{"name": "none", "path": str(tmp_path / "none")}]})
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 8191})})
+    with pytest.raises(UserError) as caught:
+        load_text(run)
+    assert len(caught.value.faults) == 2
+    assert caught.value.faults[0].startswith("model.vocab_size = 8191: the tokenizer 'builtin' has ids up to 8191;")
