@@ -135,13 +135,12 @@ def run_fits_into_its_schedule(run: Run) -> Faults:
 
 
 def _curriculum_tokens(run: Run) -> int | None:
+    """Where the schedule ends. None under a budget in steps: that is how a person tries a run out, and a trial may end
+    inside its warm-up."""
     if run.lr_scheduler.total_tokens is not None:
         return run.lr_scheduler.total_tokens
     if run.training.tokens is not None:
         return run.lr_scheduler.start_tokens + run.training.tokens
-    batch = run.training.global_batch_size
-    if run.training.steps is not None and isinstance(batch, float):
-        return run.lr_scheduler.start_tokens + int(run.training.steps * batch * run.training.seq_len)
     return None
 
 
