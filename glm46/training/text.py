@@ -72,7 +72,7 @@ def check_epochs(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch:
         epochs = budget * source.weight / total_weight / (rows * seq_len) if rows else float("inf")
         if epochs > source.max_epochs:
             faults.append(
-                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read {epochs:.2f} "
+                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read {epochs:.3g} "
                 f"times in {budget:,} tokens; train on fewer tokens, lower its weight, or add text"
             )
     if faults:
