@@ -97,8 +97,9 @@ class _HashingFileSystem(FileSystem):
 class _Writer(FileSystemWriter):
     """DCP's writer on the hashing file system."""
 
-    def __init__(self, folder: Path, hasher: ThreadPoolExecutor):
-        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    def __init__(self, folder: Path, hasher: ThreadPoolExecutor, *, file_per_tensor: bool):
+        single = not file_per_tensor
+        super().__init__(folder, single_file_per_rank=single, sync_files=False, thread_count=1, overwrite=False)
         self.fs = _HashingFileSystem(hasher)
 
     def storage_meta(self) -> StorageMeta:
@@ -117,7 +118,12 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None = None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    staged: Mapping[str, Tensor] | None = None,
+    *,
+    file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
     """Write tensors into an empty folder that all ranks see. Collective.
 
@@ -125,6 +131,7 @@ def write_tensors(
         folder: exists already.
         tensors: name to Tensor or DTensor. A plain tensor under one name on several ranks must be the same everywhere.
         staged: this rank's part of each tensor in host memory, to be written instead of the live values.
+        file_per_tensor: DCP holds all tensors of a file until it is written; so ``staged`` may make them one by one.
 
     Returns:
         The files written by all ranks. They are on the disk.
@@ -134,7 +141,7 @@ def write_tensors(
     """
     check_replicas(tensors, ranks, staged)
     with ThreadPoolExecutor(1) as hasher:
-        planner, writer = _Planner(staged), _Writer(folder, hasher)
+        planner, writer = _Planner(staged), _Writer(folder, hasher, file_per_tensor=file_per_tensor)
         with ranks.stage("planning the save") as stage:
             planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
             writer.set_up_storage_writer(ranks.is_first)

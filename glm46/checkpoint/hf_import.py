@@ -6,7 +6,6 @@ it whole. Every tensor of the folder is accounted for before the first byte of a
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,7 @@ def import_weights(
         if ranks.is_first:
             stage.value = _faults_of(lambda: check_folder(folder, shape))
     raise_if(stage.values[0])
-    with ranks.stage(f"reading {folder}") as stage, ExitStack() as files:
-        reader = _Reader(*check_folder(folder, shape), files)
+    with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
         total = sum(local_part(tensor).numel() for tensor in tensors.values())
         done, differing = 0, []
         for name, tensor in tensors.items():
@@ -169,15 +167,26 @@ def _faults_of(check: Callable[[], Any]) -> list[str]:
     return []
 
 
-class _Reader:
-    """Fills local parts from the files of a folder, each opened when its first tensor is needed."""
+class FolderReader:
+    """Fills local parts from the files of a checked folder, each opened when its first tensor is needed.
 
-    def __init__(self, names: HFNames, found: dict[str, tuple[Path, Record]], files: ExitStack):
-        self._names, self._found, self._files = names, found, files
+    Raises:
+        UserError: see `check_folder`.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self._names, self._found = check_folder(folder, shape)
         self._records: dict[Path, dict[str, Record]] = {}
-        for name, (path, record) in found.items():
+        for name, (path, record) in self._found.items():
             self._records.setdefault(path, {})[name] = record
         self._open: dict[Path, TensorFile] = {}
+
+    def __enter__(self) -> "FolderReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
 
     @property
     def bytes_read(self) -> int:
@@ -206,5 +215,5 @@ class _Reader:
     def _file(self, hf_name: str) -> TensorFile:
         path = self._found[hf_name][0]
         if path not in self._open:
-            self._open[path] = self._files.enter_context(TensorFile(path, self._records[path]))
+            self._open[path] = TensorFile(path, self._records[path])
         return self._open[path]

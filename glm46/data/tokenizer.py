@@ -49,6 +49,8 @@ class Tokenizer:
 
     Attributes:
         path: what `load_tokenizer` was called with; another process loads the same tokenizer from it.
+        pattern: regular expression that cuts text into the pieces that are merged.
+        ranks: id of every ordinary token by its bytes.
         vocab_size: highest id plus one. A model may have more rows than that, never fewer.
         special: id of every special token by its name.
         eos_id: id of ``<|endoftext|>``, which ends every document.
@@ -57,6 +59,8 @@ class Tokenizer:
 
     def __init__(self, path: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
         self.path = path
+        self.pattern = pattern
+        self.ranks = ranks
         self.special = dict(special)
         self.eos_id = special[END_OF_TEXT]
         self.vocab_size = max(max(ranks.values()), max(special.values())) + 1

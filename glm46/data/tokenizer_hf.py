@@ -43,7 +43,7 @@ def read_tokenizer_json(file: Path) -> tuple[str, dict[bytes, int], dict[str, in
     require(not model.get("byte_fallback") and model.get("dropout") is None, "byte_fallback or dropout is set")
     require(not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix"), "it marks subwords")
     require(pattern in (GLM_PATTERN, _QWEN_PATTERN), f"pre-tokenizer {pattern!r} is not that of GLM (or Qwen)")
-    to_byte = {character: byte for byte, character in _byte_characters().items()}
+    to_byte = {character: byte for byte, character in byte_characters().items()}
     require(all(c in to_byte for token in vocabulary for c in token), "a token holds characters outside byte level")
 
     def token_bytes(token: str) -> bytes:
@@ -62,7 +62,7 @@ def read_tokenizer_json(file: Path) -> tuple[str, dict[bytes, int], dict[str, in
     listed = {(token_bytes(a), token_bytes(b)) for a, b in pairs}
     for token, rank in ranks.items():
         if len(token) > 1:
-            split = _parts_below(ranks, token, rank)
+            split = parts_below(ranks, token, rank)
             require(len(split) == 2 and split in listed, f"token {rank} ({token!r}) is not built by a listed merge")
     return pattern, ranks, special
 
@@ -77,7 +77,7 @@ def _pattern(pre_tokenizer: dict) -> str:
     return split["pattern"]["Regex"]
 
 
-def _parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[bytes, ...]:
+def parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[bytes, ...]:
     """The parts of a token when only merges of a rank below ``limit`` are made, lowest rank first."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:
@@ -89,7 +89,7 @@ def _parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[byt
     return tuple(parts)
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]

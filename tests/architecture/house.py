@@ -19,7 +19,7 @@ LAYERS = {
     "parallelize": 3, "inference": 3,
     "training": 4,
     "posttrain": 5, "benchmark": 5,
-    "key_help": 6, "prepare": 6,
+    "key_help": 6, "prepare": 6, "convert": 6,
     "launch": 7,
     "cli": 8,
     "__main__": 9,

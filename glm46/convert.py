@@ -1,0 +1,167 @@
+"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with one tensor in memory at a time."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from glm46.checkpoint.agreement import CheckpointError
+from glm46.checkpoint.hf_config import CONFIG, config_of, read_config, shape_of
+from glm46.checkpoint.hf_export import Layout, export_weights
+from glm46.checkpoint.hf_import import FolderReader
+from glm46.checkpoint.hf_names import HFNames, raise_if
+from glm46.checkpoint.step_tensors import StepTensors, write_model
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_run
+from glm46.config.model import Model, ModelShape
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.run import Run
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.data.tokenizer_export import tokenizer_files
+
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""Files of a tokenizer folder that go into an export as they are."""
+
+_STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+"""GLM has no end-of-turn token: the next role ends a turn."""
+
+_HF_CONFIG = "hf_config"
+"""Key of a checkpoint's meta: the config.json that its weights came with, so that an export keeps unknown fields."""
+
+
+def convert_command(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: input that is missing, damaged or does not fit; nothing is half-written then.
+    """
+    arguments = _parser().parse_args(list(argv))
+    try:
+        return arguments.run(arguments)
+    except CheckpointError as error:
+        raise UserError(*error.faults) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 convert", allow_abbrev=False)
+    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf", required=True)
+    to_hf = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder", allow_abbrev=False)
+    add_to_hf_options(to_hf)
+    from_hf = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder", allow_abbrev=False)
+    add_from_hf_options(from_hf)
+    return parser
+
+
+def add_to_hf_options(parser: argparse.ArgumentParser) -> None:
+    """Options of to-hf; scripts/convert_to_hf.py has the same."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--output", type=Path, required=True, help="new folder")
+    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
+    parser.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights")
+    copies = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
+    parser.add_argument("--mtp-copies", action="store_true", help=copies)
+    parser.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
+    parser.set_defaults(run=_to_hf)
+
+
+def add_from_hf_options(parser: argparse.ArgumentParser) -> None:
+    """Options of from-hf; scripts/convert_from_hf.py has the same."""
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
+    parser.set_defaults(run=_from_hf)
+
+
+def _to_hf(arguments: argparse.Namespace) -> int:
+    if arguments.max_file_gb <= 0:
+        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be above 0")
+    tensors = StepTensors(arguments.checkpoint)
+    table = tomli.loads(tensors.meta["config"])["model"]
+    shape = resolve_shape(Model.model_validate(table))
+    names = HFNames(shape, with_copies=arguments.mtp_copies)
+    raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
+    tokenizer_path = arguments.tokenizer or table.get("tokenizer_path", "builtin")
+    tokenizer = load_tokenizer(tokenizer_path)
+    eos_ids = [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
+    raw = read_config(arguments.config) if arguments.config else tensors.meta.get(_HF_CONFIG)
+    layout = Layout(
+        dtype=getattr(torch, arguments.dtype),
+        with_copies=arguments.mtp_copies,
+        max_file_bytes=int(arguments.max_file_gb * 1e9),
+        other_files=_other_files(tokenizer_path, tokenizer, shape, eos_ids),
+    )
+    config = config_of(shape, raw, eos_ids=eos_ids, dtype=arguments.dtype)
+    with _progress() as progress:
+        task = progress.add_task("writing tensors", total=len(names.entries))
+        size = export_weights(
+            arguments.output, shape, config, tensors, _whole, layout=layout,
+            report=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+    print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
+    return 0
+
+
+def _other_files(path: str, tokenizer: Tokenizer, shape: ModelShape, eos_ids: list[int]) -> dict[str, bytes]:
+    """Tokenizer and generation config: those beside the tokenizer, else new ones."""
+    generation = {"_from_model_config": True, "eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
+    files = {"generation_config.json": json.dumps(generation, indent=2).encode() + b"\n"}
+    place = Path(path)
+    if path == "builtin" or place.suffix == ".tiktoken":
+        return files | tokenizer_files(tokenizer, max_length=shape.max_position_embeddings)
+    folder = place if place.is_dir() else place.parent
+    return files | {name: (folder / name).read_bytes() for name in _COPIED if (folder / name).is_file()}
+
+
+def _from_hf(arguments: argparse.Namespace) -> int:
+    raw = read_config(arguments.model)
+    shape = shape_of(raw, str(arguments.model / CONFIG))
+    target = arguments.output / "step-000000"
+    if target.exists():
+        raise UserError(f"{target}: exists already; give another folder")
+    entries = HFNames(shape, with_copies=False).entries
+    dtype = getattr(torch, arguments.dtype)
+    kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
+    with FolderReader(arguments.model, shape) as reader, _progress() as progress:
+        task = progress.add_task("reading tensors", total=len(kinds))
+
+        def make(name: str) -> Tensor:
+            tensor = torch.empty(kinds[name][0], dtype=kinds[name][1])
+            raise_if(reader.fill(name, tensor, _whole(tensor)))
+            progress.advance(task)
+            return tensor
+
+        meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
+        folder = write_model(arguments.output, kinds, make, meta)
+    print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
+    return 0
+
+
+def _table_of(shape: ModelShape) -> Model:
+    """[model] with the nearest preset and the keys that differ from it."""
+
+    def differences(flavor: str) -> dict[str, Any]:
+        preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
+        return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
+
+    flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
+    return Model.model_validate({"flavor": flavor} | differences(flavor))
+
+
+def _whole(tensor: Tensor) -> list[Tensor]:
+    return [torch.arange(size) for size in tensor.shape]
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+    )

@@ -1,0 +1,75 @@
+"""A tokenizer as the files that Hugging Face's libraries open: ``tokenizer.json`` and ``tokenizer_config.json``."""
+
+import json
+
+from glm46.config.errors import UserError
+from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer
+from glm46.data.tokenizer_hf import byte_characters, parts_below
+
+_NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
+"""GLM marks its first added tokens as special, so that decoding can leave them out; the later ones are kept as text."""
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
+    """File name -> content.
+
+    Args:
+        max_length: longest sequence the model is meant for, in tokens.
+
+    Raises:
+        UserError: a token is not made by merging two others, which a list of merges cannot say.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": max_length,
+        "padding_side": "left",
+    }
+    contents = {"tokenizer.json": _tokenizer_json(tokenizer), "tokenizer_config.json": config}
+    return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n" for name, value in contents.items()}
+
+
+def _tokenizer_json(tokenizer: Tokenizer) -> dict:
+    character = byte_characters()
+    written = {piece: "".join(character[byte] for byte in piece) for piece in tokenizer.ranks}
+    merges = []
+    for piece, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
+        if len(piece) == 1:
+            continue
+        parts = parts_below(tokenizer.ranks, piece, rank)
+        if len(parts) != 2:
+            raise UserError(f"tokenizer '{tokenizer.path}': token {rank} ({piece!r}) is not two tokens merged")
+        merges.append([written[part] for part in parts])
+    added = [
+        {
+            "id": token_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": name in GLM_SPECIAL_TOKENS[:_NUM_CONTROL_TOKENS],
+        }
+        for name, token_id in sorted(tokenizer.special.items(), key=lambda item: item[1])
+    ]  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {written[piece]: rank for piece, rank in tokenizer.ranks.items()},
+            "merges": merges,
+        },
+    }
