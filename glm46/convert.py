@@ -1,7 +1,6 @@
 """``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with one tensor in memory at a time."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,8 @@ from glm46.config.loader import dump_run
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run import Run
-from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.data.tokenizer_export import tokenizer_files
-
-_COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
-"""Files of a tokenizer folder that go into an export as they are."""
-
-_STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
-"""GLM has no end-of-turn token: the next role ends a turn."""
+from glm46.data.tokenizer import load_tokenizer
+from glm46.data.tokenizer_export import files_beside_weights, stop_ids
 
 _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json that its weights came with, so that an export keeps unknown fields."""
@@ -90,17 +80,15 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     shape = resolve_shape(Model.model_validate(table))
     names = HFNames(shape, with_copies=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
-    tokenizer_path = arguments.tokenizer or table.get("tokenizer_path", "builtin")
-    tokenizer = load_tokenizer(tokenizer_path)
-    eos_ids = [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
+    tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
     raw = read_config(arguments.config) if arguments.config else tensors.meta.get(_HF_CONFIG)
     layout = Layout(
         dtype=getattr(torch, arguments.dtype),
         with_copies=arguments.mtp_copies,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
-        other_files=_other_files(tokenizer_path, tokenizer, shape, eos_ids),
+        other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
-    config = config_of(shape, raw, eos_ids=eos_ids, dtype=arguments.dtype)
+    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=arguments.dtype)
     with _progress() as progress:
         task = progress.add_task("writing tensors", total=len(names.entries))
         size = export_weights(
@@ -109,17 +97,6 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
     return 0
-
-
-def _other_files(path: str, tokenizer: Tokenizer, shape: ModelShape, eos_ids: list[int]) -> dict[str, bytes]:
-    """Tokenizer and generation config: those beside the tokenizer, else new ones."""
-    generation = {"_from_model_config": True, "eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
-    files = {"generation_config.json": json.dumps(generation, indent=2).encode() + b"\n"}
-    place = Path(path)
-    if path == "builtin" or place.suffix == ".tiktoken":
-        return files | tokenizer_files(tokenizer, max_length=shape.max_position_embeddings)
-    folder = place if place.is_dir() else place.parent
-    return files | {name: (folder / name).read_bytes() for name in _COPIED if (folder / name).is_file()}
 
 
 def _from_hf(arguments: argparse.Namespace) -> int:

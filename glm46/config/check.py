@@ -158,6 +158,17 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
             ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
             "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it",
         )
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
+        yield Fault(
+            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),
+            "checkpoint.initial_load_in_hf = true: there is no checkpoint.initial_load_path to load from; add it",
+        )
+    if checkpoint.last_save_in_hf and run.model.sliding_window is not None:
+        yield Fault(
+            ("checkpoint.last_save_in_hf", "model.sliding_window"),
+            f"checkpoint.last_save_in_hf = true: Hugging Face's GLM has no model.sliding_window = "
+            f"{run.model.sliding_window}, so its readers would attend to everything; set one of them only",
+        )
 
 
 def checkpoint_folder_is_inside(run: Run) -> Faults:

@@ -30,6 +30,14 @@ class Checkpoint(Section):
     initial_load_model_only: bool = False
     """Take only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
 
+    initial_load_in_hf: bool = False
+    """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read straight into
+    each rank's shards. Optimizer, clock and data position start anew."""
+
+    last_save_in_hf: bool = False
+    """When the budget is spent, write the BF16 weights as a Hugging Face folder too, under
+    job.dump_folder/huggingface."""
+
 
 class Metrics(Section):
     """[metrics]: how often figures are written, and where besides console and metrics.jsonl."""

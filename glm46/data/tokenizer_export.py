@@ -1,6 +1,7 @@
-"""A tokenizer as the files that Hugging Face's libraries open: ``tokenizer.json`` and ``tokenizer_config.json``."""
+"""What stands beside the weights in a Hugging Face folder: tokenizer files and generation config."""
 
 import json
+from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer
@@ -8,6 +9,40 @@ from glm46.data.tokenizer_hf import byte_characters, parts_below
 
 _NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
 """GLM marks its first added tokens as special, so that decoding can leave them out; the later ones are kept as text."""
+
+
+_STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
+"""GLM has no end-of-turn token: the next role ends a turn."""
+
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""Files of a tokenizer folder that are passed on as they are."""
+
+
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids that end a text or a turn; the first one is also used for padding."""
+    return [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
+
+
+def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
+    """File name -> content: those of the folder that the tokenizer was loaded from, else new ones.
+
+    Args:
+        max_length: longest sequence the model is meant for, in tokens.
+
+    Raises:
+        UserError: see `tokenizer_files`.
+    """
+    ids = stop_ids(tokenizer)
+    generation = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
+    files = {"generation_config.json": json.dumps(generation, indent=2).encode() + b"\n"}
+    place = Path(tokenizer.path)
+    if tokenizer.path == "builtin" or place.suffix == ".tiktoken":
+        return files | tokenizer_files(tokenizer, max_length=max_length)
+    folder = place if place.is_dir() else place.parent
+    return files | {name: (folder / name).read_bytes() for name in _COPIED if (folder / name).is_file()}
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:

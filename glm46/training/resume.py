@@ -10,6 +10,7 @@ from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.training.build import Parts
+from glm46.training.huggingface import load_weights
 from glm46.training.state import Progress
 
 
@@ -59,15 +60,19 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
             if meta["stream"] != parts.stream_fingerprint():
                 raise UserError(
                     f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
-                    "another order (data.sources, training.seq_len or debug.seed changed); restore them, or set another "
-                    "job.dump_folder and checkpoint.initial_load_path to this checkpoint"
+                    "another order (data.sources, training.seq_len or debug.seed changed); restore them, or set "
+                    "another job.dump_folder and checkpoint.initial_load_path to this checkpoint"
                 )
             return Progress.from_meta(meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
     if not path.is_dir():
-        raise UserError(f"checkpoint.initial_load_path = {str(path)!r}: no such folder; give a step folder")
+        kind = "Hugging Face" if config.initial_load_in_hf else "step"
+        raise UserError(f"checkpoint.initial_load_path = {str(path)!r}: no such folder; give a {kind} folder")
+    if config.initial_load_in_hf:
+        load_weights(parts, path)
+        return fresh, None
     earlier = CheckpointManager(path.parent, keep_latest_k=0)
     ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
     return fresh, _load(parts, earlier, int(path.name.removeprefix("step-")), ignored=ignored)

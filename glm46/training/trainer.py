@@ -22,6 +22,7 @@ from glm46.training.build import Parts, build
 from glm46.training.evaluate import evaluate
 from glm46.training.farewell import farewell
 from glm46.training.figures import Figures, describe_start
+from glm46.training.huggingface import save_weights
 from glm46.training.loss import TokenCounts, count_tokens
 from glm46.training.state import Progress
 from glm46.training.step import train_step
@@ -117,6 +118,8 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
     gc.enable()
     if run.checkpoint.enable and last_saved != progress.step:
         resume.save(parts, progress, validation)
+    if run.checkpoint.last_save_in_hf and progress.tokens >= budget:
+        report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop.signal_name, is_finished=progress.tokens >= budget))
     return 0
 
