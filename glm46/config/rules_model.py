@@ -71,6 +71,20 @@ def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
         )
 
 
+def expert_rows_are_aligned(run: Run, shape: ModelShape) -> Faults:
+    """Grouped matmul reads rows that begin at multiples of 16 bytes; torch refuses others, but only at the first step."""
+    entries = 16 // {"bfloat16": 2, "float32": 4}[run.training.mixed_precision_param]
+    for key in ("hidden_size", "moe_intermediate_size"):
+        width = getattr(shape, key)
+        if width % entries and shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
+            yield Fault(
+                (f"model.{key}", "training.mixed_precision_param"),
+                f"model.{key} = {width}: must be a multiple of {entries} for experts in "
+                f"{run.training.mixed_precision_param}, whose rows begin at multiples of 16 bytes; "
+                f"take {-(-width // entries) * entries}",
+            )
+
+
 def sequence_fits_the_positions(run: Run, shape: ModelShape) -> Faults:
     """A sequence beyond the positions that the weights are meant for is asked for, not slipped into."""
     if run.training.seq_len > shape.max_position_embeddings:
@@ -87,5 +101,6 @@ MODEL_RULES: tuple[Callable[[Run, ModelShape], Faults], ...] = (
     dense_layers_exist,
     expert_groups_are_even,
     token_finds_enough_experts,
+    expert_rows_are_aligned,
     sequence_fits_the_positions,
 )

@@ -310,6 +310,13 @@ BAD = {
             "model.num_experts_per_tok = 4: a token can reach only 2 of model.n_routed_experts = 16; lower it",
         ],
     ),
+    "expert rows that grouped matmul refuses": (
+        ('flavor = "debug"', 'flavor = "debug"\nmoe_intermediate_size = 100'),
+        [
+            "model.moe_intermediate_size = 100: must be a multiple of 8 for experts in bfloat16, whose rows begin at "
+            "multiples of 16 bytes; take 104"
+        ],
+    ),
     "sequence beyond the positions": (
         ("seq_len = 128", "seq_len = 4096"),
         [
