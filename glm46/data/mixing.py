@@ -43,8 +43,9 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Source of each sample, and the count of earlier samples of the same source.
 
-    Every prefix of the mixture holds each source within two samples of its exact share. The sources take turns by
-    floor divisions: of the numbers a source may choose from, it takes those at which its quota rises by one.
+    Every prefix of a mixture of up to eight sources holds each of them within two samples of its exact share. Source
+    by source, of the numbers that are left, one takes those at which the rounded quota of the others stands still. The
+    heaviest chooses first: a rounding error is passed on in proportion to what is left, and so fades.
 
     Args:
         numbers: int64 [n], global sample numbers, non-negative.
@@ -53,17 +54,17 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     Returns:
         source int64 [n], index int64 [n].
 
-    Source: the recursive floor division of Grain's mixture, as a closed form without tables.
+    Source: the recursive division of Grain's mixture, with rounding and an order of its own.
     """
     remaining = sum(weights)
     low, high = numbers.astype(np.int64), numbers.astype(np.int64) + 1
     source, index = np.full(low.shape, -1, np.int64), np.zeros(low.shape, np.int64)
-    for i, weight in enumerate(weights):
-        low_left, high_left = low * (remaining - weight) // remaining, high * (remaining - weight) // remaining
-        taken = (low - low_left != high - high_left) & (source < 0)
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        others = remaining - weights[i]
+        low_left, high_left = ((n * others + remaining // 2) // remaining for n in (low, high))
+        taken = (low_left == high_left) & (low != high) & (source < 0)
         source[taken], index[taken] = i, (low - low_left)[taken]
-        remaining -= weight
-        low, high = low_left, high_left
+        remaining, low, high = others, low_left, high_left
     return source, index
 
 

@@ -1,0 +1,51 @@
+"""Sources of a few tokens, written by hand."""
+
+import numpy as np
+import pytest
+
+from glm46.data.manifest import Manifest, ShardEntry, Split, save_manifest
+from glm46.data.shards import write_shard
+
+EOS = 8156
+
+
+def write_split(folder, name, documents, documents_per_shard, tokenizer):
+    entries = []
+    for number, first in enumerate(range(0, len(documents), documents_per_shard)):
+        chosen = documents[first : first + documents_per_shard]
+        tokens = np.concatenate([np.array([*d, EOS], np.uint32) for d in chosen])
+        ends = np.cumsum([len(d) + 1 for d in chosen]).astype(np.int64)
+        file = f"{name}-{number:05d}.safetensors"
+        digest = write_shard(folder / file, tokens, ends, {"source": "test", "tokenizer": tokenizer, "split": name})
+        entries.append(ShardEntry(file, len(ends), len(tokens), 4 * len(tokens), digest))
+    return Split.of(tuple(entries))
+
+
+@pytest.fixture(scope="session")
+def make_source():
+    """Write documents (lists of ids, end token not included) as a source; returns its folder."""
+
+    def make(folder, train, validation=(), documents_per_shard=7, tokenizer="t"):
+        folder.mkdir(parents=True, exist_ok=True)
+        splits = {
+            "train": write_split(folder, "train", list(train), documents_per_shard, tokenizer),
+            "validation": write_split(folder, "validation", list(validation), documents_per_shard, tokenizer),
+        }
+        save_manifest(Manifest(folder, "test", tokenizer, 8192, EOS, splits))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def counting_documents():
+    """Documents whose tokens count on and on, so that a token names its place in the split."""
+
+    def make(lengths, start=0):
+        documents, at = [], start
+        for length in lengths:
+            documents.append(list(range(at, at + length)))
+            at += length + 1  # the end token takes a place too
+        return documents
+
+    return make

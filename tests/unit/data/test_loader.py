@@ -1,0 +1,196 @@
+"""Batches: what is in them, and that no layout changes the stream."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm46.config.errors import UserError
+from glm46.data.loader import build_train_loader, build_validation_loader
+
+EOS = 8156
+LENGTHS = [3, 1, 40, 7, 2, 2, 19, 64, 5, 11, 8, 30, 1, 1, 25, 90, 6, 13, 17, 10] * 5
+
+
+@pytest.fixture(scope="module")
+def sources(make_source, counting_documents, tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    documents = counting_documents(LENGTHS)
+    make_source(root / "a", documents, documents[:33])
+    make_source(root / "b", counting_documents(LENGTHS[::-1]), documents[:1], documents_per_shard=3)
+    return root
+
+
+def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5):
+    return build_train_loader(
+        [("a", root / "a", 0.7), ("b", root / "b", 0.3)], seq_len=seq_len, mtp_depth=depth, local_batch_size=rows,
+        dp_rank=rank, dp_degree=degree, seed=seed, document_mask=mask, start_sample=start, num_workers=workers,
+        prefetch_factor=2,
+    )  # fmt: skip
+
+
+def take(iterable, count):
+    return [batch for batch, _ in zip(iterable, range(count), strict=False)]
+
+
+def stream(root, samples, **layout):
+    """The first samples of the stream under a layout, as rows by global sample number."""
+    rows = {}
+    per_batch = layout.get("rows", 1) * layout["degree"]
+    for rank in range(layout["degree"]):
+        for batch in take(loader(root, rank=rank, **layout), -(-samples // per_batch)):
+            for j, number in enumerate(batch["sample_numbers"].tolist()):
+                assert number not in rows, "a sample came twice"
+                rows[number] = {name: tensor[j] for name, tensor in batch.items()}
+    return rows
+
+
+def slow_targets(row, ends, seq_len, ahead):
+    """Targets by the rule itself: the token some places ahead, if it is in the same document."""
+    document = np.searchsorted(ends, np.arange(len(row)), side="right")
+    return [int(row[t + ahead]) if document[t] == document[t + ahead] else -100 for t in range(seq_len)]
+
+
+def test_a_batch_has_the_promised_tensors(sources):
+    batch = next(iter(loader(sources, rows=3)))
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()}
+    assert shapes == {
+        "input_ids": (torch.int64, (3, 32)), "labels": (torch.int64, (3, 32)), "positions": (torch.int32, (3, 32)),
+        "document_ids": (torch.int32, (3, 32)), "mtp_input_ids": (torch.int64, (3, 2, 32)),
+        "mtp_labels": (torch.int64, (3, 2, 32)), "sample_numbers": (torch.int64, (3,)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("mask", [True, False])
+def test_rows_follow_the_rules_token_by_token(make_source, counting_documents, tmp_path, depth, mask):
+    documents = counting_documents(LENGTHS)
+    folder = make_source(tmp_path / "a", documents)
+    tokens = np.concatenate([[*d, EOS] for d in documents])
+    ends = np.cumsum([len(d) + 1 for d in documents])
+    length, count = 32, (len(tokens) - 1 - depth) // 32
+    batches = take(build_train_loader(
+        [("a", folder, 1.0)], seq_len=length, mtp_depth=depth, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
+        document_mask=mask, start_sample=0), count)  # fmt: skip
+    starts = []
+    for batch in batches:
+        first = batch["input_ids"][0]
+        # A token names its place unless it is an end token, and no two of those are neighbours.
+        start = int(first[0]) if first[0] != EOS else int(first[1]) - 1
+        starts.append(start)
+        row, row_ends = tokens[start : start + length + 1 + depth], ends - start
+        assert first.tolist() == row[:length].tolist()
+        assert batch["labels"][0].tolist() == slow_targets(row, row_ends, length, 1)
+        for k in range(1, depth + 1):
+            assert batch["mtp_input_ids"][0, k - 1].tolist() == row[k : k + length].tolist()
+            assert batch["mtp_labels"][0, k - 1].tolist() == slow_targets(row, row_ends, length, k + 1)
+        document = np.searchsorted(row_ends, np.arange(length), side="right")
+        assert batch["document_ids"][0].tolist() == (document - document[0]).tolist()
+        if mask:
+            begins = [max([0, *(e for e in row_ends if e <= t)]) for t in range(length)]
+            assert batch["positions"][0].tolist() == [t - b for t, b in enumerate(begins)]
+        else:
+            assert batch["positions"][0].tolist() == list(range(length))
+    assert sorted(starts) == [length * i for i in range(count)], "one pass reads every row once"
+
+
+@settings(max_examples=25, deadline=None)
+@given(degree=st.integers(1, 6), rows=st.integers(1, 5), start=st.integers(0, 200))
+def test_any_world_size_and_batch_size_give_one_stream(sources, degree, rows, start):
+    reference = stream(sources, start + 40, degree=1, rows=1)
+    other = stream(sources, 40, degree=degree, rows=rows, start=start)
+    assert set(range(start, start + 40)) <= set(other)
+    for number in range(start, start + 40):
+        assert all(torch.equal(reference[number][name], other[number][name]) for name in reference[number])
+
+
+def test_worker_processes_change_nothing(sources):
+    alone, helped = take(loader(sources, rows=2), 9), take(loader(sources, rows=2, workers=2), 9)
+    assert len(helped) == 9
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(alone, helped, strict=True) for name in a)
+
+
+def test_a_batch_ramp_with_a_change_of_ranks_reads_every_sample_once(sources):
+    seen, start = [], 0
+    for degree, rows, steps in [(8, 1, 3), (6, 2, 2), (3, 1, 5), (2, 4, 2)]:
+        for rank in range(degree):
+            for batch in take(loader(sources, degree=degree, rank=rank, rows=rows, start=start), steps):
+                seen += batch["sample_numbers"].tolist()
+        start += degree * rows * steps
+    assert sorted(seen) == list(range(start))
+
+
+def test_the_loader_resumes_from_its_own_state_too(sources):
+    first = loader(sources, rows=2)
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state, expected = first.state_dict(), next(iterator)
+    second = loader(sources, rows=2)
+    second.load_state_dict(state)
+    assert torch.equal(next(iter(second))["input_ids"], expected["input_ids"])
+
+
+def test_another_seed_is_another_order(sources):
+    one, two = (torch.cat([b["input_ids"] for b in take(loader(sources, seed=s), 30)]) for s in (1, 2))
+    assert not torch.equal(one, two)
+
+
+def validation(root, *, rank=0, degree=1, rows=2, limit=None, seq_len=32):
+    return build_validation_loader(
+        root / "a", seq_len=seq_len, mtp_depth=1, local_batch_size=rows, dp_rank=rank, dp_degree=degree,
+        document_mask=True, max_batches=limit,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("degree, rows", [(1, 1), (1, 2), (3, 2), (4, 5), (7, 3)])
+def test_validation_reads_every_token_once_and_gives_each_rank_as_many_batches(sources, degree, rows):
+    tokens = np.concatenate([[*d, EOS] for d in _documents(LENGTHS[:33])])
+    inputs, targets, batches = [], [], set()
+    for rank in range(degree):
+        mine = list(validation(sources, rank=rank, degree=degree, rows=rows))
+        batches.add(len(mine))
+        for batch in mine:
+            real = batch["document_ids"] >= 0
+            assert (batch["labels"][~real] == -100).all() and (batch["mtp_labels"][:, 0][~real] == -100).all()
+            inputs += batch["input_ids"][real].tolist()
+            targets += batch["labels"][batch["labels"] != -100].tolist()
+            assert ((batch["sample_numbers"] == -1) == ~real.any(dim=1)).all()
+    assert len(batches) == 1
+    assert sorted(inputs) == sorted(tokens.tolist())
+    firsts = {d[0] for d in _documents(LENGTHS[:33])}
+    assert sorted(targets) == sorted(t for t in tokens.tolist() if t not in firsts)
+
+
+def _documents(lengths):
+    at = 0
+    for length in lengths:
+        yield list(range(at, at + length))
+        at += length + 1
+
+
+def test_validation_stops_at_the_limit(sources):
+    every = -(-sum(n + 1 for n in LENGTHS[:33]) // (2 * 32))
+    assert [len(list(validation(sources, limit=limit))) for limit in (0, 1, 3, 1000)] == [0, 1, 3, every]
+
+
+@pytest.mark.parametrize("case, reason", [
+    ("none", "data.sources: empty"), ("twice", "repeat"), ("short", "fewer than one row"),
+    ("tokenizer", "another tokenizer"), ("absent", "no such folder"),
+])  # fmt: skip
+def test_unusable_sources_are_named(sources, make_source, counting_documents, tmp_path, case, reason):
+    other = make_source(tmp_path / "x", counting_documents([5]), tokenizer="other" if case == "tokenizer" else "t")
+    chosen = {
+        "none": [], "twice": [("a", sources / "a", 1.0)] * 2, "short": [("x", other, 1.0)],
+        "tokenizer": [("a", sources / "a", 1.0), ("x", other, 1.0)], "absent": [("n", tmp_path / "n", 1.0)],
+    }[case]  # fmt: skip
+    with pytest.raises(UserError, match=reason):
+        build_train_loader(chosen, seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
+                           document_mask=False, start_sample=0)  # fmt: skip
+
+
+def test_a_source_without_held_out_text_is_named(make_source, counting_documents, tmp_path):
+    make_source(tmp_path / "a", counting_documents([50]))
+    with pytest.raises(UserError, match="no document was held out"):
+        validation(tmp_path)
