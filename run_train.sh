@@ -8,7 +8,7 @@
 # NGPU         processes to start; one per GPU, or two on a CPU, if not set
 # Any key of the file can be overridden: --section.key VALUE. `python -m glm46 launch --help` prints all of them.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 use_environment ""
 

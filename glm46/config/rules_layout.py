@@ -101,7 +101,7 @@ def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults
         yield Fault(
             keys,
             f"training.global_batch_size = {batch:g}: must be a multiple of {divisor} ({explained}); "
-            f"take {below or divisor} or {below + divisor}",
+            f"take {f'{below} or ' if below else ''}{below + divisor}",
         )
 
 
@@ -145,13 +145,13 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
 
 def layout_is_trained(run: Run) -> Faults:
     """Layouts that this version plans but does not train; not among the rules, because planning is no fault."""
-    names = [f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert")]
+    names = [f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context")]
     beyond = {name: getattr(run.parallelism, name) for name in names if getattr(run.parallelism, name) > 1}
     if beyond:
         stated = ", ".join(f"{name} = {degree}" for name, degree in beyond.items())
         yield Fault(
             tuple(f"parallelism.{name}" for name in beyond),
-            f"parallelism: {stated}: this version plans such a layout but trains with FSDP2 and HSDP only; "
+            f"parallelism: {stated}: this version plans such a layout but trains with FSDP2, HSDP and expert parallelism only; "
             "set to 1 what is above, or see `python -m glm46 plan`",
         )
 

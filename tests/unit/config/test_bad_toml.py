@@ -406,6 +406,8 @@ def test_batch_is_checked_against_the_processes(tmp_path):
     assert load_run(tmp_path / "sound.toml", world_size=3).training.global_batch_size == 12
     (fault,) = faults_of(text, tmp_path, world_size=2)
     assert "must be a multiple of 8 (training.local_batch_size = 4 times 2 data-parallel ranks); take 8 or 16" in fault
+    (fault,) = faults_of(text, tmp_path, world_size=4)
+    assert fault.endswith("; take 16")
 
 
 def test_broken_toml_names_line_and_column(tmp_path):
