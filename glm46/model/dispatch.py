@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.model.router import Routing
@@ -27,7 +28,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
         ctx.save_for_backward(place_TA)
-        return x_TD[token_N]
+        return x_TD.index_select(0, token_N)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
@@ -46,10 +47,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
         (token_N,) = ctx.saved_tensors
-        return grad_TD[token_N], None, None
+        return grad_TD.index_select(0, token_N), None, None
 
 
 def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
+    if y_ND.dtype == torch.float32 and y_ND.device.type == "cpu":
+        # The sum of rows by index without the intermediate [T, A, D]; in the same order, so with the same bits.
+        return F.embedding_bag(place_TA, y_ND, mode="sum")
     # fp32: the A terms are summed in FP32 and rounded once.
     return y_ND[place_TA].sum(1, dtype=torch.float32).to(y_ND.dtype)
 
@@ -74,3 +78,13 @@ class LocalDispatcher:
         """See `TokenDispatcher.combine`."""
         token_N, place_TA = context
         return _Combine.apply(y_ND, token_N, place_TA)
+
+
+def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+    """The token of each sorted assignment, [N, D]; `place_TA` says where each token's assignments stand in that order."""
+    return _Gather.apply(x_TD, token_N, place_TA)
+
+
+def combine_assignments(y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+    """The sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
+    return _Combine.apply(y_ND, token_N, place_TA)

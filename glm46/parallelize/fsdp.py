@@ -1,18 +1,22 @@
 """FSDP2: every rank keeps a part of each parameter and gathers a layer when it computes it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from glm46.config.parallelism import Parallelism
 from glm46.config.training import Training
+from glm46.distributed.mesh import Meshes
+from glm46.model.experts import Experts
 from glm46.model.transformer import Transformer
 
 
-def apply(model: Transformer, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
-    """Shard each layer, then what is left (embedding, norm, head), over `mesh`; in place.
+def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training: Training) -> None:
+    """Shard experts, then the rest of each layer, then what is left (embedding, norm, head); in place.
 
     FSDP's own division of gradients is switched off: the loss is already divided by the token count of all ranks.
     """
@@ -21,16 +25,15 @@ def apply(model: Transformer, mesh: DeviceMesh, parallelism: Parallelism, traini
         param_dtype=None if compute_type == torch.float32 else compute_type,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
     )
-    shards = mesh.size(-1)
-    reshard = parallelism.fsdp_reshard_after_forward != "never"
-
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        return _expert_placement(parameter, shards)
-
+    options = {"mp_policy": policy, "reshard_after_forward": parallelism.fsdp_reshard_after_forward != "never"}
     for block in (*model.layers.values(), *model.mtp.values()):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
+        if meshes.expert is not None:
+            for experts in (module for module in block.modules() if isinstance(module, Experts)):
+                placement = expert_placement(meshes.expert_shard)
+                fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **options)
+        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **options)
     # The root's parameters are used first and last, and by every prediction depth: gathered once per step.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=placement)
+    fully_shard(model, mesh=meshes.dense, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -38,12 +41,16 @@ def apply(model: Transformer, mesh: DeviceMesh, parallelism: Parallelism, traini
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Whole experts on each rank when they divide evenly, else a part of every expert: uneven chunks of experts would
-    leave some ranks with most of the memory. None is FSDP's default, the first dimension."""
-    if parameter.ndim == 3 and parameter.shape[0] % shards != 0:
-        return Shard(1)
-    return None
+def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Whole experts on each rank when those of a rank divide evenly, else a part of every expert: uneven chunks of
+    experts would leave some ranks with most of the memory. None is FSDP's default, the first dimension."""
+    shards = mesh.size(-1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return Shard(1) if local.ndim == 3 and local.shape[0] % shards else None
+
+    return placement
 
 
 def release_gathered(model: Transformer) -> None:

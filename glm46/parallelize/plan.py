@@ -2,29 +2,33 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from glm46.config.run import Run
+from glm46.distributed.mesh import Meshes
 from glm46.distributed.placement import global_indices
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
-from glm46.parallelize import activation_checkpoint, compile, fsdp
+from glm46.parallelize import activation_checkpoint, compile, expert, fsdp
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, run: Run, device: torch.device) -> Transformer:
+def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.device) -> Transformer:
     """Make `model`, built on the meta device, ready to train on this rank.
 
     Returns:
-        The same model, its parameters sharded over `mesh`, on `device`, with their initial values.
+        The same model, its parameters sharded over `meshes`, on `device`, with their initial values.
     """
     model.to(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
     _keep_router_bias_float32(model)
+    if meshes.expert is not None:
+        expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
     if run.compile.enable:
-        compile.apply(model)  # inside checkpointing: the recomputation runs the compiled code too
+        compile.apply(
+            model, tokens_travel=meshes.expert is not None
+        )  # inside checkpointing: the recomputation runs the compiled code too
     if run.activation_checkpoint.mode == "full":
         activation_checkpoint.apply(model)  # before FSDP2, whose hooks must gather weights around the whole layer
-    fsdp.apply(model, mesh, run.parallelism, run.training)  # last of the transforms: it shards what the others made
+    fsdp.apply(model, meshes, run.parallelism, run.training)  # last of the transforms: it shards what the others made
     model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
     initialise(model, run.debug.seed)
     return model

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.model import ModelShape
@@ -15,7 +14,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
-from glm46.distributed.mesh import build_mesh
+from glm46.distributed.mesh import Meshes, build_meshes
 from glm46.distributed.process import Process
 from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
@@ -33,7 +32,7 @@ class Parts:
     shape: ModelShape
     process: Process
     layout: Layout
-    mesh: DeviceMesh
+    meshes: Meshes
     tokenizer: Tokenizer
     manifests: dict[str, Manifest]
     model: Transformer
@@ -72,10 +71,10 @@ def build(run: Run, process: Process) -> Parts:
     layout = resolve_layout(run.parallelism, process.world_size)
     tokenizer, manifests = load_text(run)
     check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
-    mesh = build_mesh(layout, process.device.type)
+    meshes = build_meshes(layout, process.device.type)
     with torch.device("meta"):
         model = Transformer(shape)
-    parallelize(model, mesh, run, process.device)
+    parallelize(model, meshes, run, process.device)
     model.train()
     parameters = dict(model.named_parameters())
     return Parts(
@@ -83,7 +82,7 @@ def build(run: Run, process: Process) -> Parts:
         shape=shape,
         process=process,
         layout=layout,
-        mesh=mesh,
+        meshes=meshes,
         tokenizer=tokenizer,
         manifests=manifests,
         model=model,

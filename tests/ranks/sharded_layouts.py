@@ -1,9 +1,10 @@
-"""Run under torchrun: compare every FSDP2 and HSDP layout of this world size with one process, and print the figures.
+"""Run under torchrun: compare every layout of this world size with one process, and print the figures.
 
 Prints one JSON object per layout from rank 0. The launch is the slow part, so one process group serves all layouts.
 """
 
 import json
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
-from glm46.distributed.mesh import build_mesh
+from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, Transformer
@@ -22,13 +23,38 @@ from glm46.parallelize.plan import initialise, parallelize
 from glm46.planner.layout import resolve_layout
 from glm46.training.loss import LossWeights, TokenCounts, count_tokens, objective
 
-# Small and uneven on purpose: 6 experts on 4 ranks are sharded inside each expert, 515 rows leave unequal shards.
+# Small and uneven on purpose: 515 rows leave unequal shards.
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
         num_hidden_layers=3, hidden_size=68, vocab_size=515, intermediate_size=100, moe_intermediate_size=36,
-        n_routed_experts=6, num_experts_per_tok=2, num_nextn_predict_layers=2,
+        num_experts_per_tok=2, num_nextn_predict_layers=2,
     )
 )  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """One way to lay out the run."""
+
+    replicate: int = 1
+    experts_over: int = 1
+    num_experts: int = 6
+    reshard: str = "default"
+    checkpointing: str = "none"
+
+
+# 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
+LAYOUTS = {
+    1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full")],
+    2: [
+        Layout(), Layout(replicate=2), Layout(reshard="never"), Layout(checkpointing="full"),
+        Layout(experts_over=2), Layout(experts_over=2, checkpointing="full"), Layout(experts_over=2, reshard="never"),
+    ],
+    4: [
+        Layout(), Layout(num_experts=12), Layout(replicate=2), Layout(replicate=4), Layout(checkpointing="full"),
+        Layout(experts_over=2), Layout(experts_over=4, num_experts=12), Layout(experts_over=2, num_experts=12),
+        Layout(replicate=2, experts_over=2), Layout(experts_over=4, num_experts=12, checkpointing="full"),
+    ],
+}  # fmt: skip
 ROWS, SEQ_LEN, MICRO_BATCHES = 8, 24, 2
 WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
@@ -108,19 +134,23 @@ RUN = Run.model_validate_json(
 )
 
 
-def run_layout(process: Process, replicate: int, reshard: str, checkpointing: str) -> tuple:
-    """Train on one layout and return what `train` gives, with the initial weights."""
+def run_layout(process: Process, layout: Layout) -> tuple:
+    """Train on one layout; returns the initial weights, what `train` gives, and the final weights."""
+    parallelism = {
+        "data_parallel_replicate_degree": layout.replicate,
+        "expert_parallel_degree": layout.experts_over,
+        "fsdp_reshard_after_forward": layout.reshard,
+    }
     run = RUN.model_copy(
         update={
-            "parallelism": RUN.parallelism.model_copy(
-                update={"data_parallel_replicate_degree": replicate, "fsdp_reshard_after_forward": reshard}
-            ),
-            "activation_checkpoint": RUN.activation_checkpoint.model_copy(update={"mode": checkpointing}),
+            "parallelism": RUN.parallelism.model_copy(update=parallelism),
+            "activation_checkpoint": RUN.activation_checkpoint.model_copy(update={"mode": layout.checkpointing}),
         }
     )
     with torch.device("meta"):
-        model = Transformer(SHAPE)
-    parallelize(model, build_mesh(resolve_layout(run.parallelism, process.world_size), "cpu"), run, process.device)
+        model = Transformer(SHAPE.model_copy(update={"n_routed_experts": layout.num_experts}))
+    meshes = build_meshes(resolve_layout(run.parallelism, process.world_size), "cpu")
+    parallelize(model, meshes, run, process.device)
     parameters = dict(model.named_parameters())
     initial = {name: whole(p).clone() for name, p in parameters.items()}
     per_rank = ROWS // process.world_size // MICRO_BATCHES
@@ -129,39 +159,47 @@ def run_layout(process: Process, replicate: int, reshard: str, checkpointing: st
     return initial, result, {name: whole(p) for name, p in parameters.items()}
 
 
+def run_reference(num_experts: int) -> tuple:
+    """The same on one process without any transform."""
+    with torch.device("meta"):
+        model = Transformer(SHAPE.model_copy(update={"n_routed_experts": num_experts}))
+    model.to_empty(device="cpu")
+    initialise(model, RUN.debug.seed)
+    parameters = dict(model.named_parameters())
+    initial = {name: p.detach().clone() for name, p in parameters.items()}
+    result = train(model, parameters, [slice(0, ROWS)], is_sharded=False)
+    return initial, result, {name: p.detach() for name, p in parameters.items()}
+
+
+def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
+    """Relative differences between a layout and one process."""
+    initial, (losses, loads, gradients, norms), final = found
+    initial0, (losses0, loads0, gradients0, norms0), final0 = reference
+    total = sum(g.square().sum() for g in gradients0.values()).sqrt()
+    # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
+    errors = {n: ((gradients[n] - g).norm() / (g.norm() + 1e-4 * total)).item() for n, g in gradients0.items()}
+    moved = {n: ((final[n] - w).norm() / (w - initial0[n]).norm()).item() for n, w in final0.items()}
+    return {
+        "layout": layout._asdict(),
+        "initial_weights_equal": all(torch.equal(initial[n], w) for n, w in initial0.items()),
+        "loss_error": max(abs(a / b - 1.0) for a, b in zip(losses, losses0, strict=True)),
+        "norm_error": max(abs(a / b - 1.0) for a, b in zip(norms, norms0, strict=True)),
+        "counts_equal": all(torch.equal(a, b) for a, b in zip(loads, loads0, strict=True)),
+        "gradient_error": max((error, name) for name, error in errors.items()),
+        "update_error": max((error, name) for name, error in moved.items() if not name.endswith("k_proj.bias")),
+    }
+
+
 def main() -> None:
     """Compare all layouts of this world size with one process."""
     torch.set_num_threads(1)
     process = join(60)
-    with torch.device("meta"):
-        reference = Transformer(SHAPE)
-    reference.to_empty(device="cpu")
-    initialise(reference, RUN.debug.seed)
-    parameters = dict(reference.named_parameters())
-    initial0 = {name: p.detach().clone() for name, p in parameters.items()}
-    losses0, loads0, gradients0, norms0 = train(reference, parameters, [slice(0, ROWS)], is_sharded=False)
-    total = sum(g.square().sum() for g in gradients0.values()).sqrt()
-    update = {name: (p.detach() - initial0[name]) for name, p in parameters.items()}
-
-    world = process.world_size
-    layouts = [(r, "default", "none") for r in (1, 2, 4) if world % r == 0]
-    layouts += [(1, "never", "none"), (1, "default", "full"), (world, "always", "full")]
-    for replicate, reshard, checkpointing in layouts:
-        initial, (losses, loads, gradients, norms), final = run_layout(process, replicate, reshard, checkpointing)
-        # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
-        errors = {n: ((gradients[n] - g).norm() / (g.norm() + 1e-4 * total)).item() for n, g in gradients0.items()}
-        moved = {n: ((final[n] - initial0[n] - u).norm() / (u.norm() + 1e-12)).item() for n, u in update.items()}
-        worst, worst_update = max(errors, key=errors.get), max(moved, key=moved.get)
+    references: dict[int, tuple] = {}
+    for layout in LAYOUTS[process.world_size]:
+        if layout.num_experts not in references:
+            references[layout.num_experts] = run_reference(layout.num_experts)
+        figures = compare(layout, run_layout(process, layout), references[layout.num_experts])
         if process.is_main:
-            figures = {
-                "layout": [replicate, world // replicate, reshard, checkpointing],
-                "initial_weights_equal": all(torch.equal(initial[n], w) for n, w in initial0.items()),
-                "loss_error": max(abs(a / b - 1.0) for a, b in zip(losses, losses0, strict=True)),
-                "norm_error": max(abs(a / b - 1.0) for a, b in zip(norms, norms0, strict=True)),
-                "counts_equal": all(torch.equal(a, b) for a, b in zip(loads, loads0, strict=True)),
-                "gradient_error": [worst, errors[worst]],
-                "update_error": [worst_update, moved[worst_update]],
-            }
             print(json.dumps(figures), flush=True)
     leave()
 

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP compute what one process computes: loss, every gradient, norm, token counts, three optimizer steps."""
+"""FSDP2, HSDP and expert parallelism compute what one process computes: loss, every gradient, norm, token counts, three optimizer steps."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def figures(request) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == {1: 4, 2: 5, 4: 6}[request.param]
+    assert len(rows) == {1: 3, 2: 7, 4: 10}[request.param]
     return rows
 
 
@@ -37,7 +37,6 @@ def test_every_layout_equals_one_process(figures):
         # FP32 sums in another order: some units of 2**-24 over sums of some hundred terms.
         assert row["loss_error"] < 1e-6, row
         assert row["norm_error"] < 1e-6, row
-        assert row["gradient_error"][1] < 1e-5, row
-        # AdamW's first steps divide a gradient by its own size, so where a gradient is pure rounding (a key bias) the
-        # update is too; Muon's updates are orthogonal matrices, whose small singular values amplify the same rounding.
-        assert row["update_error"][1] < 1e-2 or row["update_error"][0].endswith("bias"), row
+        assert row["gradient_error"][0] < 1e-5, row
+        # AdamW's first steps divide a gradient by its own size, which amplifies rounding where a gradient is tiny.
+        assert row["update_error"][0] < 1e-3, row

@@ -1,0 +1,100 @@
+"""Expert parallelism: each rank of a group holds some experts whole, and tokens travel to them and back."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from glm46.distributed.collectives import exchange_rows
+from glm46.model.dispatch import combine_assignments, gather_assignments
+from glm46.model.moe import MoE
+from glm46.model.router import Routing
+from glm46.model.transformer import Transformer
+
+
+def apply(model: Transformer, ep_mesh: DeviceMesh) -> None:
+    """Spread the experts of every MoE layer over the ranks of `ep_mesh` and let their tokens travel; in place."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            for name, parameter in list(module.experts.named_parameters()):
+                whole_experts = distribute_tensor(parameter.data, ep_mesh, [Shard(0)])
+                module.experts.register_parameter(name, nn.Parameter(whole_experts))
+            module.dispatcher = AllToAllDispatcher(ep_mesh.get_group())
+
+
+class AllToAllDispatcher:
+    """A `TokenDispatcher` over the ranks of a group: expert e lives on rank e // (experts per rank).
+
+    Rows that padding or the capacity dropped are not sent. The experts see their rows in the order (expert, rank,
+    token), whatever arrives first, so that results do not depend on timing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self._ranks = group, dist.get_world_size(group)
+
+    @torch.compiler.disable
+    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.dispatch`; offsets cover the experts of this rank."""
+        experts_here, device = num_experts // self._ranks, x_TD.device
+        T, A = routing.experts.shape
+        # A weight of 0 marks an assignment that padding or the capacity dropped: it is sorted behind all experts.
+        expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
+        order_N = expert_N.argsort(stable=True)
+        place_TA = _inverse(order_N).view(T, A)
+        sizes_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        sizes_E = sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[:num_experts]
+        sizes_here = torch.empty_like(sizes_E)
+        dist.all_to_all_single(sizes_here, sizes_E, group=self._group)
+        sent_RE, received_RE = sizes_E.view(self._ranks, -1), sizes_here.view(self._ranks, -1)
+        # sync: the sizes of the buffers must be known on the host, once per layer.
+        send, receive = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
+
+        rows_ND = gather_assignments(x_TD, order_N // A, place_TA)[: sum(send)]
+        weights_N = routing.weights.flatten()[order_N[: sum(send)]]
+        arrived_MD = exchange_rows(rows_ND, send, receive, self._group)
+        arrived_weights_M = exchange_rows(weights_N, send, receive, self._group)
+
+        # Rows arrive sorted by (rank, expert) and are needed by (expert, rank): a stable sort by expert.
+        expert_M = torch.arange(experts_here, device=device).repeat(self._ranks)
+        expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(receive))
+        by_expert_M = expert_M.argsort(stable=True)
+        offsets = received_RE.sum(0).cumsum(0).to(torch.int32)
+        context = (order_N // A, place_TA, by_expert_M, send, receive)
+        return _permute(arrived_MD, by_expert_M), arrived_weights_M[by_expert_M], offsets, context
+
+    @torch.compiler.disable
+    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        token_N, place_TA, by_expert_M, send, receive = context
+        returned = exchange_rows(_permute(y_ND, _inverse(by_expert_M)), receive, send, self._group)
+        dropped = returned.new_zeros(token_N.numel() - returned.shape[0], returned.shape[1])
+        return combine_assignments(torch.cat([returned, dropped]), token_N, place_TA)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each element of a permutation stands."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; backward is the inverse order. The built-in backward of indexing would add rows, though
+    each occurs once, in no fixed order."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (order,) = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        out[order] = grad
+        return out, None
+
+
+def _permute(x: Tensor, order: Tensor) -> Tensor:
+    return _Permute.apply(x, order)
