@@ -48,13 +48,18 @@ def validate_table(table: dict) -> tuple[Run | None, list[Fault]]:
         try:
             return Run.model_validate(remaining), faults
         except ValidationError as error:
-            found = _translate(error)
+            found = _translate(error, Run)
         if not faults:
             faults = [fault for fault, _ in found]
         for _, place in found:
             _take_out(remaining, place)
         if "model" not in remaining:
             remaining["model"] = {"flavor": next(iter(PRESETS))}
+
+
+def translate(error: ValidationError, root: type[Section]) -> list[Fault]:
+    """The faults that pydantic found in a table of the class `root`, in our words."""
+    return [fault for fault, _ in _translate(error, root)]
 
 
 def section_of(field: FieldInfo | None) -> type[Section] | None:
@@ -86,21 +91,21 @@ def _without_lists(value: Any) -> Any:
     return value
 
 
-def _translate(error: ValidationError) -> list[tuple[Fault, tuple[str | int, ...]]]:
+def _translate(error: ValidationError, root: type[Section]) -> list[tuple[Fault, tuple[str | int, ...]]]:
     """One fault per mistaken key with the place to take out; the branches of a union are one mistake."""
     by_place: dict[tuple[str | int, ...], list[dict]] = {}
     details = {}
     for item in error.errors(include_url=False):
-        place, section, field = _locate(item["loc"])
+        place, section, field = _locate(item["loc"], root)
         by_place.setdefault(place, []).append(item)
         details[place] = (section, field)
     return [(_describe(place, *details[place], items), _removable(place, items)) for place, items in by_place.items()]
 
 
-def _locate(loc: tuple) -> tuple[tuple[str | int, ...], type[Section], FieldInfo | None]:
+def _locate(loc: tuple, root: type[Section]) -> tuple[tuple[str | int, ...], type[Section], FieldInfo | None]:
     """Cut a location at the key it is about: what pydantic puts after it are labels of its own."""
-    section: type[Section] | None = Run
-    parent, field = Run, None
+    section: type[Section] | None = root
+    parent, field = root, None
     for depth, part in enumerate(loc):
         if section is None:
             return loc[:depth], parent, field
