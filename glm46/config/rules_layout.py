@@ -12,6 +12,9 @@ from glm46.config.section import Schedule
 
 Faults = Iterator[Fault]
 
+PLANNED_ONLY = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+"""Degrees above 1 of which `train` refuses and `plan` does not."""
+
 
 def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
     """Ranks that read different sequences; None when it follows from a world size that is not known or does not fit."""
@@ -145,14 +148,13 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
 
 def layout_is_trained(run: Run) -> Faults:
     """Layouts that this version plans but does not train; not among the rules, because planning is no fault."""
-    names = [f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context")]
-    beyond = {name: getattr(run.parallelism, name) for name in names if getattr(run.parallelism, name) > 1}
+    beyond = {name: getattr(run.parallelism, name) for name in PLANNED_ONLY if getattr(run.parallelism, name) > 1}
     if beyond:
         stated = ", ".join(f"{name} = {degree}" for name, degree in beyond.items())
         yield Fault(
             tuple(f"parallelism.{name}" for name in beyond),
-            f"parallelism: {stated}: this version plans such a layout but trains with FSDP2, HSDP and expert parallelism only; "
-            "set to 1 what is above, or see `python -m glm46 plan`",
+            f"parallelism: {stated}: this version plans such a layout but does not train it; set to 1 what is above, or "
+            "see `python -m glm46 plan`",
         )
 
 
