@@ -153,8 +153,8 @@ def layout_is_trained(run: Run) -> Faults:
         stated = ", ".join(f"{name} = {degree}" for name, degree in beyond.items())
         yield Fault(
             tuple(f"parallelism.{name}" for name in beyond),
-            f"parallelism: {stated}: this version plans such a layout but does not train it; set to 1 what is above, or "
-            "see `python -m glm46 plan`",
+            f"parallelism: {stated}: this version plans such a layout but does not train it; set to 1 what is above, "
+            "or see `python -m glm46 plan`",
         )
 
 
