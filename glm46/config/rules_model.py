@@ -72,7 +72,7 @@ def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
 
 
 def expert_rows_are_aligned(run: Run, shape: ModelShape) -> Faults:
-    """Grouped matmul reads rows that begin at multiples of 16 bytes; torch refuses others, but only at the first step."""
+    """Grouped matmul reads rows that begin at multiples of 16 bytes; torch refuses others only at the first step."""
     entries = 16 // {"bfloat16": 2, "float32": 4}[run.training.mixed_precision_param]
     for key in ("hidden_size", "moe_intermediate_size"):
         width = getattr(shape, key)
