@@ -23,7 +23,7 @@ from glm46.checkpoint.integrity import (
     replace_durably,
     sync_folder,
 )
-from glm46.checkpoint.publish import give_name, incomplete, published_steps, remove, step_folder
+from glm46.checkpoint.publish import give_name, incomplete, make_durably, published_steps, remove, step_folder
 
 _COPY_BYTES = 1 << 22
 _COPY_THREADS = 8
@@ -88,7 +88,7 @@ def copy_part(local: Path, output: Path, save: Part) -> list[str]:
     if body is None or hash_file(source / MANIFEST).sha256 != save.seal:
         return [*faults, f"{source}: is no longer the save that was asked for"]
     place = gathering_place(output, save.step)
-    place.mkdir(parents=True, exist_ok=True)
+    make_durably(place)
     # Files of other nodes are not here.
     here = [(name, record) for name, record in records_of(body).items() if _has_length(source / name, record)]
     with ThreadPoolExecutor(_COPY_THREADS) as threads:

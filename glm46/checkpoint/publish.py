@@ -66,7 +66,7 @@ def open_draft(folder: Path, step: int) -> Path:
     Raises:
         OSError: when the file system refuses.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_durably(folder)
     repair(folder)
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
@@ -74,6 +74,14 @@ def open_draft(folder: Path, step: int) -> Path:
     draft = step_folder(folder, step).with_suffix(".tmp")
     draft.mkdir()
     return draft
+
+
+def make_durably(folder: Path) -> None:
+    """Make a folder and its parents; after a power loss a checkpoint in it would else be whole and out of reach."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: dict[str, Any], facts: dict[str, Any]) -> Path:
