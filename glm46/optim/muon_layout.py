@@ -32,8 +32,8 @@ class Holding:
 class Layout:
     """How one parameter lies on its mesh, for every rank of the mesh.
 
-    ``peers`` are the ranks, in mesh order, that hold parts of the same matrices as this rank, once each;
-    ``replicas`` are those and all ranks with copies of them. A plain tensor has neither and one holding.
+    ``peers`` are the ranks, ascending, that hold parts of the same matrices as this rank, once each; ``replicas`` are
+    those and all ranks with copies of them. A plain tensor has neither.
     """
 
     shape: tuple[int, int, int]
@@ -44,7 +44,7 @@ class Layout:
 
 
 def is_sharding(placement) -> bool:
-    """Whether a placement cuts the tensor. In torch 2.13 ``_StridedShard`` is no ``Shard`` and denies ``is_shard()``."""
+    """Whether a placement cuts the tensor; in torch 2.13 a strided shard is no ``Shard`` and denies ``is_shard()``."""
     return isinstance(placement, (Shard, StridedShard))
 
 
@@ -120,8 +120,8 @@ def tensor_layout(tensor: Tensor) -> Layout:
         shape,
         holdings[me],
         {names[coordinate]: holding for coordinate, holding in holdings.items()},
-        tuple(names[c] for c in holdings if all(c[a] == me[a] for a in range(len(me)) if a not in cutting)),
-        tuple(names[c] for c in holdings if all(c[a] == me[a] for a in batching)),
+        tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in range(len(me)) if a not in cutting))),
+        tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in batching))),
     )
 
 
@@ -139,10 +139,27 @@ def _check_local_shape(tensor: DTensor, holding: Holding) -> None:
         raise ValueError(f"placements {tensor.placements} give a shard {derived} but the tensor holds {actual}")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def local_matrices(tensor: Tensor) -> Tensor:
-    """A view of this rank's part as [matrices, rows, columns]."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    return local.unsqueeze(0) if local.ndim == 2 else local.view(-1, *local.shape[-2:]) if local.ndim > 3 else local
+    """This rank's part as [matrices, rows, columns], sharing its memory."""
+    local = local_part(tensor)
+    if local.ndim == 2:
+        return local.unsqueeze(0)
+    return local if local.ndim == 3 else local.view(math.prod(local.shape[:-2]), *local.shape[-2:])
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of the gradient, placed as the parameter is; None without a gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_part(gradient)
 
 
 def zeros_like_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:

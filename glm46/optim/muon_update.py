@@ -9,13 +9,14 @@ Letters: N matrices, R rows, C columns; S and L are the shorter and the longer o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from glm46.optim.newton_schulz import Coefficients, iterate_gram, orthogonalize, step_coefficients
+from glm46.optim.newton_schulz import Coefficients, iterate_batched, iterate_gram, orthogonalize, step_coefficients
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
+NS_BACKENDS = ("eager", "compile", "gram")
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,32 @@ class Orthogonalizer:
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
-        iterate = None if self.backend == "eager" else _iteration(self.backend)
-        return orthogonalize(x_NSL, self.coefficients, eps=self.eps, dtype=self.dtype, iterate=iterate)
+        options = {"eps": self.eps, "dtype": self.dtype}
+        if self.backend == "compile":
+            return _compiled()(x_NSL, self.coefficients, iterate=iterate_batched, **options)
+        iterate = iterate_gram if self.backend == "gram" else None
+        return orthogonalize(x_NSL, self.coefficients, iterate=iterate, **options)
 
 
-def _iteration(backend: str):
-    if backend == "gram":
-        return iterate_gram
-    raise ValueError(f"ns_backend {backend!r} is unknown")
+@cache
+def _compiled():
+    # Once per process: a model has few canonical shapes, and each is compiled for itself.
+    return torch.compile(orthogonalize, dynamic=False)
 
 
 def orthogonalizer(group: dict) -> Orthogonalizer:
     """The settings of a parameter group of ``Muon``."""
+    if group["ns_backend"] not in NS_BACKENDS:
+        raise ValueError(f"ns_backend {group['ns_backend']!r} is unknown; known: {', '.join(NS_BACKENDS)}")
     coefficients = step_coefficients(group["ns_coefficients"], group["ns_steps"])
     return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"])
 
 
 def update_scale(adjust_lr: str | None, update_rms: float, rows: int, columns: int) -> float:
     """Factor on the learning rate of a rows x columns matrix; both are those of the whole matrix.
+
+    Raises:
+        ValueError: an unknown rule.
 
     Source: "match_rms_adamw", Moonlight (arXiv 2502.16982, equation 4); "original", KellerJordan/Muon; "spectral",
     sqrt(rows / columns), Bernstein (https://jeremybernste.in/writing/deriving-muon).
@@ -55,19 +64,24 @@ def update_scale(adjust_lr: str | None, update_rms: float, rows: int, columns: i
         return update_rms * math.sqrt(max(rows, columns))
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
-    return math.sqrt(rows / columns) if adjust_lr == "spectral" else 1.0
+    if adjust_lr == "spectral":
+        return math.sqrt(rows / columns)
+    if adjust_lr is None:
+        return 1.0
+    raise ValueError(f"adjust_lr {adjust_lr!r} is unknown; known: match_rms_adamw, original, spectral, None")
 
 
 @dataclass(frozen=True)
 class Piece:
     """Views of the same part of one parameter, its gradient and its momentum on this rank, all [N, r, c].
 
-    ``rows`` and ``columns`` are those of the whole matrices, of which the views may hold a part.
+    ``rows`` and ``columns`` are those of the whole matrices, of which the views may hold a part. Without a gradient
+    there is nothing to contribute and nothing to update.
     """
 
     group: dict
     parameter: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
     momentum: Tensor
     rows: int
     columns: int
@@ -102,15 +116,16 @@ def canonical(matrices_NRC: Tensor) -> Tensor:
     return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
 
 
-def update_whole(pieces: Sequence[Piece], wire: torch.dtype, settings: Orthogonalizer) -> None:
+def update_whole(pieces: Sequence[Piece], gather: torch.dtype, back: torch.dtype, settings: Orthogonalizer) -> None:
     """Update pieces that hold whole matrices of one canonical shape, stacked into one iteration.
 
-    ``wire`` is the type in which matrices travel elsewhere: rounding to it here too keeps one process equal to many.
+    ``gather`` and ``back`` are the types in which matrices travel elsewhere and updates return: rounding to them here
+    too keeps one process equal to many.
     """
     counts = [piece.parameter.shape[0] for piece in pieces]
     short, long = canonical(pieces[0].parameter).shape[1:]
-    x_NSL = torch.empty(sum(counts), short, long, dtype=wire, device=pieces[0].parameter.device)
+    x_NSL = torch.empty(sum(counts), short, long, dtype=gather, device=pieces[0].parameter.device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
-    for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):
+    for part, piece in zip(settings(x_NSL).to(back).split(counts), pieces, strict=True):
         piece.apply(part if piece.parameter.shape[1] <= piece.parameter.shape[2] else part.mT)

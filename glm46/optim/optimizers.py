@@ -3,12 +3,61 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
 from glm46.optim.muon import Muon
-from glm46.optim.muon_layout import zeros_like_parameter
-from glm46.optim.roles import assign_roles
+from glm46.optim.muon_layout import local_gradient, local_part, zeros_like_parameter
+from glm46.optim.newton_schulz import step_coefficients
+from glm46.optim.roles import Role, RoleRow, assign_roles, role_rows
+
+
+class AdamW:
+    """torch.optim.AdamW over this rank's parts of the parameters.
+
+    The rule works on entries, so the parts are all it needs: no DTensor operation runs in a step, and parameters of
+    different meshes share one fused kernel. The states are DTensors like the parameters and share the parts' memory.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer):
+        """``decays`` says of each parameter whether it is decayed."""
+        self._states: dict[str, Tensor] = {}
+        self._parts = [(parameter, local_part(parameter)) for _, parameter in parameters]
+        groups = [
+            {
+                "params": [part for (_, part), mine in zip(self._parts, decays, strict=True) if mine == decay],
+                "weight_decay": config.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [{"params": []}],
+            lr=config.adamw_lr or config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=config.implementation == "fused",
+            foreach=config.implementation == "foreach",
+        )
+        for (name, parameter), (_, part) in zip(parameters, self._parts, strict=True):
+            moments = {key: zeros_like_parameter(parameter, parameter.dtype) for key in ("exp_avg", "exp_avg_sq")}
+            # The fused kernel counts on the device, the others count on the host.
+            device = part.device if config.implementation == "fused" else "cpu"
+            step = torch.zeros((), dtype=torch.float32, device=device)
+            self.optimizer.state[part] = {"step": step, **{key: local_part(value) for key, value in moments.items()}}
+            self._states |= {f"{name}.step": step, **{f"{name}.{key}": value for key, value in moments.items()}}
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for parameter, part in self._parts:
+            part.grad = local_gradient(parameter)
+        self.optimizer.step()
+        for _, part in self._parts:
+            part.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live states."""
+        return self._states
 
 
 class OptimizerGroup:
@@ -17,92 +66,74 @@ class OptimizerGroup:
     All states exist from the start, so that a checkpoint can be read into them before the first step.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[nn.Parameter, str]):
-        self._optimizers, self._names = optimizers, names
-        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], roles: Sequence[Role], config: Optimizer):
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._table = role_rows(self._parameters, roles, config)
+        entries = list(zip(named_parameters, roles, strict=True))
+        self._matrices = [(named, role) for named, role in entries if role.optimizer == "muon"]
+        rest = [(named, role) for named, role in entries if role.optimizer == "adamw"]
+        self.muon = _muon(self._matrices, config)
+        self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config)
+        self._peaks = [
+            (group, group["lr"]) for optimizer in (self.muon, self._adamw.optimizer) for group in optimizer.param_groups
+        ]
 
     def step(self, lr_factor: float) -> None:
-        """Update every parameter, at its peak rate times `lr_factor`."""
-        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * lr_factor
-            optimizer.step()
+        """Update every parameter that has a gradient, at its peak rate times ``lr_factor``."""
+        for group, peak in self._peaks:
+            group["lr"] = peak * lr_factor
+        self.muon.step()
+        self._adamw.step()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
-        return {
-            f"{self._names[parameter]}.{key}": value
-            for optimizer in self._optimizers
-            for parameter, states in optimizer.state.items()
-            for key, value in states.items()
+        momenta = {
+            f"{name}.momentum_buffer": self.muon.state[parameter]["momentum_buffer"]
+            for (name, parameter), _ in self._matrices
         }
+        return momenta | self._adamw.state_tensors()
+
+    def role_table(self) -> list[RoleRow]:
+        """What each rule got on this pipeline stage; ``roles.format_role_table`` prints it."""
+        return self._table
 
 
-def build_optimizers(named_parameters: Sequence[tuple[str, nn.Parameter]], config: Optimizer) -> OptimizerGroup:
-    """The optimizers that [optimizer] asks for.
+def build_optimizers(named_parameters: Sequence[tuple[str, Tensor]], config: Optimizer) -> OptimizerGroup:
+    """The optimizers that [optimizer] asks for. A collective of the ranks that share parameters.
 
     Raises:
-        UserError: a parameter that no rule, or more than one, covers.
+        UserError: parameters that fit no rule or several, or Newton-Schulz steps that do not fit the coefficients.
     """
     roles = assign_roles([name for name, _ in named_parameters], config)
-    by_kind: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for (name, parameter), role in zip(named_parameters, roles, strict=True):
-        by_kind.setdefault((role.optimizer, role.decay, role.row_blocks), []).append((name, parameter))
-    muon = [_muon_group(kind, entries, config) for kind, entries in by_kind.items() if kind[0] == "muon"]
-    adamw = [
-        {"params": [p for _, p in entries], "weight_decay": config.weight_decay if decay else 0.0}
-        for (optimizer, decay, _), entries in by_kind.items()
-        if optimizer == "adamw"
-    ]
-    optimizers: list[torch.optim.Optimizer] = []
-    if muon:
-        optimizers.append(
-            Muon(
-                muon,
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                ns_steps=config.ns_steps,
-                ns_coefficients=config.ns_coefficients,
-                adjust_lr=config.adjust_lr,
-                ns_dtype=getattr(torch, config.ns_dtype),
-            )
-        )
-    if adamw:
-        optimizers.append(_adamw(adamw, config))
-    return OptimizerGroup(optimizers, {parameter: name for name, parameter in named_parameters})
+    try:
+        step_coefficients(config.ns_coefficients, config.ns_steps)
+    except ValueError as error:
+        raise UserError(f"[optimizer] {error}") from error
+    return OptimizerGroup(named_parameters, roles, config)
 
 
-def _muon_group(kind: tuple, entries: list[tuple[str, nn.Parameter]], config: Optimizer) -> dict:
-    _, decay, blocks = kind
-    rows = entries[0][1].shape[-2]
-    return {
-        "params": [p for _, p in entries],
-        "param_names": [name for name, _ in entries],
-        "weight_decay": config.weight_decay if decay else 0.0,
-        "row_blocks": None if blocks == 1 else (rows // blocks,) * blocks,
-    }
-
-
-def _adamw(groups: list[dict], config: Optimizer) -> torch.optim.AdamW:
-    adamw = torch.optim.AdamW(
+def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer) -> Muon:
+    groups = []
+    for (name, parameter), role in matrices:
+        rows = parameter.shape[-2] // role.row_blocks
+        blocks = (rows,) * role.row_blocks if role.row_blocks > 1 else None
+        decay = config.weight_decay if role.decay else 0.0
+        groups.append({"params": [(name, parameter)], "weight_decay": decay, "row_blocks": blocks})
+    return Muon(
         groups,
-        lr=config.adamw_lr or config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        ns_coefficients=config.ns_coefficients,
+        # Far below any gradient that is not zero: starved experts keep the full size of their updates.
+        eps=1e-12,
+        adjust_lr=config.adjust_lr,
+        ns_dtype=getattr(torch, config.ns_dtype),
+        state_dtype=torch.float32,
     )
-    for group in adamw.param_groups:
-        for parameter in group["params"]:
-            adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": zeros_like_parameter(parameter, parameter.dtype),
-                "exp_avg_sq": zeros_like_parameter(parameter, parameter.dtype),
-            }
-    return adamw

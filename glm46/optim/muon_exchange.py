@@ -1,0 +1,126 @@
+"""One bucket's journey: parts to their owners, whole matrices orthogonalised there, parts of the update back.
+
+Each way is one all-to-all of exactly the entries that must move: nothing is padded and nothing is sent to oneself.
+Parts are packed in the order of the bucket's units, which every rank knows, so no metadata travels.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.optim.muon_plan import Bucket, Unit
+from glm46.optim.muon_update import Orthogonalizer, Piece
+
+
+def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
+    """A process group for each set of ascending ranks; those among ``known`` are used again.
+
+    A collective of the ranks in each set only. Small sets come first on every rank, so that two never wait crosswise.
+    """
+    groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
+    for ranks in sorted(set(rank_sets), key=lambda ranks: (len(ranks), ranks)):
+        if ranks not in groups:
+            # Other pipeline stages do not come here, so only the members may have to.
+            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return {ranks: groups[ranks] for ranks in rank_sets}
+
+
+class Exchange:
+    """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
+
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, settings: Sequence[Orthogonalizer], device):
+        """``settings`` are those of all parameters of the optimizer, by their number."""
+        self._bucket, self._group, self._device = bucket, group, device
+        self._me = dist.get_group_rank(group, dist.get_rank())
+        self._owned = [unit for unit in bucket.units if unit.owner == self._me]
+        members = range(len(bucket.ranks))
+        # (peer, unit) in the order in which parts are packed: by peer, then by unit.
+        foreign = sorted((unit for unit in bucket.units if unit.owner != self._me), key=lambda unit: unit.owner)
+        self._leaving = [(unit.owner, unit) for unit in foreign if self._me in unit.senders]
+        self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
+        self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
+        self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
+        self._stacks: dict[tuple, list[Unit]] = {}
+        for unit in self._owned:
+            key = (min(unit.shape), max(unit.shape), settings[unit.parameter])
+            self._stacks.setdefault(key, []).append(unit)
+
+    def gather(self, piece_of: Callable[[Unit], Piece]) -> None:
+        """Advance the momentum of all parts here and send them to their owners; returns while they travel."""
+        wire = self._bucket.wire.gather
+        self._pieces = {unit: piece_of(unit) for unit in self._bucket.units if unit.parts[self._me] is not None}
+        self._stacked = {
+            key: torch.empty(len(units), key[0], key[1], dtype=wire, device=self._device)
+            for key, units in self._stacks.items()
+        }
+        self._whole = {
+            unit: matrix if unit.shape == tuple(matrix.shape) else matrix.mT
+            for key, units in self._stacks.items()
+            for unit, matrix in zip(units, self._stacked[key], strict=True)
+        }
+        packed, send, out_sizes = self._slots(self._leaving, lambda _, unit: unit.size(self._me), wire)
+        slot_of = {unit: slot for slot, (_, unit) in zip(packed, self._leaving, strict=True)}
+        for unit, piece in self._pieces.items():
+            direction = None if piece.gradient is None else piece.direction()
+            if unit.owner == self._me:
+                target = _within(self._whole[unit], unit.parts[self._me])
+            elif unit in slot_of:
+                target = slot_of[unit].view(piece.parameter.shape[1:])
+            else:
+                continue
+            target.zero_() if direction is None else target.copy_(direction[0])
+        self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), wire)
+        self._travel(receive, send, in_sizes, out_sizes)
+
+    def orthogonalize(self) -> None:
+        """Wait for the parts of the matrices owned here, orthogonalise them, send the updates; returns meanwhile."""
+        self._work.wait()
+        for slot, (source, unit) in zip(self._arrivals, self._coming, strict=True):
+            target = _within(self._whole[unit], unit.parts[source])
+            target.copy_(slot.view(target.shape))
+        updates = {}
+        for key, units in self._stacks.items():
+            for unit, update in zip(units, key[2](self._stacked[key]), strict=True):
+                updates[unit] = update if unit.shape == tuple(update.shape) else update.mT
+        self._whole, self._stacked = {}, {}
+        wire = self._bucket.wire.back
+        slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
+        for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
+            part = _within(updates[unit], unit.parts[peer])
+            slot.view(part.shape).copy_(part)
+        for unit in self._owned:
+            self._apply(unit, _within(updates[unit], unit.parts[self._me]).to(wire))
+        self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
+        self._travel(receive, send, in_sizes, out_sizes)
+
+    def finish(self) -> None:
+        """Wait for the updates of the parts held here and apply them."""
+        self._work.wait()
+        for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
+            self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
+        self._pieces, self._arrivals, self._buffers, self._work = {}, [], (), None
+
+    def _apply(self, unit: Unit, update: Tensor) -> None:
+        if self._pieces[unit].gradient is not None:
+            self._pieces[unit].apply(update.unsqueeze(0))
+
+    def _slots(self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype):
+        """A flat buffer, its slices for ``entries``, and how much of it belongs to each rank of the group."""
+        sizes = [size(peer, unit) for peer, unit in entries]
+        by_rank = [0] * len(self._bucket.ranks)
+        for (peer, _), entry_size in zip(entries, sizes, strict=True):
+            by_rank[peer] += entry_size
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+        return buffer.split(sizes), buffer, by_rank
+
+    def _travel(self, receive: Tensor, send: Tensor, in_sizes: list[int], out_sizes: list[int]) -> None:
+        # Both buffers must live until the exchange has ended.
+        self._buffers = receive, send
+        self._work = dist.all_to_all_single(receive, send, in_sizes, out_sizes, group=self._group, async_op=True)
+
+
+def _within(matrix: Tensor, part: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
+    (top, bottom), (left, right) = part
+    return matrix[top:bottom, left:right]

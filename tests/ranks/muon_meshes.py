@@ -1,0 +1,374 @@
+"""Run under torchrun: Muon on every mesh of this world size against one process; prints one JSON object per case.
+
+How a tensor is cut is written out by hand, so that the layouts derived from placements are tested, not repeated.
+"""
+
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from glm46.compat import StridedShard
+from glm46.optim import muon_layout
+from glm46.optim.muon import Muon
+
+STEPS = 3
+MATRICES = [(64, 256), (256, 64), (128, 128), (64, 96)]
+UNEVEN = [(65, 256), (257, 64), (3, 256), (1, 256), (9, 32), (2, 40)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters on one mesh. ``cuts`` are (mesh axis, dimension), the outermost cut first."""
+
+    name: str
+    mesh: tuple[int, ...]
+    placements: tuple
+    cuts: tuple[tuple[int, int], ...]
+    shapes: tuple
+    row_blocks: tuple[int, ...] | None = None
+    # Bytes that all ranks receive together, over the bytes of all matrices; None where shards are uneven.
+    traffic: float | None = None
+
+
+def cases(world: int) -> list[Case]:
+    """All cases of a world size."""
+    even, uneven = tuple(MATRICES), tuple(UNEVEN)
+    found = [
+        Case("fsdp", (world,), (Shard(0),), ((0, 0),), even, traffic=2 * (world - 1) / world),
+        Case("fsdp uneven", (world,), (Shard(0),), ((0, 0),), uneven),
+        Case("columns", (world,), (Shard(1),), ((0, 1),), even, traffic=2 * (world - 1) / world),
+        Case("whole experts", (world,), (Shard(0),), ((0, 0),), ((8, 24, 40), (8, 40, 24)), traffic=0.0),
+        Case("replicated", (world,), (Replicate(),), (), even, traffic=0.0),
+        Case("cut experts", (world,), (Shard(1),), ((0, 1),), ((3, 64, 40),), (32, 32)),
+    ]  # fmt: skip
+    if world != 4:
+        return found
+    two = (2, 2)
+    column, row = (StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(1))
+    inside = (Shard(1), Shard(0))
+    return found + [
+        Case("fsdp x tp column", two, column, ((1, 0), (0, 0)), even, traffic=1.5),
+        Case("fsdp x tp column uneven", two, column, ((1, 0), (0, 0)), uneven),
+        Case("fsdp x tp column heads", two, column, ((1, 0), (0, 0)), ((96, 64),), (8,) * 12, traffic=0.0),
+        Case("fsdp x tp row", two, row, ((1, 1), (0, 0)), even, traffic=1.5),
+        Case("fsdp x tp row uneven", two, row, ((1, 1), (0, 0)), uneven),
+        Case("fsdp, tp replicated", two, (Shard(0), Replicate()), ((0, 0),), even, traffic=2.0),
+        Case("hsdp", two, (Replicate(), Shard(0)), ((1, 0),), even, traffic=2.0),
+        Case("hsdp uneven", two, (Replicate(), Shard(0)), ((1, 0),), uneven),
+        Case("ep x efsdp whole", two, column, ((1, 0), (0, 0)), ((8, 24, 40), (8, 40, 24)), traffic=0.0),
+        Case("ep x efsdp whole uneven", two, column, ((1, 0), (0, 0)), ((6, 24, 40), (3, 40, 24)), traffic=0.0),
+        Case("ep x efsdp inside", two, inside, ((1, 0), (0, 1)), ((6, 24, 40), (6, 40, 24)), traffic=1.0),
+        Case("ep x efsdp inside fused", two, inside, ((1, 0), (0, 1)), ((6, 48, 40),), (24, 24), traffic=0.0),
+    ]
+
+
+def cut(full: Tensor, case: Case, mesh: DeviceMesh) -> Tensor:
+    """This rank's shard, by ``torch.chunk`` along the cuts in turn."""
+    coordinate = mesh.get_coordinate()
+    for axis, dim in case.cuts:
+        chunks = full.chunk(mesh.size(axis), dim)
+        empty = full.narrow(dim, 0, 0)
+        full = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else empty
+    return full.contiguous()
+
+
+def distribute(full: Tensor, case: Case, mesh: DeviceMesh) -> DTensor:
+    """The tensor on its mesh."""
+    local = cut(full, case, mesh).clone()
+    return DTensor.from_local(local, mesh, case.placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def random_tensors(case: Case, dtype: torch.dtype, number: int) -> list[Tensor]:
+    """The same tensors on every rank; small, so that the rounding of weights does not hide that of updates."""
+    generator = torch.Generator().manual_seed(number)
+    return [0.02 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in case.shapes]
+
+
+@contextmanager
+def counted_bytes():
+    """Bytes of matrix parts that this rank receives through any collective."""
+    received = [0]
+    real = dist.all_to_all_single
+
+    def counting(output, input, output_sizes, input_sizes, **options):
+        me = dist.get_group_rank(options["group"], dist.get_rank())
+        received[0] += (sum(output_sizes) - output_sizes[me]) * output.element_size()
+        assert sum(output_sizes) == output.numel() and sum(input_sizes) == input.numel()
+        return real(output, input, output_sizes, input_sizes, **options)
+
+    refused = {name: mock.Mock(side_effect=AssertionError(name)) for name in ("all_gather", "all_gather_into_tensor")}
+    with mock.patch.multiple(dist, all_to_all_single=counting, **refused):
+        yield received
+
+
+def summed(value: float, operation=dist.ReduceOp.SUM) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, operation)
+    return tensor.item()
+
+
+def build(case: Case, mesh: DeviceMesh, dtype: torch.dtype, **options) -> tuple[list[nn.Parameter], Muon]:
+    """Parameters on the mesh and their optimizer."""
+    parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, dtype, 0)]
+    named = [(f"{case.name} {number}", parameter) for number, parameter in enumerate(parameters)]
+    group = {"params": named, "row_blocks": case.row_blocks}
+    return parameters, Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, gram_load=1e9, **options)
+
+
+def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS) -> list[Tensor]:
+    """The same steps on whole, plain tensors."""
+    parameters = [nn.Parameter(full) for full in random_tensors(case, dtype, 0)]
+    optimizer = Muon([{"params": parameters, "row_blocks": case.row_blocks}], lr=0.02, ns_dtype=dtype, eps=1e-12)
+    for step in range(1, steps + 1):
+        for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def torch_muon_fp64(case: Case) -> list[Tensor]:
+    """The same steps by torch.optim.Muon, which knows neither batches nor blocks, matrix by matrix in FP64."""
+
+    def plain(gradient, coefficients, steps, eps):
+        x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
+        x = x / x.norm().clamp(min=eps)
+        a, b, c = coefficients
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x if gradient.shape[0] <= gradient.shape[1] else x.T
+
+    def matrices(tensors: list[Tensor]) -> list[Tensor]:
+        flat = [matrix for tensor in tensors for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
+        return [block for matrix in flat for block in matrix.split(case.row_blocks or matrix.shape[0])]
+
+    whole = random_tensors(case, torch.float64, 0)
+    parameters = [nn.Parameter(matrix) for matrix in matrices(whole)]
+    options = dict(lr=0.02, weight_decay=0.1, eps=1e-12, adjust_lr_fn="match_rms_adamw")
+    optimizer = torch.optim.Muon(parameters, **options)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", plain):
+        for step in range(1, STEPS + 1):
+            gradients = matrices(random_tensors(case, torch.float64, step))
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    # The matrices are views of the whole tensors, updated in place.
+    return whole
+
+
+def set_gradients(parameters: list[nn.Parameter], case: Case, mesh: DeviceMesh, step: int) -> None:
+    for parameter, gradient in zip(parameters, random_tensors(case, parameters[0].dtype, step), strict=True):
+        parameter.grad = distribute(gradient, case, mesh)
+
+
+def worst_error(parameters: list[nn.Parameter], expected: list[Tensor], case: Case, mesh: DeviceMesh) -> float:
+    """Largest error over parameters and ranks, relative to how far the parameter moved."""
+    start = random_tensors(case, expected[0].dtype, 0)
+    errors = [
+        ((p.to_local() - cut(e, case, mesh)).norm() / (e - s).norm()).item()
+        for p, e, s in zip(parameters, expected, start, strict=True)
+    ]
+    return summed(max(errors), dist.ReduceOp.MAX)
+
+
+def run_case(case: Case, mesh: DeviceMesh, dtype: torch.dtype, expected: list[Tensor], **options) -> dict:
+    """Errors, bytes and plan of one case."""
+    parameters, optimizer = build(case, mesh, dtype, **options)
+    plan = optimizer.plan()
+    with counted_bytes() as received:
+        for step in range(1, STEPS + 1):
+            set_gradients(parameters, case, mesh, step)
+            optimizer.step()
+    states = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    matrix_bytes = sum(torch.Size(shape).numel() for shape in case.shapes) * dtype.itemsize
+    owned = sum(2 * unit.shape[0] * unit.shape[1] - 2 * unit.size(unit.owner) for b in plan.buckets for unit in b.units)
+    others = sum(len(b.units) for b in plan.buckets)
+    holders = sum(task.matrices[1] - task.matrices[0] for task in plan.local)
+    return {
+        "case": case.name,
+        "error": worst_error(parameters, expected, case, mesh),
+        "state_placed": all(s.placements == p.placements for s, p in zip(states, parameters, strict=True)),
+        "bytes": summed(received[0]) / STEPS,
+        "bytes_equal_plan": summed(received[0] == STEPS * plan.bytes_per_rank().get(dist.get_rank(), 0)) / mesh.size(),
+        "bytes_formula": owned * dtype.itemsize,
+        "matrix_bytes": matrix_bytes,
+        "traffic": case.traffic,
+        "cut_matrices": others,
+        "whole_matrices": summed(holders),
+    }
+
+
+def run_mixed(chosen: list[Case], meshes: dict) -> dict:
+    """All cases in one optimizer, in small buckets, so that many are in flight."""
+    groups, everything = [], []
+    for case in chosen:
+        mesh = meshes[case.mesh]
+        parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, torch.float32, 0)]
+        groups.append({"params": parameters, "row_blocks": case.row_blocks})
+        everything.append((case, mesh, parameters))
+    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1e9)
+    optimizer = Muon(groups, bucket_bytes=70_000, workspace_bytes=200_000, **options)
+    for step in range(1, STEPS + 1):
+        for case, mesh, parameters in everything:
+            set_gradients(parameters, case, mesh, step)
+        optimizer.step()
+    errors = [worst_error(p, one_process(c, torch.float32), c, m) for c, m, p in everything]
+    return {"mixed": max(errors), "buckets": len(optimizer.plan().buckets)}
+
+
+def run_stages(world: int) -> dict:
+    """Two pipeline stages, of which only the first has a matrix."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
+    case = Case("stage", (world // 2,), (Shard(0),), ((0, 0),), tuple(MATRICES))
+    if mesh.get_local_rank("pp") == 0:
+        parameters, optimizer = build(case, mesh["dp"], torch.float32)
+    else:
+        parameters, optimizer = [], Muon([])
+    for step in range(1, STEPS + 1):
+        if parameters:
+            set_gradients(parameters, case, mesh["dp"], step)
+        optimizer.step()
+    expected = one_process(case, torch.float32)
+    errors = [0.0]
+    for p, e, s in zip(parameters, expected, random_tensors(case, torch.float32, 0), strict=False):
+        errors.append(((p.to_local() - cut(e, case, mesh["dp"])).norm() / (e - s).norm()).item())
+    return {"stages": summed(max(errors), dist.ReduceOp.MAX)}
+
+
+def run_gram(world: int) -> dict:
+    """A head that one owner would be too slow for, and one in the other orientation."""
+    mesh = init_device_mesh("cpu", (world,))
+    figures = {}
+    for name, placement, dim, shape in (("tall", Shard(0), 0, (1027, 48)), ("wide", Shard(1), 1, (48, 1024))):
+        case = Case(name, (world,), (placement,), ((0, dim),), (shape,))
+        parameter = nn.Parameter(distribute(random_tensors(case, torch.float32, 0)[0], case, mesh))
+        # Two ranks share a load of twice the mean exactly, and the rule says more than that.
+        optimizer = Muon([parameter], lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1.5)
+        for step in range(1, STEPS + 1):
+            set_gradients([parameter], case, mesh, step)
+            optimizer.step()
+        assert len(optimizer.plan().gram) == 1 and not optimizer.plan().buckets
+        figures[name] = worst_error([parameter], one_process(case, torch.float32), case, mesh)
+    return {"gram": figures}
+
+
+def run_resume(world: int) -> dict:
+    """Save on one mesh, load on another, three more steps, against six uninterrupted ones."""
+    shapes = tuple(MATRICES + [(8, 24, 40)])
+    column = (StridedShard(0, split_factor=2), Shard(0))
+    kinds = {
+        "fsdp": Case("r", (4,), (Shard(0),), ((0, 0),), shapes),
+        "tp": Case("r", (2, 2), column, ((1, 0), (0, 0)), shapes),
+        "row": Case("r", (2, 2), (Shard(0), Shard(1)), ((1, 1), (0, 0)), shapes),
+        "hsdp": Case("r", (2, 2), (Replicate(), Shard(0)), ((1, 0),), shapes),
+    }
+    expected = one_process(kinds["fsdp"], torch.float32, 2 * STEPS)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    figures = {}
+    for first, second in (("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "row"), ("row", "fsdp")):
+        meshes = {kind: init_device_mesh("cpu", kinds[kind].mesh) for kind in (first, second)}
+        parameters, optimizer = build(kinds[first], meshes[first], torch.float32)
+        for step in range(1, STEPS + 1):
+            set_gradients(parameters, kinds[first], meshes[first], step)
+            optimizer.step()
+        path = os.path.join(folder[0], f"{first}-{second}")
+        dcp.save(tensors_of(parameters, optimizer), checkpoint_id=path)
+        parameters, optimizer = build(kinds[second], meshes[second], torch.float32)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        dcp.load(tensors_of(parameters, optimizer), checkpoint_id=path)
+        for step in range(STEPS + 1, 2 * STEPS + 1):
+            set_gradients(parameters, kinds[second], meshes[second], step)
+            optimizer.step()
+        figures[f"{first} to {second}"] = worst_error(parameters, expected, kinds[second], meshes[second])
+    return {"resume": figures}
+
+
+def tensors_of(parameters: list[nn.Parameter], optimizer: Muon) -> dict[str, Tensor]:
+    """Weights and states by name, as live tensors."""
+    weights = {f"p{number}": parameter.detach() for number, parameter in enumerate(parameters)}
+    return weights | {f"m{number}": optimizer.state[p]["momentum_buffer"] for number, p in enumerate(parameters)}
+
+
+def run_model() -> dict:
+    """Real tensor parallelism under real FSDP2, after a real backward, against one process."""
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(24, 66, bias=False), nn.ReLU(), nn.Linear(66, 20, bias=False))
+
+    plain, model = fresh(), fresh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    for module in (plain, model):
+        optimizer = Muon(module.parameters(), lr=0.02, ns_dtype=torch.float32, gram_load=1e9)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            module(torch.randn(8, 24)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    placements = [type(p).__name__ for p in model[0].weight.placements]
+    moved = [(a - b).norm() for a, b in zip(plain.parameters(), fresh().parameters(), strict=True)]
+    errors = [
+        ((p.full_tensor() - q).norm() / m).item()
+        for p, q, m in zip(model.parameters(), plain.parameters(), moved, strict=True)
+    ]
+    return {"model": max(errors), "placements": placements}
+
+
+def run_blind_planner(case: Case, mesh: DeviceMesh) -> dict:
+    """T11: a planner that asks ``is_shard()`` must be found out by these tests."""
+    with mock.patch.object(muon_layout, "is_sharding", lambda placement: placement.is_shard()):
+        try:
+            figures = run_case(case, mesh, torch.float32, one_process(case, torch.float32))
+        except ValueError as error:
+            return {"blind": "refused", "message": str(error)}
+    return {"blind": figures["error"]}
+
+
+def main() -> None:
+    """All cases of this world size."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    world = dist.get_world_size()
+    chosen = cases(world)
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in {case.mesh for case in chosen}}
+    results = []
+    for case in chosen:
+        mesh = meshes[case.mesh]
+        expected = one_process(case, torch.float32)
+        row = run_case(case, mesh, torch.float32, expected)
+        row["oracle_error"] = run_case(case, mesh, torch.float64, torch_muon_fp64(case))["error"]
+        results.append(row)
+        if "hsdp" in case.name or "replicated" in case.name:
+            redundant = run_case(
+                case, mesh, torch.float32, one_process(case, torch.float32), replicate_mode="redundant"
+            )
+            results.append(redundant | {"case": f"{case.name}, redundant", "oracle_error": 0.0, "traffic": None})
+    results += [run_mixed(chosen, meshes), run_stages(world), run_gram(world)]
+    if world == 4:
+        column = next(case for case in chosen if case.name == "fsdp x tp column")
+        results += [run_resume(world), run_model(), run_blind_planner(column, meshes[column.mesh])]
+    if dist.get_rank() == 0:
+        for row in results:
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Muon in one process: against torch.optim.Muon, against the plain reference, and against singular values."""
+
+import copy
+
+import pytest
+import torch
+
+from glm46.optim.muon import Muon
+from glm46.optim.muon_reference import reference_update
+from glm46.optim.newton_schulz import NAMED_COEFFICIENTS, orthogonalize, step_coefficients
+
+# FP32 products in another order; five iterations multiply the rounding by a few tens.
+FP32 = 1e-6
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def parameters_with_gradients(shapes, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    # Weights no larger than the update: otherwise their own rounding is what would be compared.
+    parameters = [torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(5)]
+    return parameters, gradients
+
+
+def run_steps(optimizer, parameters, gradients):
+    for step_gradients in gradients:
+        for parameter, gradient in zip(parameters, step_gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+def plain_newton_schulz(gradient, coefficients, steps, eps):
+    """torch's function without its rounding to bfloat16."""
+    x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
+    x = x / x.norm().clamp(min=eps)
+    a, b, c = coefficients
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if gradient.shape[0] <= gradient.shape[1] else x.T
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_t1_equals_torch_in_fp32(monkeypatch, adjust_lr, nesterov):
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", plain_newton_schulz)
+    shapes = [(48, 96), (96, 48), (64, 64), (1, 40), (128, 256)]
+    mine, gradients = parameters_with_gradients(shapes)
+    theirs, start = copy.deepcopy(mine), copy.deepcopy(mine)
+    options = dict(lr=0.01, momentum=0.95, nesterov=nesterov, weight_decay=0.1)
+    run_steps(Muon(mine, adjust_lr=adjust_lr, ns_dtype=torch.float32, **options), mine, gradients)
+    run_steps(torch.optim.Muon(theirs, adjust_lr_fn=adjust_lr, **options), theirs, gradients)
+    for a, b, s in zip(mine, theirs, start, strict=True):
+        assert relative_error(a.detach() - s.detach(), b.detach() - s.detach()) <= FP32
+
+
+def test_t1_equals_torch_in_bfloat16_within_its_rounding():
+    shapes = [(48, 96), (96, 48), (64, 64)]
+    mine, gradients = parameters_with_gradients(shapes)
+    theirs, start = copy.deepcopy(mine), copy.deepcopy(mine)
+    run_steps(Muon(mine, lr=0.01, weight_decay=0.0), mine, gradients)
+    torch_muon = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    run_steps(torch_muon, theirs, gradients)
+    for a, b, s in zip(mine, theirs, start, strict=True):
+        # torch rounds the norm to bfloat16, this does not.
+        assert relative_error(a.detach() - s.detach(), b.detach() - s.detach()) <= 5e-2
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 100_000, 1 << 30])
+def test_batches_and_row_blocks_equal_the_reference(workspace_bytes):
+    shapes = [(6, 32, 48), (6, 48, 16), (2, 3, 20, 30), (40, 24), (200, 100)]
+    blocks = [(16, 16), None, (5, 15), None, (100, 100)]
+    mine, gradients = parameters_with_gradients(shapes)
+    groups = [{"params": [p], "row_blocks": b} for p, b in zip(mine, blocks, strict=True)]
+    expected = [p.detach().clone() for p in mine]
+    momenta = [torch.zeros_like(p) for p in expected]
+    optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32, workspace_bytes=workspace_bytes)
+    run_steps(optimizer, mine, gradients)
+    for step_gradients in gradients:
+        for p, g, m, group in zip(expected, step_gradients, momenta, optimizer.param_groups, strict=True):
+            reference_update(p, g, m, group, group["row_blocks"])
+    for p, e in zip(mine, expected, strict=True):
+        assert relative_error(p.detach(), e) <= FP32
+    for p, m in zip(mine, momenta, strict=True):
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
+
+
+def test_t8_fused_rows_equal_separate_parameters_bitwise():
+    fused, gradients = parameters_with_gradients([(4, 24, 40)])
+    parts = [torch.nn.Parameter(fused[0].detach()[:, rows].clone()) for rows in (slice(0, 8), slice(8, 24))]
+    part_gradients = [[g[0][:, :8], g[0][:, 8:]] for g in gradients]
+    options = dict(lr=0.02, ns_dtype=torch.float32)
+    run_steps(Muon([{"params": fused, "row_blocks": (8, 16)}], **options), fused, gradients)
+    run_steps(Muon(parts, **options), parts, part_gradients)
+    assert torch.equal(fused[0].detach(), torch.cat([part.detach() for part in parts], dim=1))
+
+
+def test_t8_heads_equal_separate_parameters_bitwise():
+    fused, gradients = parameters_with_gradients([(96, 64)])
+    heads = [torch.nn.Parameter(head.clone()) for head in fused[0].detach().split(8)]
+    head_gradients = [list(g[0].split(8)) for g in gradients]
+    options = dict(lr=0.02, ns_dtype=torch.float32)
+    run_steps(Muon([{"params": fused, "row_blocks": (8,) * 12}], **options), fused, gradients)
+    run_steps(Muon(heads, **options), heads, head_gradients)
+    assert torch.equal(fused[0].detach(), torch.cat([head.detach() for head in heads]))
+
+
+def matrix_with_singular_values(values, columns=96, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    left = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(columns, n, generator=generator, dtype=torch.float64))[0]
+    values = values / values.norm()
+    return (left * values) @ right.T, left @ right.T
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "lowest", "highest", "distance"),
+    [
+        ("keller", 5, 0.65, 1.25, 0.20),
+        ("quintic", 5, 0.95, 1.17, 0.10),
+        ("polar_express", 5, 0.84, 1.16, 0.11),
+        ("deepseek_v4", 10, 0.99, 1.01, 0.01),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "wider"), [(torch.float32, 0.0), (torch.float16, 0.02), (torch.bfloat16, 0.02)])
+def test_t4_singular_values_and_vectors(name, steps, lowest, highest, distance, dtype, wider):
+    # A power law whose smallest value is 3e-3 of the Frobenius norm, where the sets still reach their plateau.
+    values = torch.arange(1, 65, dtype=torch.float64) ** -1.2
+    assert (values.min() / values.norm()).item() >= 3e-3
+    x, factor = matrix_with_singular_values(values)
+    out = orthogonalize(x[None], step_coefficients(name, steps), eps=1e-12, dtype=dtype)[0].double()
+    singular = torch.linalg.svdvals(out)
+    assert lowest - wider <= singular.min() and singular.max() <= highest + wider
+    if dtype == torch.float32:
+        assert relative_error(out, factor) <= distance
+
+
+@pytest.mark.parametrize(
+    ("shape", "coefficients"),
+    # Keller's polynomial maps the few large singular values of small matrices to 0.7: there another set is looked at.
+    [((256, 640), "keller"), ((640, 256), "keller"), ((64, 160), "quintic"), ((5, 48, 96), "quintic")],
+)
+def test_t4_update_has_the_promised_root_mean_square(shape, coefficients):
+    parameters, gradients = parameters_with_gradients([shape])
+    start = parameters[0].detach().clone()
+    options = dict(ns_coefficients=coefficients, ns_dtype=torch.float32)
+    run_steps(Muon(parameters, lr=1.0, weight_decay=0.0, **options), parameters, gradients[:1])
+    # The mean square of the singular values is within a few percent of one.
+    assert (parameters[0].detach() - start).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.07)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_t5_update_does_not_depend_on_the_scale_of_the_gradient(dtype):
+    updates = []
+    for scale in (1e-10, 1.0, 1e6):
+        parameters, gradients = parameters_with_gradients([(32, 48)])
+        start = parameters[0].detach().clone()
+        optimizer = Muon(parameters, lr=0.1, weight_decay=0.0, eps=1e-12, ns_dtype=dtype)
+        run_steps(optimizer, parameters, [[scale * gradients[0][0]]])
+        updates.append(parameters[0].detach() - start)
+    # Other scales round other bits before the iteration and half precision carries that on.
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    assert max(relative_error(update, updates[1]) for update in updates) <= tolerance
+
+
+def test_t5_zero_gradient_gives_zero_update():
+    parameters = [torch.nn.Parameter(torch.ones(3, 8, 4))]
+    run_steps(Muon(parameters, weight_decay=0.0), parameters, [[torch.zeros(3, 8, 4)]])
+    assert torch.equal(parameters[0].detach(), torch.ones(3, 8, 4))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_t6_iteration_changes_neither_gradient_nor_momentum(dtype, nesterov):
+    parameters, gradients = parameters_with_gradients([(16, 24), (3, 24, 16)], dtype=dtype)
+    optimizer = Muon(parameters, nesterov=nesterov, ns_dtype=dtype)
+    expected = [torch.zeros_like(p) for p in gradients[0]]
+    for step_gradients in gradients:
+        run_steps(optimizer, parameters, [step_gradients])
+        for p, g, m in zip(parameters, step_gradients, expected, strict=True):
+            m.lerp_(g, 1 - 0.95)
+            assert torch.equal(p.grad, g)
+            assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
+
+
+def test_t10_gram_form_equals_the_plain_iteration():
+    x, _ = matrix_with_singular_values(torch.arange(1, 65, dtype=torch.float64) ** -1.2, columns=512)
+    updates = []
+    for backend in ("eager", "gram"):
+        parameter = torch.nn.Parameter(torch.zeros(64, 512))
+        optimizer = Muon([parameter], lr=1.0, ns_backend=backend, ns_dtype=torch.float32)
+        run_steps(optimizer, [parameter], [[x.float()]])
+        updates.append(parameter.detach().clone())
+    assert relative_error(updates[1], updates[0]) <= 1e-4
+
+
+def test_parameter_without_gradient_is_left_alone():
+    parameters, gradients = parameters_with_gradients([(8, 12), (8, 12)])
+    before = parameters[1].detach().clone()
+    optimizer = Muon(parameters, ns_dtype=torch.float32)
+    parameters[0].grad = gradients[0][0]
+    optimizer.step()
+    assert torch.equal(parameters[1].detach(), before)
+    assert not torch.equal(parameters[0].detach(), gradients[0][0])
+    assert optimizer.state[parameters[1]]["momentum_buffer"].count_nonzero() == 0
+
+
+def test_learning_rate_may_be_a_tensor_and_change():
+    first, gradients = parameters_with_gradients([(8, 12)])
+    second = copy.deepcopy(first)
+    run_steps(Muon(first, lr=0.03, ns_dtype=torch.float32), first, gradients)
+    run_steps(Muon(second, lr=torch.tensor(0.03), ns_dtype=torch.float32), second, gradients)
+    assert relative_error(first[0].detach(), second[0].detach()) <= FP32
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_loads_into_the_live_buffers_in_their_type(state_dtype):
+    source, gradients = parameters_with_gradients([(8, 12), (2, 6, 4)])
+    optimizer = Muon(source, ns_dtype=torch.float32)
+    run_steps(optimizer, source, gradients)
+    target = copy.deepcopy(source)
+    loaded = Muon(target, ns_dtype=torch.float32, state_dtype=state_dtype)
+    live = [loaded.state[p]["momentum_buffer"] for p in target]
+    loaded.load_state_dict(optimizer.state_dict())
+    for p, q, buffer in zip(source, target, live, strict=True):
+        assert loaded.state[q]["momentum_buffer"] is buffer
+        assert torch.equal(buffer, optimizer.state[p]["momentum_buffer"].to(state_dtype))
+
+
+def test_no_parameters_is_legal():
+    optimizer = Muon([])
+    optimizer.step()
+    assert optimizer.plan().local == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(ns_coefficients="kelly"), "known: keller"),
+        (dict(ns_coefficients="deepseek_v4"), "needs ns_steps"),
+        (dict(ns_coefficients=[(1.0, 2.0)]), "triples"),
+        (dict(ns_steps=0), "ns_steps"),
+        (dict(adjust_lr="rms"), "adjust_lr"),
+        (dict(momentum=1.0), "momentum"),
+        (dict(ns_backend="fast"), "ns_backend"),
+        (dict(replicate_mode="all"), "replicate_mode"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([torch.nn.Parameter(torch.zeros(4, 4))], **options)
+
+
+def test_vectors_and_wrong_row_blocks_are_refused():
+    with pytest.raises(ValueError, match="shape"):
+        Muon([torch.nn.Parameter(torch.zeros(4))])
+    with pytest.raises(ValueError, match="row_blocks"):
+        Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 4))], "row_blocks": (3, 2)}])
+
+
+def test_last_triple_repeats():
+    assert step_coefficients("quintic", 7) == NAMED_COEFFICIENTS["quintic"] + NAMED_COEFFICIENTS["quintic"][-1:] * 2

@@ -1,0 +1,135 @@
+"""Muon and AdamW as one optimizer: rates, states that exist from the start, and resuming from them."""
+
+import pytest
+import torch
+
+from glm46.config.errors import UserError
+from glm46.config.optimizer import Optimizer
+from glm46.optim.optimizers import build_optimizers
+
+SHAPES = {
+    "embed_tokens.weight": (32, 16),
+    "layers.0.input_layernorm.weight": (16,),
+    "layers.0.self_attn.q_proj.weight": (24, 16),
+    "layers.0.self_attn.q_proj.bias": (24,),
+    "layers.0.mlp.router.weight": (4, 16),
+    "layers.0.mlp.experts.gate_up": (4, 12, 16),
+    "layers.0.mlp.experts.down": (4, 16, 6),
+    "lm_head.weight": (32, 16),
+}
+MATRICES = {name for name in SHAPES if "layers" in name and len(SHAPES[name]) > 1}
+
+
+def make_parameters():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def train(parameters, group, steps, lr_factor=1.0):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        group.step(lr_factor)
+
+
+def test_states_exist_before_the_first_step_under_their_names():
+    parameters = make_parameters()
+    states = build_optimizers(list(parameters.items()), Optimizer()).state_tensors()
+    expected = {f"{name}.momentum_buffer" for name in MATRICES}
+    expected |= {f"{name}.{key}" for name in set(SHAPES) - MATRICES for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(states) == expected
+    assert all(state.count_nonzero() == 0 for state in states.values())
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_adamw_equals_torch_with_lazy_states(implementation):
+    config = Optimizer(name="AdamW", lr=0.01, implementation=implementation)
+    mine, theirs = make_parameters(), make_parameters()
+    group = build_optimizers(list(mine.items()), config)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.005,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=implementation == "fused",
+        foreach=implementation == "foreach",
+    )
+    train(mine, group, range(4), lr_factor=0.5)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in theirs.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        reference.step()
+    assert all(torch.equal(mine[name], theirs[name]) for name in SHAPES)
+
+
+def test_states_written_in_place_continue_bit_for_bit():
+    config = Optimizer(lr=0.01, ns_dtype="float32")
+    first = make_parameters()
+    group = build_optimizers(list(first.items()), config)
+    train(first, group, range(3))
+    saved = {name: state.clone() for name, state in group.state_tensors().items()}
+    second = make_parameters()
+    resumed = build_optimizers(list(second.items()), config)
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+        for name, state in resumed.state_tensors().items():
+            state.copy_(saved[name])
+    train(first, group, range(3, 6))
+    train(second, resumed, range(3, 6))
+    assert all(torch.equal(first[name], second[name]) for name in SHAPES)
+
+
+def test_own_rate_of_adamw_and_factor():
+    config = Optimizer(lr=0.01, adamw_lr=0.002, weight_decay=0.0, ns_dtype="float32")
+    moved = {}
+    for factor in (1.0, 0.5):
+        parameters, start = make_parameters(), make_parameters()
+        train(parameters, build_optimizers(list(parameters.items()), config), range(1), factor)
+        moved[factor] = {name: (parameters[name] - start[name]).abs().mean().item() for name in SHAPES}
+    # AdamW's first step is the rate in every entry.
+    assert moved[1.0]["lm_head.weight"] == pytest.approx(0.002, rel=1e-3)
+    for name in SHAPES:
+        assert moved[0.5][name] == pytest.approx(0.5 * moved[1.0][name], rel=1e-3)
+
+
+def test_fused_gate_and_up_are_two_matrices_per_expert():
+    parameters = make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    tasks = [task for task in group.muon.plan().local if task.columns == 16]
+    fused = [task for task in tasks if task.matrices == (0, 4) and task.rows[1] - task.rows[0] == 6]
+    assert sorted(task.rows for task in fused) == [(0, 6), (6, 12)]
+
+
+def test_parameters_without_gradient_stay():
+    parameters, start = make_parameters(), make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    group.step(1.0)
+    assert all(torch.equal(parameters[name], start[name]) for name in SHAPES)
+    assert all(state.count_nonzero() == 0 for state in group.state_tensors().values())
+
+
+def test_zero_grad_forgets_all_gradients():
+    parameters = make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    train(parameters, group, range(1))
+    group.zero_grad()
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_role_table_covers_all_parameters():
+    parameters = make_parameters()
+    rows = build_optimizers(list(parameters.items()), Optimizer()).role_table()
+    assert sum(row.tensors for row in rows) == len(SHAPES)
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in parameters.values())
+
+
+def test_too_few_steps_for_the_coefficients_is_a_message():
+    parameters = make_parameters()
+    with pytest.raises(UserError, match="ns_steps >= 10"):
+        build_optimizers(list(parameters.items()), Optimizer(ns_coefficients="deepseek_v4"))
