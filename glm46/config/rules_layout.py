@@ -12,7 +12,7 @@ from glm46.config.section import Schedule
 
 Faults = Iterator[Fault]
 
-PLANNED_ONLY = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+PLANNED_ONLY = ("tensor_parallel_degree", "pipeline_parallel_degree")
 """Degrees above 1 of which `train` refuses and `plan` does not."""
 
 

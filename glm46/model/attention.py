@@ -13,6 +13,9 @@ from glm46.model.rope import rotate
 AttentionCore = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 """(q [B, S, H, C], k [B, S, K, C], v [B, S, K, C], mask) -> [B, S, H, C]."""
 
+MaskBuilder = Callable[["Tensor | None", Tensor, "int | None"], "Tensor | None"]
+"""What `attention_mask` is: replaced together with the core, whose keys it must describe."""
+
 
 def attention_mask(document_ids: Tensor | None, positions: Tensor, sliding_window: int | None) -> Tensor | None:
     """Who may see whom: causal, inside a document, inside the window.

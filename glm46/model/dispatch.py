@@ -81,7 +81,7 @@ class LocalDispatcher:
 
 
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The token of each sorted assignment, [N, D]; `place_TA` says where each token's assignments stand in that order."""
+    """The token of each sorted assignment, [N, D]; `place_TA` says where in that order each token's assignments are."""
     return _Gather.apply(x_TD, token_N, place_TA)
 
 

@@ -5,6 +5,7 @@ on different layouts.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
+        # What a sum over a sequence is when other ranks hold the rest of it; replaced by context parallelism.
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 
     def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
@@ -127,13 +130,17 @@ class Router(nn.Module):
         balance = z = logits_TE.new_zeros(())
         real_BS1 = logits_TE.new_ones(B, S, 1) if is_real is None else is_real.float().unsqueeze(-1)
         if options.balance_loss:
-            length_B1 = real_BS1.sum(1).clamp(min=1.0)
+            E = self.shape.n_routed_experts
             by_score_TA = scores_TE.detach().topk(self.shape.num_experts_per_tok, dim=-1).indices
-            chosen_BSE = torch.zeros_like(scores_TE).scatter_(1, by_score_TA, 1.0).view(B, S, -1) * real_BS1
-            share_BE = chosen_BSE.sum(1) * (self.shape.n_routed_experts / self.shape.num_experts_per_tok) / length_B1
+            chosen_TE = torch.zeros_like(scores_TE).scatter_(1, by_score_TA, 1.0)
             probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-            mean_probability_BE = (probability_TE.view(B, S, -1) * real_BS1).sum(1) / length_B1
-            balance = ((share_BE * mean_probability_BE).sum(1) * real_BS1.sum((1, 2))).sum()
+            figures_BSX = torch.cat([chosen_TE, probability_TE], dim=1).view(B, S, 2 * E)
+            sums_BX = torch.cat([(figures_BSX * real_BS1).sum(1), real_BS1.sum(1)], dim=1)
+            chosen_BE, probability_BE, length_B1 = self.sum_over_ranks(sums_BX).split([E, E, 1], dim=1)
+            length_B1 = length_B1.clamp(min=1.0)
+            share_BE = chosen_BE * (E / self.shape.num_experts_per_tok) / length_B1
+            # Times the tokens here only: the ranks of a sequence add theirs to the same value.
+            balance = ((share_BE * probability_BE / length_B1).sum(1) * real_BS1.sum((1, 2))).sum()
         if options.z_loss:
             z = (logits_TE.logsumexp(-1).square().view(B, S, 1) * real_BS1).sum()
         return torch.stack([balance, z])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
-from glm46.model.attention import attention_mask
+from glm46.model.attention import MaskBuilder, attention_mask
 from glm46.model.block import TransformerBlock
 from glm46.model.cross_entropy import chunked_cross_entropy
 from glm46.model.layers import RMSNorm
@@ -67,6 +67,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size)
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
+        self.build_mask: MaskBuilder = attention_mask
 
     def forward(
         self,
@@ -99,7 +100,7 @@ class Transformer(nn.Module):
         hidden = self.embed_tokens(input_ids)
         # Built here, never passed in: every stage of a pipeline makes its own from the same small integers.
         rope = rotary_tables(positions, self.shape, hidden.dtype)
-        mask = attention_mask(document_ids, positions, self.shape.sliding_window)
+        mask = self.build_mask(document_ids, positions, self.shape.sliding_window)
         is_real = None if document_ids is None else document_ids >= 0
         statistics: list[RoutingStatistics] = []
         for layer in self.layers.values():

@@ -5,12 +5,12 @@ import torch
 from glm46.model.transformer import Transformer
 
 
-def apply(model: Transformer, *, tokens_travel: bool) -> None:
+def apply(model: Transformer, *, whole_graphs: bool) -> None:
     """Compile the forward of every layer, in place. Hooks that FSDP2 adds later stay outside the graphs.
 
     Args:
-        tokens_travel: experts are on other ranks. How many tokens arrive is known only at run time, so the exchange
-            stays outside the graphs; without it a layer must be one whole graph.
+        whole_graphs: each layer must become one graph. False where a layer exchanges tokens or keys with other ranks:
+            the exchange stays outside the graphs, because how much arrives is known only at run time.
     """
     for layer in (*model.layers.values(), *model.mtp.values()):
-        layer.forward = torch.compile(layer.forward, fullgraph=not tokens_travel)
+        layer.forward = torch.compile(layer.forward, fullgraph=whole_graphs)

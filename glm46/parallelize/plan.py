@@ -9,7 +9,7 @@ from glm46.distributed.mesh import Meshes
 from glm46.distributed.placement import global_indices
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
-from glm46.parallelize import activation_checkpoint, compile, expert, fsdp
+from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp
 
 
 def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.device) -> Transformer:
@@ -22,6 +22,8 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
     _keep_router_bias_float32(model)
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
+    if meshes.sequence is not None:
+        context.apply(model, meshes.sequence)  # before compile, for the same reason
     if run.compile.enable:
         compile.apply(
             model, tokens_travel=meshes.expert is not None

@@ -48,6 +48,16 @@ class Parts:
         """Sequences that all ranks together take in one micro-batch."""
         return self.run.training.local_batch_size * self.layout.batch_ranks
 
+    @property
+    def batch_rank(self) -> int:
+        """Which of the data-parallel ranks this is: ranks with the same number read the same sequences."""
+        return self.process.rank // self.readers_of_a_batch
+
+    @property
+    def readers_of_a_batch(self) -> int:
+        """Ranks that read the same sequences, and count their tokens each."""
+        return self.layout.world_size // self.layout.batch_ranks
+
     def stream_fingerprint(self) -> str:
         """Changes exactly when the same sample number would mean other text."""
         run = self.run

@@ -9,8 +9,8 @@ from glm46.data.loader import build_validation_loader
 from glm46.model.cross_entropy import IGNORE
 from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
-from glm46.training.loss import accepted_drafts, count_drafts
-from glm46.training.step import to_device
+from glm46.training.loss import count_drafts
+from glm46.training.step import judge_drafts, to_device
 
 
 @torch.no_grad()
@@ -30,9 +30,9 @@ def evaluate(parts: Parts) -> dict[str, float]:
         loss_sum, targets, text_bytes = total[:3].tolist()
         row[f"validation_loss{name}"] = loss_sum / max(targets, 1)
         row[f"validation_bits_per_byte{name}"] = loss_sum / math.log(2.0) / max(text_bytes, 1)
-    accepted, drafts = sum(totals.values())[3:].tolist()
+    good_drafts, drafts = sum(totals.values())[3:].tolist()
     if drafts:
-        row["validation_mtp_acceptance"] = accepted / drafts
+        row["validation_mtp_acceptance"] = good_drafts / drafts
     return row
 
 
@@ -44,25 +44,26 @@ def _evaluate_source(parts: Parts, path: str) -> torch.Tensor:
         seq_len=run.training.seq_len,
         mtp_depth=parts.shape.num_nextn_predict_layers,
         local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
-        dp_rank=parts.process.rank,
+        dp_rank=parts.batch_rank,
         dp_degree=layout.batch_ranks,
         document_mask=run.data.document_mask,
         max_batches=None if run.validation.steps == -1 else run.validation.steps,
     )
     token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
     loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)
-    accepted = torch.zeros((), dtype=torch.int64, device=parts.process.device)
+    good_drafts = torch.zeros((), dtype=torch.float64, device=parts.process.device)
     targets = text_bytes = drafts = 0
     for batch in loader:
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())
-        arguments = to_device(batch, parts)
-        result = parts.model(**arguments)
+        result = parts.model(**to_device(batch, parts))
         loss += result.loss
-        if "mtp_labels" in arguments:
-            accepted += accepted_drafts(result.predictions, arguments["mtp_labels"])[0]
+        if parts.shape.num_nextn_predict_layers:
+            good_drafts += judge_drafts(parts, result, batch)[0]
             drafts += count_drafts(batch["mtp_labels"])[0]
-    total = torch.tensor([loss.item(), targets, text_bytes, accepted.item(), drafts], dtype=torch.float64)
+    # Every rank that reads the same rows has counted all of them.
+    counts = [count / parts.readers_of_a_batch for count in (targets, text_bytes, drafts)]
+    total = torch.tensor([loss.item(), *counts[:2], good_drafts.item(), counts[2]], dtype=torch.float64)
     dist.all_reduce(total)
     return total

@@ -54,12 +54,13 @@ def train_step(
     parameters = parts.parameters.values()
 
     parts.optimizer.zero_grad()
-    sums, counters = None, None
+    totals = None
     for batch in micro_batches:
-        batch = to_device(batch, parts)
-        result: LossSums = parts.model(**batch, options=options)
+        result: LossSums = parts.model(**to_device(batch, parts), options=options)
         objective(result, counts, weights).backward()
-        sums, counters = _add(sums, counters, result, batch)
+        figures = _figures(result, judge_drafts(parts, result, batch))
+        totals = figures if totals is None else tuple(t + f for t, f in zip(totals, figures, strict=True))
+    sums, counters = totals
     dist.all_reduce(sums)
     dist.all_reduce(counters)
 
@@ -100,14 +101,25 @@ def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         names.append("document_ids")
     if parts.shape.num_nextn_predict_layers:
         names += ["mtp_input_ids", "mtp_labels"]
-    return {name: batch[name].to(parts.process.device, non_blocking=True) for name in names}
+    take = (lambda x: x) if parts.meshes.sequence is None else parts.meshes.sequence.take
+    return {name: take(batch[name]).to(parts.process.device, non_blocking=True) for name in names}
 
 
 @torch.no_grad()
-def _add(sums: Tensor | None, counters: Tensor | None, result: LossSums, batch: dict) -> tuple[Tensor, Tensor]:
-    """Add a micro-batch's figures to those of the ones before: FP64 [1 + K + 2 + K] and int64 [layers, E + 1]."""
-    accepted = accepted_drafts(result.predictions, batch["mtp_labels"]) if "mtp_labels" in batch else None
-    figures = [result.loss.view(1), result.mtp_losses, result.aux_losses]
-    figures = torch.cat([f.detach().double() for f in figures + ([] if accepted is None else [accepted])])
+def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Tensor:
+    """`accepted_drafts` over the whole rows of a batch of the loader; FP64 [K]. Every rank that reads the rows counts
+    its share of them, so that the sum over all ranks counts each once."""
+    if "mtp_labels" not in batch:
+        return result.mtp_losses.new_zeros(0, dtype=torch.float64)
+    predictions, labels = result.predictions, batch["mtp_labels"].to(result.predictions.device)
+    if parts.meshes.sequence is not None:
+        predictions = parts.meshes.sequence.restore(predictions)
+    return accepted_drafts(predictions, labels).double() / parts.readers_of_a_batch
+
+
+@torch.no_grad()
+def _figures(result: LossSums, accepted_of_depth: Tensor) -> tuple[Tensor, Tensor]:
+    """A micro-batch's part of what is summed over a step: FP64 [1 + K + 2 + K] and int64 [layers, E + 1]."""
+    figures = [result.loss.view(1), result.mtp_losses, result.aux_losses, accepted_of_depth]
     counted = torch.cat([result.tokens_per_expert, result.overflow.unsqueeze(1)], dim=1)
-    return (figures, counted) if sums is None else (sums + figures, counters + counted)
+    return torch.cat([figure.detach().double() for figure in figures]), counted

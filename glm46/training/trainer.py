@@ -91,7 +91,7 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
         fetched = time.perf_counter()
         micro_batches = [next(loader) for _ in range(sequences // parts.rows_per_micro_batch)]
         data_seconds = time.perf_counter() - fetched
-        agreement = agree(count_tokens(micro_batches), stop)
+        agreement = agree(count_tokens(micro_batches), stop, parts.readers_of_a_batch)
         if agreement.stop:
             break
         clock = progress.curriculum_tokens
@@ -124,17 +124,21 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
     return 0
 
 
-def agree(counts: TokenCounts, stop: StopRequest) -> Agreement:
+def agree(counts: TokenCounts, stop: StopRequest, readers_of_a_batch: int) -> Agreement:
     """Sum the token counts over all ranks, and stop everywhere if anyone was asked to; collective.
 
     On CPU tensors, through gloo: no rank waits for its GPU.
+
+    Args:
+        readers_of_a_batch: ranks that read, and have counted, the same sequences.
     """
     flat = torch.tensor(
         [stop.signal_name is not None, counts.targets, counts.real, *counts.mtp_targets, *counts.drafts],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
-    wishes, targets, real, *rest = flat.tolist()
+    wishes = int(flat[0])
+    targets, real, *rest = (flat[1:] // readers_of_a_batch).tolist()
     depths = len(counts.mtp_targets)
     return Agreement(TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real), wishes > 0)
 
@@ -147,7 +151,7 @@ def _open_loader(parts: Parts, progress: Progress) -> Iterator[dict[str, Tensor]
             seq_len=run.training.seq_len,
             mtp_depth=parts.shape.num_nextn_predict_layers,
             local_batch_size=run.training.local_batch_size,
-            dp_rank=parts.process.rank,
+            dp_rank=parts.batch_rank,
             dp_degree=parts.layout.batch_ranks,
             seed=run.debug.seed,
             document_mask=run.data.document_mask,

@@ -4,6 +4,7 @@ Prints one JSON object per layout from rank 0. The launch is the slow part, so o
 """
 
 import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
     replicate: int = 1
     experts_over: int = 1
     num_experts: int = 6
+    context: int = 1
     reshard: str = "default"
     checkpointing: str = "none"
 
@@ -48,10 +50,13 @@ LAYOUTS = {
     2: [
         Layout(), Layout(replicate=2), Layout(reshard="never"), Layout(checkpointing="full"),
         Layout(experts_over=2), Layout(experts_over=2, checkpointing="full"), Layout(experts_over=2, reshard="never"),
+        Layout(context=2), Layout(context=2, checkpointing="full"), Layout(context=2, experts_over=2),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2), Layout(replicate=4), Layout(checkpointing="full"),
         Layout(experts_over=2), Layout(experts_over=4, num_experts=12), Layout(experts_over=2, num_experts=12),
+        Layout(context=2), Layout(context=4), Layout(context=2, replicate=2), Layout(context=2, experts_over=2),
+        Layout(context=2, experts_over=4, num_experts=12), Layout(context=2, replicate=2, experts_over=2),
         Layout(replicate=2, experts_over=2), Layout(experts_over=4, num_experts=12, checkpointing="full"),
     ],
 }  # fmt: skip
@@ -97,15 +102,18 @@ def forward_backward(model: nn.Module, batch: dict[str, Tensor], rows: list[slic
     return total
 
 
-def train(model: nn.Module, name_to_parameter: dict, rows: list[slice], is_sharded: bool):
-    """Losses, token counts and first gradients of a few optimizer steps."""
+def train(model: nn.Module, name_to_parameter: dict, rows: list[slice], take: Callable | None):
+    """Losses, token counts and first gradients of a few optimizer steps; `take` is None on one process."""
     optimizer = build_optimizers(list(name_to_parameter.items()), RUN.optimizer)
     losses, loads, gradients, norms = [], [], None, []
     for step in range(STEPS):
         batch = make_batch(step)
         optimizer.zero_grad()
-        loss, load = forward_backward(model, batch, rows, count_tokens([batch]))
-        if is_sharded:
+        counts = count_tokens([batch])
+        if take:
+            batch = {name: take(tensor) for name, tensor in batch.items()}
+        loss, load = forward_backward(model, batch, rows, counts)
+        if take:
             dist.all_reduce(loss)
             dist.all_reduce(load)
         losses.append(loss.item())
@@ -139,6 +147,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     parallelism = {
         "data_parallel_replicate_degree": layout.replicate,
         "expert_parallel_degree": layout.experts_over,
+        "context_parallel_degree": layout.context,
         "fsdp_reshard_after_forward": layout.reshard,
     }
     run = RUN.model_copy(
@@ -153,9 +162,11 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     parallelize(model, meshes, run, process.device)
     parameters = dict(model.named_parameters())
     initial = {name: whole(p).clone() for name, p in parameters.items()}
-    per_rank = ROWS // process.world_size // MICRO_BATCHES
-    first = [m * (ROWS // MICRO_BATCHES) + process.rank * per_rank for m in range(MICRO_BATCHES)]
-    result = train(model, parameters, [slice(f, f + per_rank) for f in first], is_sharded=True)
+    readers = process.world_size // layout.context
+    per_rank = ROWS // readers // MICRO_BATCHES
+    first = [m * (ROWS // MICRO_BATCHES) + process.rank // layout.context * per_rank for m in range(MICRO_BATCHES)]
+    take = meshes.sequence.take if meshes.sequence else lambda x: x
+    result = train(model, parameters, [slice(f, f + per_rank) for f in first], take)
     return initial, result, {name: whole(p) for name, p in parameters.items()}
 
 
@@ -167,7 +178,7 @@ def run_reference(num_experts: int) -> tuple:
     initialise(model, RUN.debug.seed)
     parameters = dict(model.named_parameters())
     initial = {name: p.detach().clone() for name, p in parameters.items()}
-    result = train(model, parameters, [slice(0, ROWS)], is_sharded=False)
+    result = train(model, parameters, [slice(0, ROWS)], None)
     return initial, result, {name: p.detach() for name, p in parameters.items()}
 
 
