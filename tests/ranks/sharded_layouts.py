@@ -136,7 +136,7 @@ RUN = Run.model_validate_json(
         {
             "model": {"flavor": "debug"},
             "training": {"mixed_precision_param": "float32"},
-            "optimizer": {"name": "AdamW", "lr": 1e-3, "ns_dtype": "float32"},
+            "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
         }
     )
 )
