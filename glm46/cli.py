@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"]):
+        if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"]):
             return _own_command(argv[0])(argv[1:])
         tokens, overrides = _split_overrides(argv)
         arguments = _parser().parse_args(tokens)
@@ -46,6 +46,10 @@ def _own_command(verb: str) -> Callable[[Sequence[str]], int]:
         from glm46.convert import convert_command
 
         return convert_command
+    if verb == "generate":
+        from glm46.inference.command import generate_command
+
+        return generate_command
     from glm46.checkpoint.command import checkpoint_command
 
     return checkpoint_command
@@ -106,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
     verbs.add_parser("checkpoint", help="list, verify, show or prune checkpoints; see checkpoint --help")
     verbs.add_parser("convert", help="weights from and to Hugging Face folders; see convert --help")
+    verbs.add_parser("generate", help="text from a checkpoint or a Hugging Face folder; see generate --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
     schema.set_defaults(run=_schema)
     return parser

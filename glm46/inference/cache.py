@@ -1,0 +1,80 @@
+"""Keys and values of the tokens seen so far, as the core of each attention layer.
+
+A token's key lies in the slot of its position. Rows of a batch may therefore have different lengths: what a shorter row
+wrote behind its end, or what a rejected draft wrote, is overwritten before anybody may look at it, because a token sees
+only slots up to its own position, and its own slot is written first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glm46.model.attention import Attention
+
+
+class Slots:
+    """Where the tokens of one call go, and what they may see; shared by all layers of the call.
+
+    Args:
+        starts: position of each row's first token, one number per row.
+        length: tokens of each row in this call.
+        sliding_window: as in the model's shape.
+    """
+
+    def __init__(self, starts: Sequence[int], length: int, device: torch.device, sliding_window: int | None):
+        self.first, self.last = min(starts), max(starts) + length  # first and end of all positions of the call
+        self.is_even = self.first == max(starts)
+        self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
+        self.mask: Tensor | None = None
+        self.is_causal = False
+        sees_all = length == 1 and self.is_even
+        if sliding_window is None and self.is_even and (sees_all or self.first == 0):
+            self.is_causal = not sees_all
+            return
+        slots = torch.arange(self.last, device=device)
+        distance = self.positions.unsqueeze(-1) - slots
+        mask = distance >= 0
+        if sliding_window is not None:
+            mask = mask & (distance < sliding_window)
+        self.mask = mask.unsqueeze(1)
+
+
+class CachedCore:
+    """An `AttentionCore` that keeps keys and values.
+
+    Args:
+        batch, max_length: rows, and slots of each row.
+    """
+
+    def __init__(self, attention: Attention, batch: int, max_length: int):
+        weight = attention.k_proj.weight
+        heads = weight.shape[0] // attention.head_dim
+        shape = (batch, heads, max_length, attention.head_dim)  # the order that the attention kernel reads
+        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._values = torch.zeros_like(self._keys)
+        self.slots: Slots | None = None
+
+    def __call__(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:
+        slots = self.slots
+        assert slots is not None and mask is None
+        self._write(self._keys, k_BSKC, slots)
+        self._write(self._values, v_BSKC, slots)
+        out_BHSC = F.scaled_dot_product_attention(
+            q_BSHC.transpose(1, 2),
+            self._keys[:, :, : slots.last],
+            self._values[:, :, : slots.last],
+            attn_mask=slots.mask,
+            is_causal=slots.is_causal,
+            enable_gqa=True,
+        )
+        return out_BHSC.transpose(1, 2)
+
+    @staticmethod
+    def _write(cache_BKTC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
+        if slots.is_even:
+            cache_BKTC[:, :, slots.first : slots.last] = new_BSKC.transpose(1, 2)
+            return
+        index = slots.positions.view(*slots.positions.shape, 1, 1).expand_as(new_BSKC).transpose(1, 2)
+        cache_BKTC.scatter_(2, index, new_BSKC.transpose(1, 2))

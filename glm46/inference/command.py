@@ -1,0 +1,128 @@
+"""``python -m glm46 generate``: text from a checkpoint or a Hugging Face folder."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from glm46.config.errors import UserError
+from glm46.data.tokenizer import Tokenizer
+from glm46.data.tokenizer_export import stop_ids
+from glm46.inference.chat import chat_prompt
+from glm46.inference.generation import Generation
+from glm46.inference.loading import load_for_inference
+from glm46.inference.sampling import Sampling
+
+_REPLACEMENT = "\ufffd"
+
+
+def generate_command(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: an option or a folder that cannot be used.
+    """
+    arguments = _parser().parse_args(list(argv))
+    raise_for_options(arguments)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model, tokenizer = load_for_inference(
+        arguments.model or arguments.checkpoint, tokenizer=arguments.tokenizer, dtype=dtype, device=device
+    )
+    if arguments.speculative and not model.mtp:
+        raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
+    generation = Generation(
+        model,
+        [_prompt(tokenizer, text, arguments) for text in arguments.prompt],
+        max_new_tokens=arguments.max_new_tokens,
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.seed),
+        stop=frozenset(stop_ids(tokenizer)),
+        vocab_size=tokenizer.vocab_size,
+        speculative=arguments.speculative,
+    )
+    _print_all(generation, tokenizer, arguments.prompt)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 generate", allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; again for a batch")
+    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the model's own")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in GLM's template")
+    parser.add_argument("--system", help="system message, with --chat")
+    parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--top-k", type=int, help="draw among this many likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest tokens up to this chance")
+    parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below this part of the best chance")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+    return parser
+
+
+def raise_for_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that are out of range or would do nothing, all at once."""
+    faults = []
+    if arguments.max_new_tokens < 1:
+        faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
+    if arguments.temperature < 0.0:
+        faults.append(f"--temperature {arguments.temperature}: must not be negative")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        faults.append(f"--top-k {arguments.top_k}: must be at least 1")
+    if not 0.0 < arguments.top_p <= 1.0:
+        faults.append(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if not 0.0 <= arguments.min_p <= 1.0:
+        faults.append(f"--min-p {arguments.min_p}: must be between 0 and 1")
+    filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
+    if arguments.temperature == 0.0 and filters:
+        faults.append("--top-k, --top-p and --min-p choose what is drawn from; set a --temperature above 0")
+    if not arguments.chat and (arguments.system is not None or arguments.thinking):
+        faults.append("--system and --thinking belong to --chat; add it")
+    if faults:
+        raise UserError(*faults)
+
+
+def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
+    if arguments.chat:
+        return chat_prompt(tokenizer, text, system=arguments.system, thinking=arguments.thinking)
+    ids = tokenizer.encode(text).tolist()
+    if not ids:
+        raise UserError("--prompt is empty; give some text")
+    return ids
+
+
+def _print_all(generation: Generation, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    """One prompt: text as it comes. Several: each whole, when all are done. The rate goes to standard error."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    shown = 0
+    started = time.perf_counter()
+    first = started
+    for given in generation:
+        if not any(rows):
+            first = time.perf_counter()
+        for row, tokens in zip(rows, given, strict=True):
+            row += tokens
+        if len(prompts) == 1:
+            text = tokenizer.decode(rows[0])
+            complete = text.rstrip(_REPLACEMENT)  # the rest of a character may come with the next token
+            print(complete[shown:], end="", flush=True)
+            shown = len(complete)
+    seconds = time.perf_counter() - first
+    if len(prompts) == 1:
+        print(tokenizer.decode(rows[0])[shown:])
+    else:
+        for number, row in enumerate(rows, start=1):
+            print(f"--- prompt {number}\n{tokenizer.decode(row)}")
+    count = sum(len(row) for row in rows)
+    rate = f", {(count - len(rows)) / seconds:.1f} tokens/s after the prompt" if count > len(rows) else ""
+    drafts = f", {generation.accepted} of {generation.drafted} drafts accepted" if generation.drafted else ""
+    print(f"{count} tokens, first after {first - started:.2f} s{rate}{drafts}", file=sys.stderr)

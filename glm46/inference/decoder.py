@@ -1,0 +1,88 @@
+"""The model run token by token: hidden states of new tokens, given a cache of those before them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from glm46.inference.cache import CachedCore, Slots
+from glm46.model.block import TransformerBlock
+from glm46.model.rope import rotary_tables
+from glm46.model.router import RoutingOptions
+from glm46.model.transformer import Transformer
+
+
+class Decoder:
+    """A model with room for the keys and values of a batch. Use it in a ``with``: outside, the model is as it was.
+
+    Args:
+        batch: rows.
+        max_length: longest row, prompt and new tokens together.
+    """
+
+    def __init__(self, model: Transformer, *, batch: int, max_length: int):
+        self.model = model
+        self.batch, self.max_length = batch, max_length
+        self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
+        self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in model.mtp.values()]
+        self._plain: list[tuple[nn.Module, object]] = []
+
+    @property
+    def depth(self) -> int:
+        """Tokens that the prediction layers draft."""
+        return len(self._mtp)
+
+    def __enter__(self) -> "Decoder":
+        blocks = [*self.model.layers.values(), *(layer.block for layer in self.model.mtp.values())]
+        for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
+            self._plain.append((block.self_attn, block.self_attn.core))
+            block.self_attn.core = core
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for attention, core in self._plain:
+            attention.core = core
+        self._plain.clear()
+
+    def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor:
+        """Hidden states after the final norm, [B, S, D].
+
+        Args:
+            tokens: int64 [B, S].
+            starts: position of each row's first token. The cache holds all positions before it.
+        """
+        x = self.model.embed_tokens(tokens)
+        slots, rope = self._place(x, starts)
+        for block, core in zip(self.model.layers.values(), self._main, strict=True):
+            x = self._run(block, core, x, slots, rope)
+        return self.model.norm(x)
+
+    def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
+        """Hidden states of prediction layer k, [B, S, D]: at position i they predict token i + k + 2.
+
+        Args:
+            hidden: [B, S, D], those of the model (k = 0) or of layer k - 1 at the same positions.
+            tokens: int64 [B, S], tokens k + 1 places after the positions.
+        """
+        layer = self.model.mtp[str(k)]
+        embedding = self.model.embed_tokens(tokens)
+        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], dim=-1))
+        slots, rope = self._place(x, starts)
+        return layer.norm(self._run(layer.block, self._mtp[k], x, slots, rope))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 logits [..., V]."""
+        return self.model.lm_head(hidden).float()
+
+    def _place(self, x: Tensor, starts: Sequence[int]) -> tuple[Slots, tuple[Tensor, Tensor]]:
+        slots = Slots(starts, x.shape[1], x.device, self.model.shape.sliding_window)
+        assert slots.last <= self.max_length
+        return slots, rotary_tables(slots.positions, self.model.shape, x.dtype)
+
+    @staticmethod
+    def _run(block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]) -> Tensor:
+        core.slots = slots
+        return block(x, rope, None, None, _OPTIONS)[0]
+
+
+_OPTIONS = RoutingOptions()

@@ -1,0 +1,67 @@
+"""A model for inference from a step folder or a Hugging Face folder, whole on one device."""
+
+from pathlib import Path
+
+import tomli
+import torch
+
+from glm46.checkpoint.hf_config import CONFIG, read_config, shape_of
+from glm46.checkpoint.hf_import import FolderReader
+from glm46.checkpoint.hf_names import raise_if
+from glm46.checkpoint.step_tensors import StepTensors
+from glm46.config.errors import UserError
+from glm46.config.model import Model, ModelShape
+from glm46.config.presets import resolve_shape
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.model.transformer import Transformer
+
+
+def load_for_inference(
+    folder: Path, *, tokenizer: str | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Transformer, Tokenizer]:
+    """The model in evaluation mode and its tokenizer.
+
+    Args:
+        folder: a step folder, or a Hugging Face folder (it has a config.json).
+        tokenizer: None takes the one that the folder names or holds.
+
+    Raises:
+        UserError: the folder is neither, or damaged, or there is no tokenizer.
+    """
+    load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
+    model, known = load(folder, dtype, device)
+    loaded = load_tokenizer(tokenizer or known)
+    if loaded.vocab_size > model.shape.vocab_size:
+        raise UserError(f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {model.shape.vocab_size}")
+    return model.eval(), loaded
+
+
+@torch.no_grad()
+def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str]:
+    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    with FolderReader(folder, shape) as reader:
+        model = _empty(shape, dtype, device)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            raise_if(reader.fill(name, tensor, [torch.arange(size) for size in tensor.shape]))
+    return model, str(folder)
+
+
+@torch.no_grad()
+def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str]:
+    tensors = StepTensors(folder)
+    table = tomli.loads(tensors.meta["config"])["model"]
+    model = _empty(resolve_shape(Model.model_validate(table)), dtype, device)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    raise_if([f"{folder}: holds no {name}" for name in own if name not in tensors])
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+    return model, table.get("tokenizer_path", "builtin")
+
+
+def _empty(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to(dtype)
+    for router in model.routers().values():
+        router.e_score_correction_bias = router.e_score_correction_bias.float()  # its values are finer than BF16
+    return model.to_empty(device=device)

@@ -1,0 +1,257 @@
+"""Generation with a cache, in batches, with drafts and through the command line, against the plain slow way."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from glm46.checkpoint.hf_config import config_of
+from glm46.checkpoint.hf_export import Layout, export_weights
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.cli import main
+from glm46.config.loader import dump_run
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.data.tokenizer import load_tokenizer
+from glm46.data.tokenizer_export import files_beside_weights, stop_ids
+from glm46.inference.chat import chat_prompt
+from glm46.inference.decoder import Decoder
+from glm46.inference.generate import continue_tokens
+from glm46.inference.generation import Generation
+from glm46.inference.sampling import Sampling, draw_again, probabilities
+from glm46.model.transformer import Transformer
+
+TABLE = dict(
+    flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
+    n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
+
+
+def random_model(**changes):
+    torch.manual_seed(1)
+    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def predictable():
+    """A model that has learnt to count in steps of one and of two, so that its prediction layers are often right."""
+    torch.manual_seed(0)
+    changes = dict(vocab_size=24, num_hidden_layers=2, num_nextn_predict_layers=2)
+    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.constant_(parameter, 1.0) if name.endswith("norm.weight") else torch.nn.init.normal_(
+            parameter, 0, 0.1
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        step = torch.randint(1, 3, (16, 1))
+        text = (torch.randint(0, 24, (16, 1)) + step * torch.arange(28)) % 24
+        ahead = torch.stack([text[:, k : k + 24] for k in range(1, 4)], 1)
+        sums = model(text[:, :24], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
+        ((sums.loss + sums.mtp_losses.sum()) / text.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def generate(model, prompts, *, new=20, stop=(), speculative=False, **sampling):
+    generation = Generation(
+        model, prompts, max_new_tokens=new, sampling=Sampling(**sampling), stop=frozenset(stop),
+        vocab_size=model.shape.vocab_size - 3, speculative=speculative,
+    )  # fmt: skip
+    rows, rounds = [[] for _ in prompts], 0
+    for given in generation:
+        rounds += 1
+        for row, tokens in zip(rows, given, strict=True):
+            row += tokens
+    return rows, rounds, generation
+
+
+def slowly(model, prompt, *, new=20, stop=()):
+    """The whole sequence again for each token, no cache."""
+    return continue_tokens(
+        model, prompt, max_new_tokens=new, temperature=0.0, stop=frozenset(stop),
+        vocab_size=model.shape.vocab_size - 3, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}]
+)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_cache_batch_and_drafts_give_what_the_plain_way_gives(changes, speculative):
+    model = random_model(vocab_size=61, **changes)
+    want = [slowly(model, prompt, stop=(13, 14)) for prompt in PROMPTS]
+    together, _, _ = generate(model, PROMPTS, stop=(13, 14), speculative=speculative)
+    alone = [generate(model, [prompt], stop=(13, 14), speculative=speculative)[0][0] for prompt in PROMPTS]
+    assert together == alone == want
+    assert any(len(row) == 20 for row in want)
+
+
+def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
+    model = random_model(vocab_size=61, num_nextn_predict_layers=2)
+    tokens = torch.randint(0, 61, (2, 15))
+    with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
+        whole = decoder.hidden(tokens, [0, 0])
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(whole), model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
+    with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
+        # Rows of different length: 3 and 5 tokens, then pieces of 4, with wrong tokens behind the shorter row's end.
+        first = decoder.hidden(torch.stack([tokens[0, :5], tokens[1, :5]]), [0, 0])
+        torch.testing.assert_close(first, whole[:, :5], rtol=0, atol=2e-5)
+        second = decoder.hidden(torch.stack([tokens[0, 3:7], tokens[1, 5:9]]), [3, 5])
+        torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
+        torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
+    assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the model is as it was
+
+
+def test_prediction_layers_draft_what_training_says_they_predict(predictable):
+    text = torch.randint(0, 24, (1, 14))
+    ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
+    sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
+    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16) as decoder:
+        hidden = decoder.hidden(text[:, :11], [0])
+        for k in range(2):
+            hidden = torch.cat(
+                [decoder.draft_hidden(k, hidden[:, i : i + 1], text[:, i + k + 1 : i + k + 2], [i]) for i in range(11)],
+                1,
+            )
+            assert torch.equal(decoder.logits(hidden).argmax(-1), sums.predictions[k + 1])
+
+
+@pytest.mark.parametrize("prompts", [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4, 6, 8, 10, 12, 14], [20, 22, 0]]])
+def test_good_drafts_save_rounds_and_change_no_token(predictable, prompts):
+    plain, rounds, _ = generate(predictable, prompts, new=24)
+    fast, fewer, generation = generate(predictable, prompts, new=24, speculative=True)
+    assert fast == plain and plain[0][:4] == [4, 5, 6, 7]
+    assert rounds == 24 and fewer <= 16
+    assert 0.4 * generation.drafted < generation.accepted <= generation.drafted
+
+
+def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
+    options = dict(temperature=1.5, top_k=12, seed=3)
+    for speculative in (False, True):
+        together, _, _ = generate(predictable, PROMPTS[:2] * 2, speculative=speculative, **options)
+        alone = [generate(predictable, [p], speculative=speculative, **options)[0][0] for p in PROMPTS[:2]]
+        assert together == alone * 2
+    assert generate(predictable, PROMPTS[:1], temperature=1.5, seed=4)[0] != together[:1]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)],
+    ids=str,
+)
+def test_filters_equal_transformers(sampling):
+    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
+    ours = probabilities(logits, Sampling(temperature=0.8, **sampling))
+    scores = TemperatureLogitsWarper(0.8)(None, logits[None])
+    for key, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if key in sampling:
+            scores = warper(sampling[key])(None, scores)
+    torch.testing.assert_close(ours, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_rejected_draft_does_not_change_the_distribution():
+    chances = torch.tensor([0.5, 0.2, 0.25, 0.05])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.zeros(4)
+    n = 5_000
+    for _ in range(n):
+        accepted = torch.rand((), generator=generator) < chances[2]
+        drawn[2 if accepted else draw_again(chances, 2, generator)] += 1
+    # Four standard errors of a frequency.
+    assert ((drawn / n - chances).abs() < 4 * (chances * (1 - chances) / n).sqrt()).all()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same random model as a step folder and as a Hugging Face folder."""
+    folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    meta = {"config": dump_run(Run(model=Model.model_validate(TABLE)))}
+    CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
+    config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
+    files = files_beside_weights(tokenizer, max_length=64)
+    layout = Layout(dtype=torch.float32, other_files=files)
+    export_weights(
+        folder / "hf", model.shape, config, tensors, lambda t: [torch.arange(n) for n in t.shape], layout=layout
+    )
+    return folder / "step-000001", folder / "hf", model
+
+
+def test_greedy_tokens_equal_transformers_generate(folders):
+    _, hf, model = folders
+    theirs = AutoModelForCausalLM.from_pretrained(hf)
+    for prompt in PROMPTS[:2]:
+        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        for speculative in (False, True):
+            generation = Generation(
+                model, [prompt], max_new_tokens=24, sampling=Sampling(), stop=frozenset(), vocab_size=8192,
+                speculative=speculative,
+            )  # fmt: skip
+            assert prompt + [token for given in generation for token in given[0]] == want[0].tolist()
+
+
+@pytest.mark.parametrize("options", [[], ["--speculative"], ["--temperature", "0.9", "--top-p", "0.8"], ["--chat"]])
+def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders, capsys):
+    step, hf, _ = folders
+    texts = []
+    for source in (["--checkpoint", str(step)], ["--model", str(hf)]):
+        assert main(["generate", *source, "--prompt", "def f(", "--max-new-tokens", "12", *options]) == 0
+        out = capsys.readouterr()
+        texts.append(out.out)
+        assert "12 tokens" in out.err and "tokens/s" in out.err
+    assert texts[0] == texts[1] and texts[0].strip()
+    assert main(["generate", *source, "--prompt", "def f(", "--prompt", "x", "--max-new-tokens", "12", *options]) == 0
+    assert texts[0].strip("\n") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
+        (["--top-k", "5"], ["set a --temperature"]),
+        (["--system", "x"], ["belong to --chat"]),
+        (["--prompt", ""], ["--prompt is empty"]),
+        (["--tokenizer", "nowhere"], ["no such file"]),
+    ],
+)
+def test_mistakes_are_said_with_exit_code_2(arguments, words, folders, capsys):
+    assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words)
+
+
+def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
+    model = random_model(num_nextn_predict_layers=0)
+    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    export_weights(tmp_path / "hf", model.shape, config, tensors, lambda t: [torch.arange(n) for n in t.shape])
+    command = ["generate", "--model", str(tmp_path / "hf"), "--tokenizer", "builtin", "--prompt", "x"]
+    assert main([*command, "--speculative"]) == 2
+    assert "no prediction layers" in capsys.readouterr().err
+    assert main([*command, "--max-new-tokens", "1"]) == 0
+
+
+def test_chat_is_glms_template_and_markers_in_messages_are_text():
+    tokenizer = load_tokenizer("builtin")
+    ids = chat_prompt(tokenizer, "Hi <|user|>", system="Be kind.", thinking=False)
+    assert tokenizer.decode(ids) == (
+        "[gMASK]<sop><|system|>\nBe kind.<|user|>\nHi <|user|>/nothink<|assistant|>\n<think></think>"
+    )
+    assert ids.count(tokenizer.special["<|user|>"]) == 1 and ids[-1] == tokenizer.special["</think>"]
+    assert tokenizer.decode(chat_prompt(tokenizer, "Hi", system=None, thinking=True)) == (
+        "[gMASK]<sop><|user|>\nHi<|assistant|>"
+    )
