@@ -12,27 +12,26 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
-from glm46.data.parts import make_part, start_worker
+from glm46.data.parts import Tally, finished_pieces, make_part, start_worker
 from glm46.data.progress import bytes_progress
-from glm46.data.readers import Part, parts_of_files
+from glm46.data.readers import Part, find_files, parts_of
 from glm46.data.sharding import write_splits
-from glm46.data.shards import map_tensors, sync_folder
-from glm46.data.sources import embedded_files
-from glm46.data.tokenizer import Tokenizer
+from glm46.data.shards import sync_folder
+from glm46.data.sources import EMBEDDED_SOURCES, embedded_files
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
 # Raised when the same text and settings would give other bytes than before.
-PIPELINE = 1
+PIPELINE = 2
 
-# Documents held out for validation, of every ten thousand.
-_HELD_OUT = 200
+_EMBEDDED_HELD_OUT = 0.02
 
 
 def prepare_source(source: str, output: Path, tokenizer: Tokenizer, *, report: Callable[[str], None]) -> Manifest:
@@ -49,74 +48,142 @@ def prepare_source(source: str, output: Path, tokenizer: Tokenizer, *, report: C
     Raises:
         UserError: unknown source, or ``output`` holds something else.
     """
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(output, report):
-        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            manifest = load_manifest(output)
-            manifest.require_tokenizer(tokenizer.fingerprint)
-            if manifest.source != source:
-                raise UserError(f"{output}: holds the source '{manifest.source}', not '{source}'; choose another path")
+    recipe = TextRecipe(
+        input=(source,), output=str(output), name=source, tokenizer=tokenizer.path, held_out=_EMBEDDED_HELD_OUT,
+        deduplicate="exact",
+    )  # fmt: skip
+    with _only_one(Path(output), report):
+        return _existing(recipe, tokenizer) or _prepare(recipe, embedded_files(source), tokenizer, report)
+
+
+def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:
+    """Make the shards that a recipe describes unless they are there, and return their manifest.
+
+    Raises:
+        UserError: a setting or a file that cannot be used, more bad documents than allowed, or ``output`` holds
+            something else. What was done until then is kept for the next start.
+    """
+    tokenizer = load_tokenizer(recipe.tokenizer)
+    recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
+    with _only_one(Path(recipe.output), report):
+        manifest = _existing(recipe, tokenizer)
+        if manifest:
+            report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
             return manifest
-        files = embedded_files(source)
-        settings = {"pipeline": PIPELINE, "held_out_per_10000": _HELD_OUT, "files": len(files)}
-        return _prepare(source, parts_of_files(files), output, tokenizer, settings, report)
+        return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+
+
+def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
+    output = Path(recipe.output)
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    manifest = load_manifest(output)
+    manifest.require_tokenizer(tokenizer.fingerprint)
+    if manifest.source != recipe.name:
+        raise UserError(f"{output}: holds the source '{manifest.source}', not '{recipe.name}'; choose another path")
+    return manifest
 
 
 def _prepare(
-    source: str, parts: Sequence[Part], output: Path, tokenizer: Tokenizer, settings: dict,
-    report: Callable[[str], None],
-) -> Manifest:  # fmt: skip
+    recipe: TextRecipe, files: Sequence[Path], tokenizer: Tokenizer, report: Callable[[str], None]
+) -> Manifest:
     started = time.monotonic()
-    key = _key(settings, source, tokenizer.fingerprint, [_listing(part) for part in parts])
+    output, parts = Path(recipe.output), parts_of(files)
+    # What decides the bytes; where they go and who makes them does not.
+    settings = recipe.model_dump(mode="json", exclude={"input", "output", "processes", "max_bad", "tokenizer"})
+    settings |= {"pipeline": PIPELINE, "files": len(files)}
+    evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
+    key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, [(p.start, p.stop) for p in parts])
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
-    report(f"preparing {source}: {total / 1e6:.1f} MB of text into {output}")
-    part_files = _make_parts(parts, partial, key, tokenizer, report)
-    dropped = Counter()
-    for file in part_files:
-        reasons = json.loads(map_tensors(file)[1]["dropped"])
-        dropped.update({reason: count for reason, (count, _) in reasons.items()})
-    metadata = {"source": source, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
-    splits = write_splits(part_files, partial, settings["held_out_per_10000"], metadata, dropped)
+    report(f"preparing {recipe.name}: {len(files)} files, {total / 1e6:.1f} MB, into {output}")
+    pieces, tally = _make_parts(parts, partial, key, recipe, report)
+    metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
+    splits = write_splits(pieces, partial, recipe.held_out, metadata, tally)
+    if not sum(split.documents for split in splits.values()):
+        raise UserError(
+            f"{recipe.name}: no document is left of {len(files)} files; {_summary(tally) or 'all are empty'}"
+        )
+    counts = {reason: number for table in (tally.bad, tally.dropped) for reason, (number, _) in table.items()}
     save_manifest(
         Manifest(
-            folder=partial, source=source, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(dropped.items())),
+            folder=partial, source=recipe.name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
         )
     )  # fmt: skip
     _publish(partial, output)
+    if summary := _summary(tally):
+        report(summary)
+    train, held_out = splits["train"], splits["validation"]
+    seconds = time.monotonic() - started
     report(
-        f"prepared {source}: {splits['train'].tokens / 1e6:.2f} M tokens of {splits['train'].documents} documents to "
-        f"train on, {splits['validation'].tokens / 1e6:.2f} M held out, {sum(dropped.values())} documents dropped, "
-        f"{time.monotonic() - started:.1f} s"
+        f"prepared {recipe.name}: {train.tokens / 1e6:.2f} M tokens of {train.documents} documents to train on, "
+        f"{held_out.tokens / 1e6:.2f} M held out, {seconds:.1f} s, {total / 1e6 / seconds:.1f} MB/s"
     )
     return load_manifest(output)
 
 
 def _make_parts(
-    parts: Sequence[Part], partial: Path, key: str, tokenizer: Tokenizer, report: Callable[[str], None]
-) -> list[Path]:
-    """Tokenise all parts, each in a process of a pool; returns their files in order."""
+    parts: Sequence[Part], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
+) -> tuple[list[Path], Tally]:
+    """Tokenise all parts in the processes of a pool; returns the files of their pieces in order.
+
+    Raises:
+        UserError: more bad documents than the recipe allows.
+    """
     folder = partial / "parts"
     folder.mkdir(exist_ok=True)
-    files = [folder / f"part-{number:06d}.safetensors" for number in range(len(parts))]
-    workers = min(len(os.sched_getaffinity(0)), len(parts))
+    stems = [folder / f"part-{number:06d}" for number in range(len(parts))]
+    workers = max(1, min(recipe.processes or len(os.sched_getaffinity(0)), len(parts)))
     # Spawned, because a fork of a process that runs threads (torch, a progress bar) may hang.
     pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(tokenizer.path,)
+        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(recipe, key)
     )
+    tallies: dict[int, Tally] = {}
     total = sum(part.size_bytes for part in parts)
-    with pool, bytes_progress("tokenising", total, report) as advance:
+    with pool, bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
         try:
-            jobs = [pool.submit(make_part, part, file, key) for part, file in zip(parts, files, strict=True)]
+            jobs = {
+                pool.submit(make_part, part, stem): i for i, (part, stem) in enumerate(zip(parts, stems, strict=True))
+            }
             for job in as_completed(jobs):
-                advance(job.result())
+                size, tallies[jobs[job]] = job.result()
+                advance(size)
+                _check_bad(tallies, recipe)
         except BaseException:
             # Leave at once on an error or Ctrl-C: what is done is kept, what waits is not started.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return files
+    return [file for stem in stems for file in finished_pieces(stem, key)], _sum(tallies)
+
+
+def _sum(tallies: dict[int, Tally]) -> Tally:
+    """In the order of the parts, whichever was done first."""
+    total = Tally()
+    for _, tally in sorted(tallies.items()):
+        total.add(tally)
+    return total
+
+
+def _check_bad(tallies: dict[int, Tally], recipe: TextRecipe) -> None:
+    bad = _sum(tallies).bad
+    number = sum(count for count, _ in bad.values())
+    # A file of the embedded sources that cannot be read is no reason to stop: nobody chose it.
+    if number > recipe.max_bad and recipe.name not in EMBEDDED_SOURCES:
+        raise UserError(
+            f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
+            *(f"{reason}: {count}, such as {', '.join(places)}" for reason, (count, places) in bad.items()),
+        )
+
+
+def _summary(tally: Tally) -> str:
+    """What was left out and why, one reason per line."""
+    lines = [
+        f"left out, {reason}: {number} documents" + (f", such as {', '.join(places)}" if places else "")
+        for table in (tally.bad, tally.dropped)
+        for reason, (number, places) in table.items()
+    ]
+    return "\n".join(lines)
 
 
 def _partial_folder(output: Path, key: str) -> Path:
@@ -143,22 +210,29 @@ def _key(*facts) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _listing(part: Part) -> list:
-    """Names, sizes and times of a part's files: work on text that has changed since is not reused."""
-    stats = ((file, os.stat(file)) for file in part.files)
+def _listing(files: Sequence[Path]) -> list:
+    """Names, sizes and times of files: work on text that has changed since is not reused."""
+    stats = ((str(file), os.stat(file)) for file in files)
     return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
 
 @contextmanager
 def _only_one(output: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock on the making of ``output``; the system frees it when a process dies."""
+    output.parent.mkdir(parents=True, exist_ok=True)
     lock = output.with_name(f".{output.name}.lock")
-    with lock.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"another process is preparing {output}; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-        # Whoever waited for this file finds the result; whoever comes later makes a lock of its own and finds it too.
-        lock.unlink(missing_ok=True)
+    while True:
+        with lock.open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report(f"another process is preparing {output}; waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            # Whoever held it before has removed the name: a lock on a file without a name keeps nobody out.
+            if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return

@@ -1,12 +1,13 @@
 """The last half of preparing text: parts without duplicates, split by document hash, into shards of bounded size."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from glm46.data.dedup import first_occurrences, first_of_similar, is_held_out
 from glm46.data.manifest import ShardEntry, Split
+from glm46.data.parts import Tally
 from glm46.data.shards import map_tensors, write_shard
 
 # A shard is closed at the first part that brings it to this; 128 MiB on disk, the memory that writing needs.
@@ -49,37 +50,39 @@ class SplitWriter:
 
 
 def write_splits(
-    parts: Sequence[Path], folder: Path, held_out_per_10000: int, metadata: dict[str, str], dropped: Counter
+    pieces: Sequence[Path], folder: Path, held_out: float, metadata: dict[str, str], tally: Tally
 ) -> dict[str, Split]:
-    """Shards of the training and validation split from part files, in the order of the parts.
+    """Shards of the training and validation split from the pieces, in their order.
 
     Of equal documents the first is kept. A document is held out if its own hash says so, whatever else there is.
 
     Args:
-        parts: files of `make_part`.
+        pieces: files of `make_part`.
         folder: to write into.
-        held_out_per_10000: share of the documents to hold out.
+        held_out: share of the documents to hold out.
         metadata: for the header of each shard.
-        dropped: counts by reason, added to.
+        tally: counts what is left out here.
     """
-    keep_masks = first_occurrences([map_tensors(part)[0]["hashes"] for part in parts])
+    arrays = [map_tensors(piece)[0] for piece in pieces]
+    keep = _kept(arrays, tally)
     writers = {name: SplitWriter(folder, name, metadata) for name in ("train", "validation")}
-    for part, keep in zip(parts, keep_masks, strict=True):
-        tensors, _ = map_tensors(part)
-        held_out = tensors["hashes"][:, 0] % np.uint64(10_000) < held_out_per_10000
-        if not keep.all():
-            dropped["exact duplicate"] += int((~keep).sum())
-        for name, chosen in (("train", keep & ~held_out), ("validation", keep & held_out)):
-            writers[name].add(tensors["tokens"], tensors["doc_ends"], tensors["text_bytes"], chosen)
+    first = 0
+    for tensors in arrays:
+        chosen = keep[first : first + len(tensors["doc_ends"])]
+        held_out_here = is_held_out(tensors["hashes"][:, 0], held_out)
+        for name, part in (("train", ~held_out_here), ("validation", held_out_here)):
+            writers[name].add(tensors["tokens"], tensors["doc_ends"], tensors["text_bytes"], chosen & part)
+        first += len(chosen)
     return {name: writer.finish() for name, writer in writers.items()}
 
 
-def first_occurrences(hashes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """For each list of 128-bit hashes (U64 [d, 2]), which documents have no equal one before them; bool [d] each."""
-    everything = np.concatenate([np.empty((0, 2), np.uint64), *hashes])
-    # Stable, so that among equals the first document comes first.
-    ranking = np.lexsort((everything[:, 1], everything[:, 0]))
-    ordered = everything[ranking]
-    keep = np.ones(len(everything), bool)
-    keep[ranking[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return np.split(keep, np.cumsum([len(h) for h in hashes])[:-1])
+def _kept(arrays: Sequence[dict[str, np.ndarray]], tally: Tally) -> np.ndarray:
+    """The documents of all pieces that are no copy of an earlier one, bool [documents]."""
+    hashes = np.concatenate([np.empty((0, 2), np.uint64), *(tensors["hashes"] for tensors in arrays)])
+    keep = first_occurrences(hashes)
+    tally.count_dropped("exact duplicate", int((~keep).sum()))
+    if any("bands" in tensors for tensors in arrays):
+        alone = first_of_similar(lambda band: np.concatenate([t["bands"][band] for t in arrays]), len(keep))
+        tally.count_dropped("near duplicate", int((keep & ~alone).sum()))
+        keep &= alone
+    return keep

@@ -57,7 +57,10 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray], metadata: dict[str
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as handle:
-            for block in (len(text).to_bytes(8, "little") + text, *(memoryview(a).cast("B") for a in arrays.values())):
+            for block in (
+                len(text).to_bytes(8, "little") + text,
+                *(a.reshape(-1).view(np.uint8) for a in arrays.values()),
+            ):
                 digest.update(block)
                 handle.write(block)
             handle.flush()

@@ -1,0 +1,54 @@
+"""What ``python -m glm46 prepare --input ... --output ...`` is told, by a file of these keys or on the command line."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from glm46.config.section import Section
+
+
+class TextRecipe(Section):
+    """How files of text become a folder of shards. The same recipe on the same text gives the same bytes."""
+
+    input: tuple[str, ...] = Field(min_length=1)
+    """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, and anything else as one text per file; each
+    may be compressed as .gz or .zst."""
+
+    output: str = Field(min_length=1)
+    """Folder to make; the ``path`` of a source in a training run."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the source in its shards. Absent: the last part of ``output``."""
+
+    tokenizer: str = "builtin"
+    """"builtin", a .tiktoken rank file, or a Hugging Face tokenizer.json; as model.tokenizer_path of the runs."""
+
+    text_key: str = "text"
+    """Field of a JSON line, or column of a Parquet file, that holds the text."""
+
+    held_out: float = Field(0.01, ge=0.0, lt=1.0)
+    """Share of the documents that is kept for validation, chosen by the hash of each."""
+
+    max_bad: int = Field(100, ge=0)
+    """Documents that cannot be read (not UTF-8, not JSON, no text field, empty) before the work stops with an error."""
+
+    filter: Literal["none", "prose"] = "none"
+    """prose: leave out what is not running text, by the rules of Gopher (arXiv 2112.11446, table A1)."""
+
+    deduplicate: Literal["exact", "near"] = "near"
+    """exact: of equal texts keep the first. near: of similar ones too, by MinHash over runs of tokens."""
+
+    verify: Literal["none", "python", "json"] = "none"
+    """Leave out documents that do not parse in this language."""
+
+    decontaminate: tuple[str, ...] = ()
+    """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are left out."""
+
+    fim_rate: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code."""
+
+    fim_spm_rate: float = Field(0.5, ge=0.0, le=1.0)
+    """Share of those with the suffix first; the others begin with the prefix."""
+
+    processes: int | None = Field(None, ge=1)
+    """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""

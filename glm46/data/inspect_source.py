@@ -1,0 +1,60 @@
+"""A look into a folder of shards: what there is, how long documents are, and batches as text with their boundaries."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.mixing import permute
+from glm46.data.packing import TokenStream
+from glm46.data.shards import open_shard
+from glm46.data.tokenizer import Tokenizer
+
+
+def describe(folder: Path) -> Iterator[str]:
+    """Lines about a source: totals, lengths, what was left out. Checks the hash of every shard.
+
+    Raises:
+        UserError: the folder is not a source, or damaged.
+    """
+    manifest = load_manifest(folder, full=True)
+    yield f"{manifest.source} in {folder}, every shard verified"
+    yield f"tokenizer {manifest.tokenizer[:12]}…, ids below {manifest.vocab_size}, documents end with {manifest.eos_id}"
+    for name, split in manifest.splits.items():
+        if not split.documents:
+            yield f"{name}: empty"
+            continue
+        yield (
+            f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text "
+            f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), {len(split.shards)} shards"
+        )
+        ends = [open_shard(manifest.folder / shard.file).doc_ends for shard in split.shards]
+        lengths = np.concatenate([np.diff(e, prepend=0) for e in ends])
+        marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
+        yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
+    for reason, number in manifest.dropped.items():
+        yield f"left out, {reason}: {number:,}"
+
+
+def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
+    """Rows of training tokens as text, as a run with this seq_len sees them: documents apart, positions without target.
+
+    Raises:
+        UserError: the shards were made with another tokenizer.
+    """
+    manifest.require_tokenizer(tokenizer.fingerprint)
+    split = manifest.splits["train"]
+    stream, count = TokenStream(manifest.folder, split), max(1, split.tokens // seq_len)
+    for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
+        tokens = np.empty(seq_len, np.int64)
+        used, pieces = stream.read(row * seq_len, tokens)
+        ends = np.concatenate([np.empty(0, np.int64), *pieces]).tolist()
+        yield f"── row {row} of {count}: tokens {row * seq_len:,} to {row * seq_len + used:,}"
+        start = 0
+        for number, end in enumerate([*ends, *([used] if not ends or ends[-1] < used else [])]):
+            is_end = end in ends
+            state = "ends here, its last position has no target" if is_end else "goes on behind the row"
+            yield f"   document {number}, {end - start} tokens, {state}"
+            yield tokenizer.decode(tokens[start : end - is_end])
+            start = end

@@ -1,0 +1,168 @@
+"""From a user's files to a source that the loader reads, with the verbs as a user types them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from glm46.cli import main
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.data import parts
+from glm46.data.command import read_recipe
+from glm46.data.manifest import load_manifest
+from glm46.data.packing import TokenStream
+from glm46.data.prepare import prepare_text
+from glm46.data.tokenizer import load_tokenizer
+
+
+def write_lines(file, texts):
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return file
+
+
+def texts_of(manifest, split="train"):
+    tokenizer, part = load_tokenizer("builtin"), manifest.splits[split]
+    tokens = np.empty(part.tokens, np.int64)
+    _, ends = TokenStream(manifest.folder, part).read(0, tokens)
+    return [tokenizer.decode(t[:-1]) for t in np.split(tokens, np.concatenate(ends)[:-1])]
+
+
+def prepare(tmp_path, target="out", report=print, **keys):
+    recipe = {"input": (str(tmp_path / "in"),), "output": str(tmp_path / target), "held_out": 0.0, "processes": 1} | keys
+    return prepare_text(TextRecipe(**recipe), report=report)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def test_the_verb_makes_a_source_and_inspect_shows_it(folder, tmp_path, capsys):
+    write_lines(folder / "a.jsonl", [f"story number {i} " * 30 for i in range(40)])
+    output = str(tmp_path / "web")
+    assert (
+        main(["prepare", "--input", str(folder), "--output", output, "--held_out", "0.2", "--deduplicate", "exact"])
+        == 0
+    )
+    manifest = load_manifest(output)
+    assert manifest.source == "web"
+    assert manifest.splits["train"].documents + manifest.splits["validation"].documents == 40
+    capsys.readouterr()
+    assert main(["inspect", output, "--rows", "1", "--seq_len", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{manifest.splits['train'].tokens:,} tokens" in shown and "story number" in shown
+    assert "ends here, its last position has no target" in shown
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 3_000, 10**9])
+def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes):
+    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
+    write_lines(folder / "a.jsonl", texts)
+    # In this process, so that the patch is seen.
+    monkeypatch.setattr("glm46.data.prepare.ProcessPoolExecutor", _Here)
+    monkeypatch.setattr(parts, "PIECE_BYTES", piece_bytes)
+    assert texts_of(prepare(tmp_path, deduplicate="exact")) == texts
+
+
+class _Here:
+    """A pool of no processes."""
+
+    def __init__(self, workers, context, initializer, initargs):
+        initializer(*initargs)
+
+    def submit(self, function, *arguments):
+        from concurrent.futures import Future
+
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_of_equal_texts_the_first_is_kept_over_all_files(folder, tmp_path):
+    write_lines(folder / "a.jsonl", ["one", "two", "one"])
+    write_lines(folder / "b.jsonl", ["two", "three"])
+    manifest = prepare(tmp_path, deduplicate="exact")
+    assert texts_of(manifest) == ["one", "two", "three"]
+    assert manifest.dropped == {"exact duplicate": 2}
+
+
+def test_bad_documents_are_counted_and_named(folder, tmp_path):
+    (folder / "a.jsonl").write_text('{"text": "good"}\nrubbish\n{"body": 1}\n')
+    lines = []
+    manifest = prepare(tmp_path, report=lines.append)
+    assert manifest.dropped == {"no text in field 'text'": 1, "not JSON": 1}
+    assert f"left out, not JSON: 1 documents, such as {folder / 'a.jsonl'} byte 17" in "\n".join(lines)
+
+
+def test_too_many_bad_documents_stop_the_work(folder, tmp_path):
+    (folder / "a.jsonl").write_text('{"text": "good"}\n' + "rubbish\n" * 4)
+    with pytest.raises(UserError, match="4 documents cannot be read, max_bad = 3") as caught:
+        prepare(tmp_path, max_bad=3)
+    assert "byte 17" in caught.value.faults[1]
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
+    # What was done is not lost: allowing them is all it takes.
+    assert texts_of(prepare(tmp_path, max_bad=4)) == ["good"]
+
+
+def test_input_without_any_text_is_refused(folder, tmp_path):
+    (folder / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="no document is left"):
+        prepare(tmp_path)
+
+
+def test_recipe_keys_are_checked_all_at_once(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('input = ["x"]\nholdout = 0.1\nfilter = "poetry"\n')
+    with pytest.raises(UserError) as caught:
+        read_recipe(file, {"held_out": 2})
+    faults = "\n".join(caught.value.faults)
+    assert len(caught.value.faults) == 4
+    for part in ("output: Field required", "holdout: Extra", "filter: Input should be", "command line: held_out"):
+        assert part in faults
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('input = ["x"]\noutput = "y"\nheld_out = 0.1\n')
+    recipe = read_recipe(file, {"held_out": 0.3})
+    assert (recipe.input, recipe.output, recipe.held_out) == (("x",), "y", 0.3)
+
+
+def test_every_rule_leaves_out_what_it_should_and_says_so(folder, tmp_path):
+    good = [f"def f{i}(x):\n    return x * {i} + {i * i} - sum(range({i + 3}))\n" * (i + 1) for i in range(60)]
+    exam = "assert solve([3, 1, 2], key=lambda pair: pair[1]) == [(1, 2), (3, 4)], 'not sorted at all'"
+    longest = good[-1]
+    write_lines(folder / "a.jsonl", [*good, longest + "# tail\n", good[3], "def broken(:\n", exam + "\nx = 1\n"])
+    write_lines(tmp_path / "exam.jsonl", [exam])
+    manifest = prepare(tmp_path, verify="python", decontaminate=(str(tmp_path / "exam.jsonl"),), held_out=0.3)
+    assert manifest.dropped["does not parse as Python"] == 1
+    assert manifest.dropped["exact duplicate"] == 1
+    assert manifest.dropped["holds evaluation text"] == 1
+    assert manifest.dropped["near duplicate"] >= 1
+    kept = texts_of(manifest) + texts_of(manifest, "validation")
+    assert longest in kept and longest + "# tail\n" not in kept
+    assert len(kept) == len(good) + 4 - sum(manifest.dropped.values())
+
+
+def test_held_out_text_is_not_rearranged(folder, tmp_path):
+    texts = [f"x = {i}\nprint(x)\n" * 5 for i in range(80)]
+    write_lines(folder / "a.jsonl", texts)
+    manifest = prepare(tmp_path, deduplicate="exact", held_out=0.3, fim_rate=1.0)
+    assert all("<|code_middle|>" in text for text in texts_of(manifest))
+    assert set(texts_of(manifest, "validation")) < set(texts)
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder, tmp_path):
+    write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
+    one, two = prepare(tmp_path, "one", name="s"), prepare(tmp_path, "two", name="s", processes=2)
+    assert [s.sha256 for s in one.splits["train"].shards] == [s.sha256 for s in two.splits["train"].shards]
+    other = prepare(tmp_path, "three", name="s", fim_rate=0.5)
+    assert [s.sha256 for s in one.splits["train"].shards] != [s.sha256 for s in other.splits["train"].shards]
