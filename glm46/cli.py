@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"]):
+        if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"], ["inspect"]) or _prepares_files(argv):
             return _own_command(argv[0])(argv[1:])
         tokens, overrides = _split_overrides(argv)
         arguments = _parser().parse_args(tokens)
@@ -36,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _prepares_files(argv: Sequence[str]) -> bool:
+    """``prepare`` makes the sources of a run, or, given a recipe or an input, one source of files."""
+    return argv[:1] == ["prepare"] and any(token.partition("=")[0] in ("--input", "--recipe") for token in argv)
+
+
 def _own_command(verb: str) -> Callable[[Sequence[str]], int]:
     """Verbs that read no run parse their own options."""
     if verb == "benchmark":
@@ -50,6 +55,10 @@ def _own_command(verb: str) -> Callable[[Sequence[str]], int]:
         from glm46.inference.command import generate_command
 
         return generate_command
+    if verb in ("prepare", "inspect"):
+        from glm46.data.command import inspect_command, prepare_command
+
+        return prepare_command if verb == "prepare" else inspect_command
     from glm46.checkpoint.command import checkpoint_command
 
     return checkpoint_command
@@ -102,13 +111,17 @@ def _parser() -> argparse.ArgumentParser:
         help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
     )
     _add_run_verb(verbs, "train", "train in this process; launch and torchrun start one for each rank", _train)
-    _add_run_verb(verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare)
+    prepare = _add_run_verb(
+        verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare
+    )
+    prepare.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {prepare.epilog}"
     plan = _add_run_verb(verbs, "plan", "say how big, how dear and how long, for any layout, on any machine", _plan)
     plan.add_argument("--nproc", type=_processes, metavar="N", help="processes; the fewest that the degrees allow")
     plan.add_argument("--gpu", metavar="NAME", help="GPU that days are reckoned for, such as H100 or H200")
     plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is taken to reach")
     verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
     verbs.add_parser("checkpoint", help="list, verify, show or prune checkpoints; see checkpoint --help")
+    verbs.add_parser("inspect", help="count and show what is in a folder of shards; see inspect --help")
     verbs.add_parser("convert", help="weights from and to Hugging Face folders; see convert --help")
     verbs.add_parser("generate", help="text from a checkpoint or a Hugging Face folder; see generate --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
