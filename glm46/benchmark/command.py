@@ -5,6 +5,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from glm46.benchmark.cpu_memory import peak_bytes
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, race
@@ -30,7 +31,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m glm46 benchmark", allow_abbrev=False)
-    kinds = parser.add_subparsers(title="what", metavar="model|data|tokenizer", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="model|data|tokenizer|checkpoint", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
     model.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=_positive, help="decoder layers; absent: the preset's")
@@ -52,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
     tokenizer.add_argument("--rounds", type=_positive, default=5, help="timed rounds")
     tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
+    checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load", allow_abbrev=False)
+    checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
+    checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
+    checkpoint.add_argument("--rounds", type=_positive, default=5, help="timed saves")
+    checkpoint.set_defaults(run=_checkpoint)
     return parser
 
 
@@ -87,6 +93,17 @@ def _model(arguments: argparse.Namespace) -> None:
         for contestant in contestants:
             contestant.peak_bytes = peak_bytes(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
+
+
+def _checkpoint(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from glm46.benchmark.checkpoint_speed import checkpoint_speed
+
+    if not arguments.folder.is_dir():
+        raise UserError(f"benchmark: --folder {arguments.folder}: no such folder")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device))
 
 
 def _installed() -> tuple[str, ...]:

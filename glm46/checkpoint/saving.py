@@ -125,6 +125,7 @@ class BackgroundSaver:
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of the tensors to host memory. Not while a save is under way."""
         started = time.perf_counter()
+        self._staged = {}
         self._staged = self._staging.copy(tensors)
         self._stage_seconds = time.perf_counter() - started
 

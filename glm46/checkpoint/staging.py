@@ -35,6 +35,7 @@ class Staging:
         local = {name: _local(tensor) for name, tensor in tensors.items()}
         layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
         if layout != self._layout:
+            self._copies = {}  # free the old memory before the new is taken
             self._copies = _allocate(local)
             self._layout = layout
         for name, tensor in local.items():
@@ -70,6 +71,8 @@ def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _pin(slab: np.ndarray) -> None:
     runtime = torch.cuda.cudart()
     address = slab.ctypes.data
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, slab.nbytes, _PORTABLE)))
+    error = int(runtime.cudaHostRegister(address, slab.nbytes, _PORTABLE))
+    if error:
+        raise MemoryError(f"CUDA cannot pin {slab.nbytes} bytes of host memory (error {error}); see ulimit -l")
     # Memory that goes back to the system while registered would be pinned for ever, and its address unusable.
     weakref.finalize(slab, runtime.cudaHostUnregister, address)

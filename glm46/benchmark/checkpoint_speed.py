@@ -1,0 +1,88 @@
+"""What a checkpoint costs: the stall of training beside a plain copy, and the way to the disk and back."""
+
+import hashlib
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.saving import SaveOutcome
+
+_PIECES_PER_GIB = 64
+
+
+def checkpoint_speed(folder: Path, gib: float, rounds: int, device: torch.device) -> str:
+    """Measure saves in the background, verification and load of one rank's state.
+
+    Args:
+        folder: on the disk to measure; what is written there is removed.
+        gib: size of the state, in GiB.
+        rounds: saves that are timed, after one that makes the buffers.
+
+    Returns:
+        A report: medians, and the stall as the median ratio to a plain copy to host memory timed beside each save.
+    """
+    pieces = max(1, round(gib * _PIECES_PER_GIB))
+    state = {f"piece{number}": torch.randn(1024, 4096, device=device) for number in range(pieces)}
+    size = sum(tensor.nbytes for tensor in state.values())
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        manager = CheckpointManager(Path(name), keep_latest_k=1)
+        copies, saves = _race(manager, state, rounds)
+        verify, load = _way_back(Path(name), state)
+        manager.close()
+    stall = statistics.median(save.stall_seconds / copy for save, copy in zip(saves, copies, strict=True))
+    saved = statistics.median(save.save_seconds for save in saves)
+    return "\n".join(
+        [
+            f"state of {size / 2**30:.2f} GiB in {pieces} tensors on {device}, written under {folder}; {rounds} saves",
+            f"plain copy to host memory   {statistics.median(copies) * 1e3:10.1f} ms",
+            f"stall of a background save  {statistics.median(s.stall_seconds for s in saves) * 1e3:10.1f} ms, "
+            f"{stall:.2f} of the copy",
+            f"save, synced and published  {saved * 1e3:10.1f} ms, {size / saved / 1e9:.2f} GB/s",
+            f"verify, files just written  {verify * 1e3:10.1f} ms, {size / verify / 1e9:.2f} GB/s",
+            f"load after verification     {load * 1e3:10.1f} ms, {size / load / 1e9:.2f} GB/s",
+            f"SHA-256, one core           {_hash_speed():10.2f} GB/s",
+            f"bytes saved                 {saves[-1].bytes / size:10.4f} of the state",
+        ]
+    )
+
+
+def _race(manager: CheckpointManager, state: dict[str, Tensor], rounds: int) -> tuple[list[float], list[SaveOutcome]]:
+    is_cuda = any(tensor.is_cuda for tensor in state.values())
+    host = {key: torch.empty(t.shape, dtype=t.dtype, pin_memory=is_cuda) for key, t in state.items()}
+    copies, saves = [], []
+    for step in range(rounds + 1):
+        started = time.perf_counter()
+        for key, tensor in state.items():
+            host[key].copy_(tensor, non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize()
+        copies.append(time.perf_counter() - started)
+        manager.save_in_background(step, state, {})
+        while not (ended := manager.poll()):
+            time.sleep(0.005)
+        saves += ended
+    return copies[1:], saves[1:]  # the first one gets the memory
+
+
+def _way_back(folder: Path, state: dict[str, Tensor]) -> tuple[float, float]:
+    manager = CheckpointManager(folder, keep_latest_k=0)
+    started = time.perf_counter()
+    step = manager.newest()
+    verified = time.perf_counter()
+    assert step is not None
+    manager.load(step, state)
+    loaded = time.perf_counter()
+    manager.close()
+    return verified - started, loaded - verified
+
+
+def _hash_speed() -> float:
+    block = bytes(1 << 28)
+    started = time.perf_counter()
+    hashlib.sha256(block)
+    return len(block) / (time.perf_counter() - started) / 1e9

@@ -1,0 +1,46 @@
+"""Checkpoints of tensors on a CUDA device: pinned staging, values of the moment, load into the device."""
+
+import pytest
+import torch
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.staging import Staging
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.full((1000, 333), value, device="cuda"),
+        "half": torch.full((7, 5), value, device="cuda", dtype=torch.bfloat16),
+        "rng": torch.full((9,), int(value), dtype=torch.uint8),
+        "scalar": torch.tensor(value, device="cuda"),
+        "empty": torch.zeros(0, 3, device="cuda"),
+    }
+
+
+def test_staging_is_pinned_and_kept():
+    staging = Staging()
+    first = staging.copy(tensors(1.0))
+    assert first["weight"].is_pinned() and first["weight"].device.type == "cpu"
+    address = first["weight"].data_ptr()
+    assert staging.copy(tensors(2.0))["weight"].data_ptr() == address
+    assert (first["weight"] == 2).all()
+    del first
+    other = staging.copy({"weight": torch.ones(5, device="cuda")})  # other shapes: the old memory is unpinned
+    assert other["weight"].tolist() == [1] * 5
+
+
+def test_saves_hold_the_values_of_their_moment_and_load_into_the_device(tmp_path):
+    manager, state = CheckpointManager(tmp_path, keep_latest_k=0), tensors(1.0)
+    assert manager.save_in_background(1, state, {})
+    for tensor in state.values():
+        tensor.fill_(9)
+    assert [outcome.step for outcome in manager.close()] == [1]
+    CheckpointManager(tmp_path, keep_latest_k=0).save(2, tensors(2.0), {})
+    for step in (1, 2):
+        CheckpointManager(tmp_path, keep_latest_k=0).load(step, state)
+        assert state["weight"].is_cuda and all((tensor == step).all() for tensor in state.values())
