@@ -22,6 +22,10 @@ class Source(Section):
     max_epochs: float | None = Field(None, gt=0.0)
     """Most passes over the source that this run may make; more is refused before the start. Absent: no limit."""
 
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """concatenate: documents end to end, cut every seq_len tokens, as GLM pre-trains. best_fit: rows of whole documents
+    that are cut only if longer than a row, for long contexts."""
+
     prepare: Literal["python_stdlib", "python_packages"] | None = None
     """Text of this machine to make the shards from when ``path`` does not exist yet: the sources of the Python standard
     library, or of the packages installed beside glm46. Absent: the shards must exist."""

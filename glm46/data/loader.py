@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -15,9 +16,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
+from glm46.data.best_fit import PackPlan, plan_packs
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.mixing import integer_weights, order, permute
-from glm46.data.packing import TokenStream, full_rows
+from glm46.data.packing import ConcatenatedRows, PackedRows, TokenStream, full_rows
 
 # Samples whose places are computed at once: small arrays cost more in calls than in arithmetic.
 _ORDER_BLOCK = 1024
@@ -44,29 +46,70 @@ class BatchLayout:
         return BatchBuilder(self.local_batch_size, self.seq_len, self.mtp_depth, self.document_mask, eos_id)
 
 
+class TrainSource(NamedTuple):
+    """One source of a mixture."""
+
+    name: str
+    """Decides the order in which its samples come."""
+    folder: str | Path
+    weight: float
+    """Share of the rows, and so of the tokens."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+
+
 class TrainStream(IterableDataset):
     """Micro-batches without end; `__iter__` starts at ``start_sample``.
 
     Micro-batch q of rank r holds the global samples start + q * degree * rows + r * rows + (0 ... rows - 1).
     """
 
-    def __init__(
-        self, names: Sequence[str], manifests: Sequence[Manifest], weights: Sequence[int], seed: int,
-        layout: BatchLayout, start_sample: int,
-    ):  # fmt: skip
-        self.names, self.manifests, self.weights, self.seed = tuple(names), tuple(manifests), tuple(weights), seed
-        self.layout, self.start_sample = layout, start_sample
+    def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int):
+        self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
+        self.manifests = [load_manifest(Path(source.folder)) for source in self.sources]
+        for manifest in self.manifests[1:]:
+            manifest.require_tokenizer(self.manifests[0].tokenizer)
+        self.weights = integer_weights([source.weight for source in self.sources])
+        self._plans = [self._plan(i) for i in range(len(self.sources))]
         self.rows_per_source = [
-            full_rows(m.splits["train"].tokens, layout.seq_len, layout.mtp_depth) for m in self.manifests
+            len(plan.row_starts) - 1 if plan else full_rows(tokens, layout.seq_len, layout.mtp_depth)
+            for plan, tokens in zip(self._plans, self._train_tokens(), strict=True)
         ]
+        self._refuse_short()
+
+    def _plan(self, source: int) -> PackPlan | None:
+        if self.sources[source].packing == "concatenate":
+            return None
+        manifest = self.manifests[source]
+        ends = TokenStream(manifest.folder, manifest.splits["train"]).doc_ends()
+        return plan_packs(ends, self.layout.seq_len)
+
+    def _train_tokens(self) -> list[int]:
+        return [manifest.splits["train"].tokens for manifest in self.manifests]
+
+    def _refuse_short(self) -> None:
+        facts = zip(self.manifests, self._train_tokens(), self.rows_per_source, strict=True)
+        short = [
+            f"{manifest.folder}: {tokens} training tokens are fewer than one row of {self.layout.seq_len} with targets"
+            for manifest, tokens, rows in facts
+            if rows == 0
+        ]
+        if short:
+            raise UserError(*short)
 
     def __iter__(self):
         worker = get_worker_info()
         return _TrainIterator(self, worker.id if worker else 0, worker.num_workers if worker else 1)
 
+    def open_rows(self, source: int) -> ConcatenatedRows | PackedRows:
+        """The rows of a source, opened in the process that reads them."""
+        manifest, plan, length = self.manifests[source], self._plans[source], self.layout.seq_len
+        tokens = TokenStream(manifest.folder, manifest.splits["train"])
+        return PackedRows(tokens, length, plan) if plan else ConcatenatedRows(tokens, length)
+
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source and row within it of global sample numbers, both int64 [n]."""
-        return order(numbers, self.weights, self.names, self.rows_per_source, self.seed)
+        names = [source.name for source in self.sources]
+        return order(numbers, self.weights, names, self.rows_per_source, self.seed)
 
 
 class _TrainIterator:
@@ -74,7 +117,7 @@ class _TrainIterator:
 
     def __init__(self, stream: TrainStream, worker: int, workers: int):
         self._stream, self._layout = stream, stream.layout
-        self._streams = [TokenStream(m.folder, m.splits["train"]) for m in stream.manifests]
+        self._sources = [stream.open_rows(i) for i in range(len(stream.manifests))]
         self._builder = stream.layout.builder(stream.manifests[0].eos_id)
         self._row = np.empty(stream.layout.seq_len + 1 + stream.layout.mtp_depth, np.int64)
         self._stride = workers * stream.layout.global_rows
@@ -89,7 +132,7 @@ class _TrainIterator:
             self._locate_block()
         first = self._next + self._layout.dp_rank * self._layout.local_batch_size
         for j, (source, sample) in enumerate(self._located.pop(self._next)):
-            used, ends = self._streams[source].read(sample * self._layout.seq_len, self._row)
+            used, ends = self._sources[source].read(sample, self._row)
             self._builder.add(first + j, self._row, used, ends)
         self._next += self._stride
         return self._builder.finish()
@@ -142,14 +185,14 @@ class ValidationStream(IterableDataset):
 
 
 def build_train_loader(
-    sources: Sequence[tuple[str, str | Path, float]], *, seq_len: int, mtp_depth: int, local_batch_size: int,
+    sources: Sequence[TrainSource | tuple], *, seq_len: int, mtp_depth: int, local_batch_size: int,
     dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
     prefetch_factor: int = 2,
 ) -> StatefulDataLoader:  # fmt: skip
     """The endless training stream of one rank.
 
     Args:
-        sources: (name, folder, weight) each. Weights are shares of the tokens; names decide the order in a source.
+        sources: `TrainSource`, or plain (name, folder, weight[, packing]).
         seq_len: tokens per sample.
         mtp_depth: multi-token prediction layers to make inputs and labels for.
         local_batch_size: samples per micro-batch.
@@ -168,23 +211,13 @@ def build_train_loader(
     """
     if not sources:
         raise UserError("data.sources: empty; name at least one folder of prepared text to train on")
-    names, folders, weights = zip(*sources, strict=True)
-    if len(set(names)) < len(names):
+    chosen = [TrainSource(*source) for source in sources]
+    if len({source.name for source in chosen}) < len(chosen):
         raise UserError(
-            f"data.sources: names {list(names)} repeat; the name decides the order of samples, make it unique"
+            f"data.sources: names {[s.name for s in chosen]} repeat; a name decides the order of samples; change one"
         )
-    manifests = [load_manifest(Path(folder)) for folder in folders]
-    for manifest in manifests[1:]:
-        manifest.require_tokenizer(manifests[0].tokenizer)
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
-    stream = TrainStream(names, manifests, integer_weights(weights), seed, layout, start_sample)
-    short = [
-        f"{m.folder}: {m.splits['train'].tokens} training tokens are fewer than one row of {seq_len} with its targets"
-        for m, rows in zip(manifests, stream.rows_per_source, strict=True)
-        if rows == 0
-    ]
-    if short:
-        raise UserError(*short)
+    stream = TrainStream(chosen, seed, layout, start_sample)
     return _carry(stream, num_workers, prefetch_factor)
 
 

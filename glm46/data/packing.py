@@ -1,7 +1,8 @@
 """Rows of tokens out of shards: where a row begins, which tokens it holds, and where documents end in it.
 
 Concatenate-and-chunk, as GLM pre-trains: the documents of a split form one long sequence, cut every ``seq_len`` tokens
-wherever that falls. A row reads a few tokens past its end, so that no target is lost there.
+wherever that falls. A row reads a few tokens past its end, so that no target is lost there. Best-fit packing, as GLM
+trains on long contexts: rows of whole documents.
 """
 
 from bisect import bisect_right
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from glm46.data.best_fit import PackPlan
 from glm46.data.manifest import Split
 from glm46.data.shards import open_shard
 
@@ -21,6 +23,11 @@ class TokenStream:
         self.length = split.tokens
         self._shards = [open_shard(folder / entry.file) for entry in split.shards]
         self._starts = [0, *accumulate(entry.tokens for entry in split.shards)]
+
+    def doc_ends(self) -> np.ndarray:
+        """Places behind the last token of every document, int64 [documents]."""
+        starts = zip(self._shards, self._starts, strict=False)
+        return np.concatenate([np.empty(0, np.int64), *(shard.doc_ends + start for shard, start in starts)])
 
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Copy the tokens from ``start`` on into ``out``, int64 [n].
@@ -46,3 +53,34 @@ class TokenStream:
 def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
     """Rows of ``seq_len`` tokens that have all their targets. The few tokens behind the last one are not trained on."""
     return max(0, (tokens - 1 - mtp_depth) // seq_len)
+
+
+class ConcatenatedRows:
+    """Row i holds the tokens from i * seq_len on."""
+
+    def __init__(self, stream: TokenStream, seq_len: int):
+        self._stream, self._seq_len = stream, seq_len
+
+    def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""
+        return self._stream.read(row * self._seq_len, out)
+
+
+class PackedRows:
+    """Row i holds the pieces that a plan puts there; what is free behind them is not used."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, plan: PackPlan):
+        self._stream, self._seq_len, self._plan = stream, seq_len, plan
+
+    def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""
+        first, last = self._plan.row_starts[row : row + 2].tolist()
+        starts, lengths = self._plan.piece_starts[first:last], self._plan.piece_lengths[first:last]
+        if last - first == 1 and lengths[0] == self._seq_len:
+            # A full piece may be the cut part of a longer document, whose next tokens are targets too.
+            return self._stream.read(int(starts[0]), out)
+        done = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            self._stream.read(start, out[done : done + length])
+            done += length
+        return done, [np.cumsum(lengths)]

@@ -65,7 +65,7 @@ class Parts:
         for source in run.data.sources:
             manifest = self.manifests[source.name]
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
-            identity.append([source.name, source.weight, shards])
+            identity.append([source.name, source.weight, source.packing, shards])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

@@ -147,7 +147,7 @@ def _open_loader(parts: Parts, progress: Progress) -> Iterator[dict[str, Tensor]
     run = parts.run
     return iter(
         build_train_loader(
-            [(source.name, source.path, source.weight) for source in run.data.sources],
+            [(source.name, source.path, source.weight, source.packing) for source in run.data.sources],
             seq_len=run.training.seq_len,
             mtp_depth=parts.shape.num_nextn_predict_layers,
             local_batch_size=run.training.local_batch_size,

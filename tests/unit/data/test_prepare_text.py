@@ -29,7 +29,12 @@ def texts_of(manifest, split="train"):
 
 
 def prepare(tmp_path, target="out", report=print, **keys):
-    recipe = {"input": (str(tmp_path / "in"),), "output": str(tmp_path / target), "held_out": 0.0, "processes": 1} | keys
+    recipe = {
+        "input": (str(tmp_path / "in"),),
+        "output": str(tmp_path / target),
+        "held_out": 0.0,
+        "processes": 1,
+    } | keys
     return prepare_text(TextRecipe(**recipe), report=report)
 
 
