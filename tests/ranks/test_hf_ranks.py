@@ -22,8 +22,12 @@ from glm46.checkpoint.hf_import import import_weights
 from glm46.checkpoint.hf_names import HFNames
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
+from glm46.config.run import Run
+from glm46.distributed.mesh import build_meshes
 from glm46.distributed.placement import global_indices
 from glm46.model.transformer import Transformer
+from glm46.parallelize.plan import parallelize
+from glm46.planner.layout import resolve_layout
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -97,6 +101,16 @@ def on_fsdp_over_tensor_parallel() -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def of_training(**degrees: int) -> dict[str, torch.Tensor]:
+    """Exactly what a run has: the transforms of parallelize/plan.py, the expert axis included."""
+    run = Run.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
+    with torch.device("meta"):
+        model = Transformer(SHAPE)
+    parallelize(model, build_meshes(resolve_layout(run.parallelism, WORLD), "cpu"), run, torch.device("cpu"))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
 MESHES = {
     "all plain": lambda: on_mesh((4,), [Replicate()]),
     "rows": lambda: on_mesh((4,), [Shard(0)]),
@@ -109,6 +123,13 @@ MESHES = {
     "experts' columns": lambda: on_mesh((2, 2), [Replicate(), Shard(1)], experts=[Shard(0), Shard(2)]),
     "pipeline": on_stages,
     "fsdp over tensor parallel": on_fsdp_over_tensor_parallel,
+    "training, FSDP": lambda: of_training(),
+    "training, HSDP": lambda: of_training(data_parallel_replicate_degree=2),
+    "training, expert parallel": lambda: of_training(expert_parallel_degree=2),
+    "training, expert parallel with copies": lambda: of_training(
+        expert_parallel_degree=2, data_parallel_replicate_degree=2
+    ),
+    "training, context parallel": lambda: of_training(context_parallel_degree=2),
 }
 SHARDED_EVENLY = ("rows", "rows twice", "columns")
 
@@ -210,4 +231,4 @@ def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(worker, (port, tmp_path), nprocs=WORLD)
-    assert len(list(tmp_path.glob("out*"))) == len(MESHES) >= 8
+    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 16
