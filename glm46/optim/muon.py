@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from glm46.optim.compact_state import Quantized, local_state, make_state
 from glm46.optim.muon_exchange import Exchange, make_groups
 from glm46.optim.muon_gram import update_by_gram
-from glm46.optim.muon_layout import local_gradient, local_matrices, tensor_layout, zeros_like_parameter
+from glm46.optim.muon_layout import local_gradient, local_matrices, tensor_layout
 from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, Wire, make_plan
 from glm46.optim.muon_update import Piece, orthogonalizer, update_scale, update_whole
 
@@ -45,7 +46,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: type of the products. float16 is as fast as bfloat16 and several times closer to float32.
         wire_dtype: type in which matrices travel between ranks. Absent: ``ns_dtype``, but bfloat16 on the way to the
             owner for float16, because gradients can be smaller than float16 holds.
-        state_dtype: type of the momentum. Absent: that of the parameter.
+        state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
         ns_backend: "eager"; "compile" fuses the normalisation and the iteration; "gram" iterates on X X^T.
         replicate_mode: of matrices that are both cut and replicated (HSDP): "owner" has one owner in all replicas,
             "redundant" one in each, so that nothing crosses the replicas' slower links.
@@ -55,8 +56,9 @@ class Muon(torch.optim.Optimizer):
             if its long side is cut and much the longer one.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
-    there from the start, so that a checkpoint can be loaded before the first step. A parameter without a gradient is
-    left alone; all ranks must agree on which these are. Non-finite gradients are the caller's to catch.
+    or two of them, ``momentum_buffer.codes`` and ``.scales``, for eight bits; there from the start, so that a
+    checkpoint can be loaded before the first step. A parameter without a gradient is left alone; all ranks must agree
+    on which these are. Non-finite gradients are the caller's to catch.
     Construction and ``step`` are collectives of the ranks that share a parameter.
 
     Raises:
@@ -80,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         update_rms: float = 0.2,
         ns_dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         ns_backend: str = "eager",
         replicate_mode: str = "owner",
         bucket_bytes: int = 256 << 20,
@@ -154,7 +156,7 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load into the live states: their type, mesh and placements stay, whatever those of ``state_dict`` are."""
-        live = {parameter: states["momentum_buffer"] for parameter, states in self.state.items()}
+        live = dict(self.state)
         # torch would cast the loaded states to the parameters' type first, which a wider state must not go through.
         packed = [index for group in state_dict["param_groups"] for index in group["params"]]
         loaded = dict(state_dict["state"])
@@ -162,13 +164,12 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with torch.no_grad():
             for index, parameter in zip(packed, parameters, strict=True):
-                buffer = live[parameter]
-                if index in loaded:
-                    source = loaded[index]["momentum_buffer"]
+                for key, buffer in live[parameter].items() if index in loaded else ():
+                    source = loaded[index][key]
                     if isinstance(buffer, DTensor) and isinstance(source, DTensor):
                         source = source.redistribute(buffer.device_mesh, buffer.placements)
                     buffer.copy_(source)
-                self.state[parameter]["momentum_buffer"] = buffer
+                self.state[parameter] = live[parameter]
         self._prepare()
 
     def _prepare(self) -> None:
@@ -176,9 +177,9 @@ class Muon(torch.optim.Optimizer):
         self._entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         for group, index in self._entries:
             parameter = group["params"][index]
-            if "momentum_buffer" not in self.state[parameter]:
-                dtype = group["state_dtype"] or parameter.dtype
-                self.state[parameter]["momentum_buffer"] = zeros_like_parameter(parameter, dtype)
+            if not self.state[parameter]:
+                tensors = make_state(self._name(group, index), parameter, group["state_dtype"] or parameter.dtype, True)
+                self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
         self._requests = [self._request(group, index) for group, index in self._entries]
         self._plan = make_plan(self._requests, **self._limits)
         self._chunks = self._stack_local_tasks()
@@ -201,8 +202,12 @@ class Muon(torch.optim.Optimizer):
         group, index = self._entries[parameter]
         return group["params"][index].device
 
+    @staticmethod
+    def _name(group: dict, index: int) -> str:
+        return group["param_names"][index] if "param_names" in group else f"parameter {index}"
+
     def _request(self, group: dict, index: int) -> Request:
-        name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
+        name = self._name(group, index)
         layout = tensor_layout(group["params"][index])
         blocks = tuple(group["row_blocks"] or (layout.shape[1],))
         if sum(blocks) != layout.shape[1] or min(blocks) < 1:
@@ -242,13 +247,14 @@ class Muon(torch.optim.Optimizer):
                     first, room = last, room - (last - first)
         return chunks
 
-    def _parameter_views(self, group: dict, index: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _parameter_views(self, group: dict, index: int) -> tuple[Tensor, Tensor | None, Tensor | Quantized]:
         """This rank's parts of a parameter, its gradient and its momentum as [matrices, rows, columns]."""
         parameter = group["params"][index]
         views = local_matrices(parameter)
         gradient = local_gradient(parameter)
         gradient = None if gradient is None else gradient.reshape(views.shape)
-        return views, gradient, local_matrices(self.state[parameter]["momentum_buffer"])
+        tensors = {key.removeprefix("momentum_buffer"): tensor for key, tensor in self.state[parameter].items()}
+        return views, gradient, local_state(tensors, True, local_matrices)
 
     def _piece(self, number: int, matrices: tuple, rows: tuple, shape: tuple[int, int]) -> Piece:
         """The views of some local matrices and local rows of a parameter."""

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from glm46.optim.compact_state import Quantized, load_state, store_state
 from glm46.optim.newton_schulz import Coefficients, iterate_batched, iterate_gram, orthogonalize, step_coefficients
 
 NS_BACKENDS = ("eager", "compile", "gram")
@@ -82,7 +83,7 @@ class Piece:
     group: dict
     parameter: Tensor
     gradient: Tensor | None
-    momentum: Tensor
+    momentum: Tensor | Quantized
     rows: int
     columns: int
 
@@ -90,14 +91,13 @@ class Piece:
         """Advance the momentum and return what is orthogonalised, [N, r, c], never a view of gradient or momentum."""
         weight = self.group["momentum"]
         gradient = self.gradient
-        if self.momentum.dtype == gradient.dtype:
+        if isinstance(self.momentum, Tensor) and self.momentum.dtype == gradient.dtype:
             momentum = self.momentum.lerp_(gradient, 1.0 - weight)
         else:
             # The sum is made in the wider type: a bf16 lerp would round the weight and both terms.
-            wide = torch.promote_types(torch.promote_types(self.momentum.dtype, gradient.dtype), torch.float32)
-            gradient = gradient.to(wide)
-            momentum = self.momentum.to(wide).lerp_(gradient, 1.0 - weight)
-            self.momentum.copy_(momentum)
+            momentum = load_state(self.momentum, gradient)
+            gradient = gradient.to(momentum.dtype)
+            store_state(self.momentum, momentum.lerp_(gradient, 1.0 - weight))
         return gradient.lerp(momentum, weight) if self.group["nesterov"] else momentum.clone()
 
     def apply(self, update: Tensor) -> None:

@@ -7,57 +7,10 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
+from glm46.optim.adamw import AdamW
 from glm46.optim.muon import Muon
-from glm46.optim.muon_layout import local_gradient, local_part, zeros_like_parameter
 from glm46.optim.newton_schulz import step_coefficients
 from glm46.optim.roles import Role, RoleRow, assign_roles, role_rows
-
-
-class AdamW:
-    """torch.optim.AdamW over this rank's parts of the parameters.
-
-    The rule works on entries, so the parts are all it needs: no DTensor operation runs in a step, and parameters of
-    different meshes share one fused kernel. The states are DTensors like the parameters and share the parts' memory.
-    """
-
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer):
-        """``decays`` says of each parameter whether it is decayed."""
-        self._states: dict[str, Tensor] = {}
-        self._parts = [(parameter, local_part(parameter)) for _, parameter in parameters]
-        groups = [
-            {
-                "params": [part for (_, part), mine in zip(self._parts, decays, strict=True) if mine == decay],
-                "weight_decay": config.weight_decay if decay else 0.0,
-            }
-            for decay in (True, False)
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": []}],
-            lr=config.adamw_lr or config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=config.implementation == "fused",
-            foreach=config.implementation == "foreach",
-        )
-        for (name, parameter), (_, part) in zip(parameters, self._parts, strict=True):
-            moments = {key: zeros_like_parameter(parameter, parameter.dtype) for key in ("exp_avg", "exp_avg_sq")}
-            # The fused kernel counts on the device, the others count on the host.
-            device = part.device if config.implementation == "fused" else "cpu"
-            step = torch.zeros((), dtype=torch.float32, device=device)
-            self.optimizer.state[part] = {"step": step, **{key: local_part(value) for key, value in moments.items()}}
-            self._states |= {f"{name}.step": step, **{f"{name}.{key}": value for key, value in moments.items()}}
-
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for parameter, part in self._parts:
-            part.grad = local_gradient(parameter)
-        self.optimizer.step()
-        for _, part in self._parts:
-            part.grad = None
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The live states."""
-        return self._states
 
 
 class OptimizerGroup:
@@ -75,7 +28,7 @@ class OptimizerGroup:
         self.muon = _muon(self._matrices, config)
         self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config)
         self._peaks = [
-            (group, group["lr"]) for optimizer in (self.muon, self._adamw.optimizer) for group in optimizer.param_groups
+            (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
         ]
 
     def step(self, lr_factor: float) -> None:
@@ -93,8 +46,9 @@ class OptimizerGroup:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
         momenta = {
-            f"{name}.momentum_buffer": self.muon.state[parameter]["momentum_buffer"]
+            f"{name}.{key}": value
             for (name, parameter), _ in self._matrices
+            for key, value in self.muon.state[parameter].items()
         }
         return momenta | self._adamw.state_tensors()
 
@@ -135,5 +89,5 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         eps=1e-12,
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
-        state_dtype=torch.float32,
+        state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )

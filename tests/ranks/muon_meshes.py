@@ -127,10 +127,11 @@ def build(case: Case, mesh: DeviceMesh, dtype: torch.dtype, **options) -> tuple[
     return parameters, Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, gram_load=1e9, **options)
 
 
-def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS) -> list[Tensor]:
+def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -> list[Tensor]:
     """The same steps on whole, plain tensors."""
     parameters = [nn.Parameter(full) for full in random_tensors(case, dtype, 0)]
-    optimizer = Muon([{"params": parameters, "row_blocks": case.row_blocks}], lr=0.02, ns_dtype=dtype, eps=1e-12)
+    group = {"params": parameters, "row_blocks": case.row_blocks}
+    optimizer = Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, **options)
     for step in range(1, steps + 1):
         for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
             parameter.grad = gradient
@@ -274,19 +275,25 @@ def run_resume(world: int) -> dict:
         "row": Case("r", (2, 2), (Shard(0), Shard(1)), ((1, 1), (0, 0)), shapes),
         "hsdp": Case("r", (2, 2), (Replicate(), Shard(0)), ((1, 0),), shapes),
     }
-    expected = one_process(kinds["fsdp"], torch.float32, 2 * STEPS)
+    small = {"state_dtype": "8bit"}
+    expected = {
+        False: one_process(kinds["fsdp"], torch.float32, 2 * STEPS),
+        True: one_process(kinds["fsdp"], torch.float32, 2 * STEPS, **small),
+    }
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
     figures = {}
-    for first, second in (("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "row"), ("row", "fsdp")):
+    pairs = [("fsdp", "tp", False), ("tp", "hsdp", False), ("hsdp", "row", False), ("row", "fsdp", False)]
+    for first, second, eight_bits in [*pairs, ("fsdp", "tp", True), ("tp", "hsdp", True)]:
+        options = small if eight_bits else {}
         meshes = {kind: init_device_mesh("cpu", kinds[kind].mesh) for kind in (first, second)}
-        parameters, optimizer = build(kinds[first], meshes[first], torch.float32)
+        parameters, optimizer = build(kinds[first], meshes[first], torch.float32, **options)
         for step in range(1, STEPS + 1):
             set_gradients(parameters, kinds[first], meshes[first], step)
             optimizer.step()
-        path = os.path.join(folder[0], f"{first}-{second}")
+        path = os.path.join(folder[0], f"{first}-{second}-{eight_bits}")
         dcp.save(tensors_of(parameters, optimizer), checkpoint_id=path)
-        parameters, optimizer = build(kinds[second], meshes[second], torch.float32)
+        parameters, optimizer = build(kinds[second], meshes[second], torch.float32, **options)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.zero_()
@@ -294,14 +301,15 @@ def run_resume(world: int) -> dict:
         for step in range(STEPS + 1, 2 * STEPS + 1):
             set_gradients(parameters, kinds[second], meshes[second], step)
             optimizer.step()
-        figures[f"{first} to {second}"] = worst_error(parameters, expected, kinds[second], meshes[second])
+        error = worst_error(parameters, expected[eight_bits], kinds[second], meshes[second])
+        figures[f"{first} to {second}{', 8 bits' if eight_bits else ''}"] = error
     return {"resume": figures}
 
 
 def tensors_of(parameters: list[nn.Parameter], optimizer: Muon) -> dict[str, Tensor]:
     """Weights and states by name, as live tensors."""
     weights = {f"p{number}": parameter.detach() for number, parameter in enumerate(parameters)}
-    return weights | {f"m{number}": optimizer.state[p]["momentum_buffer"] for number, p in enumerate(parameters)}
+    return weights | {f"{key}{n}": value for n, p in enumerate(parameters) for key, value in optimizer.state[p].items()}
 
 
 def run_model() -> dict:

@@ -5,6 +5,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
+from glm46.optim.compact_state import local_state, make_state
 from glm46.optim.optimizers import build_optimizers
 
 SHAPES = {
@@ -133,3 +134,61 @@ def test_too_few_steps_for_the_coefficients_is_a_message():
     parameters = make_parameters()
     with pytest.raises(UserError, match="ns_steps >= 10"):
         build_optimizers(list(parameters.items()), Optimizer(ns_coefficients="deepseek_v4"))
+
+
+BIG = {"layers.0.mlp.experts.gate_up": (4, 96, 100), "lm_head.weight": (80, 130), "norm.weight": (130,)}
+
+
+def trained_with_states(state_dtype, name, steps):
+    generator = torch.Generator().manual_seed(0)
+    parameters = {key: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for key, shape in BIG.items()}
+    config = Optimizer(name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0)
+    group = build_optimizers(list(parameters.items()), config)
+    train(parameters, group, range(steps))
+    return parameters, group
+
+
+@pytest.mark.parametrize(("state_dtype", "tolerance"), [("bfloat16", 0.02), ("8bit", 0.1)])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_small_states_follow_float32(state_dtype, tolerance, name):
+    start, _ = trained_with_states("float32", name, steps=0)
+    exact, _ = trained_with_states("float32", name, steps=20)
+    rounded, group = trained_with_states(state_dtype, name, steps=20)
+    for key in BIG:
+        # BF16 rounds each state to 2**-9, eight bits to about 2 % of the block's values at the usual sizes.
+        assert (rounded[key] - exact[key]).norm() <= tolerance * (exact[key] - start[key]).norm(), key
+    states = group.state_tensors()
+    stored = sum(state.numel() * state.element_size() for name, state in states.items() if "norm" not in name)
+    entries = sum(torch.Size(shape).numel() for key, shape in BIG.items() if key != "norm.weight")
+    entries += torch.Size(BIG["lm_head.weight"]).numel()
+    if name == "Muon":
+        # One state for experts, two for the head; scales and counts on top.
+        assert stored <= entries * {"bfloat16": 2.001, "8bit": 1.13}[state_dtype]
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_small_states_resume_bit_for_bit(state_dtype, name):
+    first, group = trained_with_states(state_dtype, name, steps=2)
+    second, resumed = trained_with_states(state_dtype, name, steps=0)
+    with torch.no_grad():
+        for key, parameter in second.items():
+            parameter.copy_(first[key])
+        for key, state in resumed.state_tensors().items():
+            state.copy_(group.state_tensors()[key])
+    train(first, group, range(2, 4))
+    train(second, resumed, range(2, 4))
+    assert all(torch.equal(first[key], second[key]) for key in BIG)
+
+
+def test_quantised_values_are_near_and_zero_stays_zero():
+    parameter = torch.zeros(64, 100)
+    state = local_state(make_state("x", parameter, "8bit", True), True)
+    assert state.load().count_nonzero() == 0
+    values = torch.randn(64, 100, generator=torch.Generator().manual_seed(3))
+    state.store(values)
+    # Nearest of 256 levels, spaced by at most 1/64 of the block's largest value near its top.
+    scale = state.scales.repeat_interleave(64, dim=-1)[:, :100]
+    assert ((state.load() - values).abs() / scale).max() <= 1 / 128 + 1e-6
+    state.store(torch.zeros(64, 100))
+    assert state.load().count_nonzero() == 0

@@ -1,0 +1,122 @@
+"""Optimizer states in fewer bits: BF16, or 8-bit codes with one scale per block.
+
+Blocks run along the last dimension, so that rows can be cut anywhere: codes and scales are DTensors with the
+parameter's placements, and a checkpoint loads on any mesh. Everything is computed in FP32 and rounded once to store.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from glm46.config.errors import UserError
+from glm46.optim.muon_layout import is_sharding, local_part, zeros_like_parameter
+
+# Short enough that every cut of GLM's matrices along their columns falls between blocks.
+BLOCK = 64
+
+# As in torchao: below this many entries eight bits save nothing worth their error.
+LEAST_ENTRIES = 4096
+
+
+@lru_cache
+def _levels(signed: bool, device: torch.device) -> Tensor:
+    """The values that codes stand for, ascending, FP32 [256]: Dettmers' dynamic map (arXiv 2110.02861)."""
+    # Imported here: it prints warnings on machines without a GPU, and only 8-bit states need it.
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return torch.tensor(sorted(create_dynamic_map(signed)), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes uint8 [..., C] and scales FP32 [..., blocks of the last dimension], sharing memory with what is saved."""
+
+    codes: Tensor
+    scales: Tensor
+    signed: bool
+
+    def __getitem__(self, select) -> "Quantized":
+        """A part cut along leading dimensions, as a view."""
+        return Quantized(self.codes[select], self.scales[select], self.signed)
+
+    def load(self) -> Tensor:
+        """The values, a new FP32 tensor."""
+        values = _levels(self.signed, self.codes.device)[self.codes.int()]
+        return values.mul_(self._spread(self.scales))
+
+    def store(self, values: Tensor) -> None:
+        """Round FP32 ``values`` to the nearest level of their block."""
+        if not values.numel():
+            return
+        padding = self.scales.shape[-1] * BLOCK - values.shape[-1]
+        blocks = torch.nn.functional.pad(values, (0, padding)).unflatten(-1, (-1, BLOCK))
+        self.scales.copy_(blocks.abs().amax(-1))
+        levels = _levels(self.signed, values.device)
+        # An all-zero block has scale zero; any divisor keeps its values at zero.
+        relative = values / self._spread(self.scales.clamp(min=torch.finfo(torch.float32).tiny))
+        self.codes.copy_(torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2))
+
+    def _spread(self, scales: Tensor) -> Tensor:
+        return scales.repeat_interleave(BLOCK, dim=-1)[..., : self.codes.shape[-1]]
+
+
+def make_state(name: str, parameter: Tensor, dtype: torch.dtype | str, signed: bool) -> dict[str, Tensor]:
+    """The saved tensors of one state, by the ends of their names: "" alone, or ".codes" and ".scales".
+
+    Args:
+        name: of the parameter, for the message.
+        parameter: a tensor or DTensor whose shape, device, mesh and placements the state takes.
+        dtype: a floating type, or "8bit"; vectors and small tensors stay FP32 under "8bit".
+        signed: whether values below zero occur.
+
+    Raises:
+        UserError: 8-bit blocks would straddle ranks.
+    """
+    if dtype != "8bit":
+        return {"": zeros_like_parameter(parameter, dtype)}
+    if parameter.ndim < 2 or parameter.numel() < LEAST_ENTRIES:
+        return {"": zeros_like_parameter(parameter, torch.float32)}
+    codes = zeros_like_parameter(parameter, torch.uint8)
+    # The code of zero, so that a fresh state is zero under any scale.
+    local_part(codes).fill_(int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0]))
+    local = local_part(parameter)
+    scales = torch.zeros(*local.shape[:-1], -(-local.shape[-1] // BLOCK), dtype=torch.float32, device=local.device)
+    if isinstance(parameter, DTensor):
+        last = parameter.ndim - 1
+        ways = [size for size, p in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if is_sharding(p) and p.dim == last]  # fmt: skip
+        if ways and parameter.shape[-1] % (BLOCK * torch.Size(ways).numel()):
+            raise UserError(
+                f'[optimizer] state_dtype = "8bit": {name} has its {parameter.shape[-1]} columns cut over '
+                f"{torch.Size(ways).numel()} ranks, which must leave multiples of {BLOCK}; use another layout or type"
+            )
+        shape = torch.Size((*parameter.shape[:-1], -(-parameter.shape[-1] // BLOCK)))
+        stride = torch.empty(shape, device="meta").stride()
+        scales = DTensor.from_local(
+            scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        )
+    return {".codes": codes, ".scales": scales}
+
+
+def local_state(tensors: dict[str, Tensor], signed: bool, view=local_part) -> "Tensor | Quantized":
+    """This rank's part of what ``make_state`` made; ``view`` takes it from each tensor, sharing memory."""
+    if "" in tensors:
+        return view(tensors[""])
+    return Quantized(view(tensors[".codes"]), view(tensors[".scales"]), signed)
+
+
+def load_state(state: "Tensor | Quantized", like: Tensor) -> Tensor:
+    """The values in FP32, or in the type of ``like`` if that is wider; a new tensor."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return state.load().to(wide) if isinstance(state, Quantized) else state.to(wide, copy=True)
+
+
+def store_state(state: "Tensor | Quantized", values: Tensor) -> None:
+    """Write ``values`` in the state's own type."""
+    if isinstance(state, Quantized):
+        state.store(values)
+    else:
+        state.copy_(values)
