@@ -14,7 +14,7 @@ from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
 from glm46.checkpoint.node_local import NodeFolder, gather
-from glm46.checkpoint.publish import published_steps, repair, step_folder, step_of
+from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
 from glm46.checkpoint.retention import Retention
 from glm46.checkpoint.saving import BackgroundSaver, Place, SaveOutcome, save_now
 from glm46.checkpoint.verification import verify_folder
@@ -54,6 +54,7 @@ class CheckpointManager:
         self._background = BackgroundSaver(Ranks.of_this_run())
         self._verified: set[int] = set()
         self._in_use: set[int] = set()
+        self._branch_point: int | None = None
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], *, validation_loss: float | None = None
@@ -73,6 +74,7 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._background.settle()
+        self._set_aside_newer()
         with self._ranks.stage("writing meta as JSON"):
             content = Content.of(step, tensors, meta, validation_loss)
         self._verified.discard(step)
@@ -94,6 +96,7 @@ class CheckpointManager:
         """
         if any(self._ranks.everyone(self._background.is_busy)):
             return False
+        self._set_aside_newer()
         with self._ranks.stage("copying tensors to host memory"):
             content = Content.of(step, tensors, meta, validation_loss)
             self._background.stage(tensors)
@@ -160,7 +163,7 @@ class CheckpointManager:
         """Fill tensors in place from the checkpoint of a step, on any mesh and world size. Collective.
 
         Strict: each name must be there with the same shape and dtype, and each name of the checkpoint must be asked for
-        by some rank.
+        by some rank. The first save afterwards sets aside later checkpoints: the run has left their branch.
 
         Args:
             optional: prefixes of names that may be missing from the checkpoint, or from this run.
@@ -178,6 +181,7 @@ class CheckpointManager:
             raise UserError(*faults)
         meta = self._fill(step_folder(self.folder, step), step, tensors, optional, ignored)
         self._in_use = {step}
+        self._branch_point = step
         return meta
 
     def load_from(
@@ -225,6 +229,18 @@ class CheckpointManager:
             if self._ranks.is_first:
                 stage.value = json.loads((path / META).read_bytes())
         return stage.values[0]
+
+    def _set_aside_newer(self) -> None:
+        """Without this, a run that went back to an earlier step would resume on the branch it left. Collective."""
+        if self._branch_point is None:
+            return
+        with self._ranks.stage("setting aside later checkpoints"):
+            if self._ranks.is_first:
+                for step in published_steps(self.folder):
+                    if step > self._branch_point:
+                        aside = set_aside(step_folder(self.folder, step))
+                        _LOG.warning("%s: of a branch that this run has left; delete it when you like", aside)
+        self._branch_point = None
 
     def _verify(self, step: int) -> list[str]:
         if step in self._verified:

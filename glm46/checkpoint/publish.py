@@ -121,6 +121,16 @@ def repair(folder: Path) -> None:
             sync_folder(folder)
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a published checkpoint so that no run takes it for its own; returns where it is."""
+    aside = path.with_suffix(".abandoned")
+    if aside.exists():
+        remove(aside)
+    path.rename(aside)
+    sync_folder(path.parent)
+    return aside
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint folder so that it is invisible from the first moment on."""
     trash = path.with_suffix(".trash")

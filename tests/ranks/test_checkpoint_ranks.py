@@ -103,6 +103,18 @@ def save_stages(folder: Path, rank: int) -> None:
     assert torch.equal(whole(across), torch.arange(8.0).view(2, 4))
 
 
+def load_stages(folder: Path, world: int) -> None:
+    """What pipeline and expert ranks saved, on one or two ranks that hold everything, sharded another way."""
+    tensors = {"stage0.experts": torch.zeros(6, 2), "stage1.experts": torch.zeros(6, 2), "shared": torch.zeros(2, 4)}
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        tensors = {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in tensors.items()}
+    CheckpointManager(folder, keep_latest_k=0).load(50, tensors)
+    for stage in range(2):
+        assert torch.equal(whole(tensors[f"stage{stage}.experts"]), torch.arange(12.0).view(6, 2) + 100 * stage)
+    assert torch.equal(whole(tensors["shared"]), torch.arange(8.0).view(2, 4))
+
+
 def fault_of(action) -> Exception | None:
     try:
         action()
@@ -225,6 +237,9 @@ def run_four(rank: int, folder: Path) -> None:
 def run_two(rank: int, folder: Path) -> None:
     load_parallel(folder / "fsdp", rank, 2, step=4, tensor_parallel=1)
     load_parallel(folder / "tensor", rank, 2, step=4, tensor_parallel=2)
+    load_parallel(folder / "tensor", rank, 2, step=4, tensor_parallel=1)
+    load_parallel(folder / "hybrid", rank, 2, step=4, tensor_parallel=2)
+    load_stages(folder / "stages", 2)
     save_parallel(folder / "fsdp", rank, 2, step=5, tensor_parallel=1)
     assert CheckpointManager(folder / "fsdp", keep_latest_k=0).newest() == 5
 
@@ -253,6 +268,7 @@ def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_know
         tensors = state_of(model, rank=0)
         CheckpointManager(tmp_path / name, keep_latest_k=0).load(step, tensors, optional=["rng."])
         check_equals_reference(model, tensors)
+    load_stages(tmp_path / "stages", 1)
     stored = sum(path.stat().st_size for path in (tmp_path / "hybrid" / "step-000004").iterdir())
     assert stored < 2 * sum(path.stat().st_size for path in (tmp_path / "fsdp" / "step-000004").iterdir())
     assert os.listdir(tmp_path / "stages") and not list(tmp_path.glob("*/*.tmp"))

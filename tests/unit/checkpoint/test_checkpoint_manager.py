@@ -194,11 +194,12 @@ def test_optional_names_may_be_missing_and_keep_their_value(tmp_path):
 def test_retention_keeps_the_newest_and_the_one_in_use(tmp_path):
     manager = save_steps(tmp_path, 1, 2, 3)
     manager = CheckpointManager(tmp_path, keep_latest_k=2)
-    manager.load(2, make_tensors(0))
+    manager.load(3, make_tensors(0))
+    manager.save(5, make_tensors(5), {})
     (tmp_path / "step-000004").mkdir()  # published name, no content: neither counted nor removed
-    for step in (5, 6, 7):
+    for step in (6, 7):
         manager.save(step, make_tensors(step), {})
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000{step}" for step in (2, 4, 6, 7)]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000{step}" for step in (3, 4, 6, 7)]
     assert manager.newest() == 7
 
 
@@ -220,6 +221,19 @@ def test_saving_a_step_again_replaces_it_whole_and_a_cut_exchange_is_undone(tmp_
     assert same_bits(target, make_tensors(33))
     (tmp_path / "step-000003").rename(tmp_path / "step-000003.old")  # killed between the two renames
     assert fresh(tmp_path).newest() == 3
+
+
+def test_going_back_to_an_earlier_step_leaves_the_later_branch_for_good(tmp_path, caplog):
+    save_steps(tmp_path, 10, 20, 30)
+    manager = fresh(tmp_path)
+    manager.load(10, make_tensors(0))
+    assert fresh(tmp_path).newest() == 30  # looking at a checkpoint changes nothing
+    manager.save(15, make_tensors(15), {})
+    assert fresh(tmp_path).newest() == 15  # not 30, which this run never reached
+    assert "step-000030.abandoned: of a branch that this run has left" in caplog.text
+    manager.save(20, make_tensors(20), {})
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-000010", "step-000015", "step-000020", "step-000020.abandoned", "step-000030.abandoned"]
 
 
 class Payload:
