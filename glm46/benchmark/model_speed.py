@@ -81,7 +81,7 @@ def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant
         model = Transformer(ours.shape).to(work.device, work.dtype)
         _router_bias_to_float(model)
         model.load_state_dict(ours.state_dict())
-        compile.apply(model)
+        compile.apply(model, whole_graphs=True)
     return Contestant(name, model, lambda: model(inputs, labels=labels).loss / work.tokens)
 
 

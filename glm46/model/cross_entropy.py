@@ -19,32 +19,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        T, V = hidden_TD.shape[0], weight_VD.shape[0]
         loss = hidden_TD.new_zeros((), dtype=torch.float32)
         predictions_T = torch.empty_like(labels_T)
         grad_hidden = torch.empty_like(hidden_TD) if needs_grad else None
         # fp32: contributions of many chunks to one weight would lose their low bits in BF16.
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
-        for start in range(0, hidden_TD.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        # One buffer for every chunk: it is so large that fresh memory costs more than the product written into it.
+        buffer = hidden_TD.new_empty(min(chunk_tokens, T), V)
+        for start in range(0, T, chunk_tokens):
+            rows = slice(start, min(start + chunk_tokens, T))
             hidden, labels = hidden_TD[rows], labels_T[rows].unsqueeze(1)
-            logits = (hidden @ weight_VD.t()).float()
-            largest, predictions_T[rows] = logits.max(-1)
+            logits = torch.mm(hidden, weight_VD.t(), out=buffer[: rows.stop - start])
+            largest, predicted = logits.max(-1, keepdim=True)
+            predictions_T[rows] = predicted.squeeze(1)
             is_target = labels != IGNORE
             labels = labels.clamp(min=0)
-            logits -= largest.unsqueeze(1)
-            target_logit = logits.gather(1, labels)
-            probability = logits.exp_()  # in place: the chunk's logits are the largest tensor here
-            total = probability.sum(-1, keepdim=True)
-            loss += ((total.log() - target_logit) * is_target).sum()
+            below_largest = largest.float() - logits.gather(1, labels).float()
+            # In place where the type allows: the chunk's logits are the largest tensor here.
+            probability = _softmax(logits)
+            # The largest probability is the inverse of the softmax's sum, and never too small for its logarithm.
+            loss += ((below_largest - probability.gather(1, predicted).log()) * is_target).sum()
             if needs_grad:
-                probability *= is_target / total
-                probability.scatter_add_(1, labels, -is_target.to(probability.dtype))
+                probability.scatter_add_(1, labels, probability.new_full((1, 1), -1.0).expand_as(labels))
                 grad_logits = probability.to(hidden.dtype)
-                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
+                # Rows without a target are left out of the products' other factor, which is much narrower.
+                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows]).mul_(is_target)
+                targets = hidden * is_target
                 if grad_weight.dtype == hidden.dtype:
-                    grad_weight.addmm_(grad_logits.t(), hidden)
+                    grad_weight.addmm_(grad_logits.t(), targets)
                 else:
-                    grad_weight += grad_logits.t() @ hidden
+                    grad_weight += grad_logits.t() @ targets
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight_VD.dtype))
         ctx.mark_non_differentiable(predictions_T)
@@ -55,6 +60,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # Type of the gradient stays the tensor's: a 0-dim FP32 factor does not promote.
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """FP32 softmax over the last dimension; overwrites FP32 logits."""
+    if logits.dtype == torch.float32:
+        return torch.softmax(logits, -1, out=logits)
+    return torch.softmax(logits, -1, dtype=torch.float32)
 
 
 def chunked_cross_entropy(

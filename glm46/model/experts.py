@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.config.model import ModelShape
+from glm46.model.experts_cpu import experts_loop
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -95,6 +96,12 @@ class Experts(nn.Module):
         Returns:
             [N, D], type of `x_ND`.
         """
+        if x_ND.device.type == "cpu":
+            return experts_loop(x_ND, weights_N, _local(self.gate_up), _local(self.down), offsets)[0]
+        return self.grouped(x_ND, weights_N, offsets)
+
+    def grouped(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
+        """`forward` as two grouped products over all experts: what a GPU runs, and the reference of the CPU's loop."""
         hidden = grouped_mm(x_ND, _local(self.gate_up).transpose(1, 2), offsets)
         gate, up = hidden.chunk(2, dim=-1)
         hidden = (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(x_ND.dtype)

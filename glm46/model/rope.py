@@ -62,9 +62,30 @@ def rotary_tables(positions: Tensor, shape: ModelShape, dtype: torch.dtype) -> t
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+class _Rotate(torch.autograd.Function):
+    """Rotation by an angle; backward rotates the gradient back, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1.0), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    # One copy that is changed in place: joining three parts would write everything twice.
+    out = x.clone()
+    out[..., :half].mul_(cos).addcmul_(second, sin, value=-direction)
+    out[..., half : 2 * half].mul_(cos).addcmul_(first, sin, value=direction)
+    return out
+
+
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the leading part of each head of `x` [B, S, heads, C]; the rest passes through."""
-    cos, sin = tables
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    return _Rotate.apply(x, *tables)

@@ -12,12 +12,14 @@ INDEX = 8
 
 
 def _norm(dim: int, width: int) -> float:
-    """RMSNorm: its input in FP32 (below FP32 a copy), the normalised rows, and one statistic per row."""
+    """RMSNorm: its input and one statistic per row; below FP32 its input as an FP32 copy, and the normalised rows."""
+    if width == FP32:
+        return dim * width + FP32
     return dim * (FP32 + width) + FP32
 
 
-ROUTED_SWIGLU_WIDTHS = 5
-"""Widths kept per assignment: gate, up, silu(gate), silu(gate) * up, and that times the routing weight."""
+ROUTED_SWIGLU_WIDTHS = {"cpu": 2, "gpu": 5}
+"""Widths kept per assignment. cpu: gate and up. gpu: also silu(gate), silu(gate) * up, and that times the weight."""
 
 
 def attention_bytes(shape: ModelShape, width: int) -> float:
@@ -34,8 +36,8 @@ def attention_bytes(shape: ModelShape, width: int) -> float:
 
 
 def _swiglu(inner: int, width: int) -> float:
-    """gate, up, silu(gate) and their product."""
-    return 4 * inner * width
+    """gate, up and what goes into the down projection."""
+    return 3 * inner * width
 
 
 def dense_layer_bytes(shape: ModelShape, width: int) -> float:
@@ -44,7 +46,7 @@ def dense_layer_bytes(shape: ModelShape, width: int) -> float:
     return attention_bytes(shape, width) + norm + _swiglu(shape.intermediate_size, width)
 
 
-def moe_layer_bytes(shape: ModelShape, width: int) -> float:
+def moe_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
     """One layer with experts, per token."""
     chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
     total = attention_bytes(shape, width)
@@ -52,11 +54,11 @@ def moe_layer_bytes(shape: ModelShape, width: int) -> float:
     total += 0 if width == FP32 else shape.hidden_size * FP32  # the router's FP32 input
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
-    total += chosen * ROUTED_SWIGLU_WIDTHS * shape.moe_intermediate_size * width
+    total += chosen * ROUTED_SWIGLU_WIDTHS[device] * shape.moe_intermediate_size * width
     return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width)
 
 
-def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
+def mtp_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
     """One multi-token prediction layer with its own norms and projection, per token."""
     joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
-    return joined + moe_layer_bytes(shape, width)
+    return joined + moe_layer_bytes(shape, width, device)

@@ -75,17 +75,17 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
         UserError: the degrees do not multiply to `world_size`.
     """
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
-    stages = _stages(shape, layout.pp, _BYTES[run.training.mixed_precision_param])
+    stages = _stages(shape, layout.pp, int(_BYTES[run.training.mixed_precision_param]), device)
     plans = [_stage_plan(run, shape, layout, number, stage) for number, stage in enumerate(stages)]
     largest = max(plans, key=lambda plan: plan.total)
     return MemoryPlan(*[getattr(largest, field.name) for field in fields(largest)][:-1], process=PROCESS_BYTES[device])
 
 
-def _stages(shape: ModelShape, pp: int, width: float) -> list[list[_Layer]]:
+def _stages(shape: ModelShape, pp: int, width: int, device: str) -> list[list[_Layer]]:
     """Decoder layers spread evenly by number over the stages, the ends with embedding, head and MTP layers."""
-    dense = _Layer(dense_layer_kinds(shape), dense_layer_bytes(shape, int(width)))
-    moe = _Layer(moe_layer_kinds(shape), moe_layer_bytes(shape, int(width)))
-    mtp = _Layer(mtp_layer_kinds(shape), mtp_layer_bytes(shape, int(width)))
+    dense = _Layer(dense_layer_kinds(shape), dense_layer_bytes(shape, width))
+    moe = _Layer(moe_layer_kinds(shape), moe_layer_bytes(shape, width, device))
+    mtp = _Layer(mtp_layer_kinds(shape), mtp_layer_bytes(shape, width, device))
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
     bounds = [round(stage * len(layers) / pp) for stage in range(pp + 1)]
