@@ -26,6 +26,9 @@ class Decoder:
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in model.mtp.values()]
         self._plain: list[tuple[nn.Module, object]] = []
+        weight = model.embed_tokens.weight
+        every_position = torch.arange(max_length, device=weight.device).unsqueeze(0)
+        self._tables = [table[0] for table in rotary_tables(every_position, model.shape, weight.dtype)]
 
     @property
     def depth(self) -> int:
@@ -77,7 +80,8 @@ class Decoder:
     def _place(self, x: Tensor, starts: Sequence[int]) -> tuple[Slots, tuple[Tensor, Tensor]]:
         slots = Slots(starts, x.shape[1], x.device, self.model.shape.sliding_window)
         assert slots.last <= self.max_length
-        return slots, rotary_tables(slots.positions, self.model.shape, x.dtype)
+        cos, sin = self._tables
+        return slots, (cos[slots.positions], sin[slots.positions])
 
     @staticmethod
     def _run(block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]) -> Tensor:
