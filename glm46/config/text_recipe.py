@@ -30,7 +30,7 @@ class TextRecipe(Section):
     """Share of the documents that is kept for validation, chosen by the hash of each."""
 
     max_bad: int = Field(100, ge=0)
-    """Documents that cannot be read (not UTF-8, not JSON, no text field, empty) before the work stops with an error."""
+    """Documents that cannot be read (not UTF-8, not JSON, no text field) before the work stops with an error."""
 
     filter: Literal["none", "prose"] = "none"
     """prose: leave out what is not running text, by the rules of Gopher (arXiv 2112.11446, table A1)."""

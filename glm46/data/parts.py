@@ -12,7 +12,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.data.dedup import BANDS, band_hashes, evaluation_runs, is_contaminated, is_held_out
 from glm46.data.filters import FILTERS, VERIFIERS
 from glm46.data.fim import encode_document
-from glm46.data.readers import BadDocument, Document, Part, find_files, parts_of, read_part
+from glm46.data.readers import EMPTY, BadDocument, Document, Part, find_files, parts_of, read_part
 from glm46.data.shards import map_tensors, write_tensors
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -122,7 +122,8 @@ def _pieces(part: Part, text_key: str) -> Iterator[tuple[list[Document], Tally, 
             documents, size, tally = [], 0, Tally()
         if isinstance(document, BadDocument):
             reason, place = document.args
-            tally.count(tally.bad, reason, [place])
+            # Empty files are common and harmless; what cannot be read may be a mistake in the recipe.
+            tally.count(tally.dropped if reason == EMPTY else tally.bad, reason, [place])
             continue
         documents.append(document)
         size += len(document.text)

@@ -23,6 +23,10 @@ _COMPRESSED = {".gz", ".zst"}
 _EXTRA = {".zst": "zstandard", ".parquet": "pyarrow"}
 
 
+# The reason of a document with nothing but white space.
+EMPTY = "empty"
+
+
 class BadDocument(Exception):
     """A document that cannot be read: the reason under which it is counted, and where it is."""
 
@@ -182,7 +186,7 @@ def _text(data: bytes, place: str) -> Document | BadDocument:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return BadDocument("not UTF-8", f"{place} byte {error.start}")
-    return Document(text, place) if text.strip() else BadDocument("empty", place)
+    return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
 def _lines(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
@@ -222,7 +226,7 @@ def _field(text: object, place: str, text_key: str) -> Document | BadDocument:
     # JSON can spell half a surrogate pair, which is no character and has no UTF-8.
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         return BadDocument("not UTF-8", place)
-    return Document(text, place) if text.strip() else BadDocument("empty", place)
+    return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
 def _rows(file: str, text_key: str) -> Iterator[Document | BadDocument]:
