@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.loader import dump_run
+from glm46.training.trainer import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,3 +104,47 @@ def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, tmp_path):
     after = dict(losses(run))
     assert sorted(after) == list(range(1, max(8, *after) + 1))
     assert all(before[step] == after[step] for step in before if step in after)
+
+
+LAYOUTS = {
+    "shards": {},
+    "copies": {"parallelism__data_parallel_replicate_degree": 2},
+    "experts": {"parallelism__expert_parallel_degree": 2},
+    "context": {"parallelism__context_parallel_degree": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_report_what_one_process_reports(make_run, tmp_path, layout):
+    settings = dict(
+        training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
+        validation={"enable": True, "freq": 5},
+        optimizer={"name": "Muon", "ns_dtype": "float32"},
+    )
+    one = make_run(job={"dump_folder": str(tmp_path / "one")}, **settings)
+    assert train(one) == 0
+    two = make_run(job={"dump_folder": str(tmp_path / "two")}, **settings)
+    process = start(two, tmp_path, **LAYOUTS[layout])
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    expected, found = rows(one), rows(two)
+    assert len(expected) == len(found) == 7
+    # Sums of FP32 numbers in another order, over five optimizer steps.
+    close = {"loss", "grad_norm", "mtp_loss", "balance_loss", "validation_loss", "validation_bits_per_byte", "lr"}
+    equal = {"step", "tokens", "batch_tokens", "dead_experts", "skipped_steps"}
+    for row, other in zip(expected, found, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() & close:
+            assert other[key] == pytest.approx(row[key], rel=1e-4), (row["step"], key)
+        for key in row.keys() & equal:
+            assert other[key] == row[key], (row["step"], key)
+    assert found[1]["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)  # the first step, before any update
+    # A draft that flips on a tie changes the ratio by one of some hundred.
+    assert found[1]["mtp_acceptance"] == pytest.approx(expected[1]["mtp_acceptance"], abs=0.01)
+
+
+def rows(run) -> list[dict]:
+    """Rows of metrics without what depends on the clock or the machine."""
+    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    timed = ("seconds", "second", "device", "mfu", "gib")
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
