@@ -108,7 +108,7 @@ class Piece:
         if isinstance(lr, Tensor):
             self.parameter.sub_(update.to(self.parameter.dtype) * (lr * scale))
         else:
-            self.parameter.add_(update.to(self.parameter.dtype), alpha=-lr * scale)
+            self.parameter.add_(update, alpha=-lr * scale)
 
 
 def canonical(matrices_NRC: Tensor) -> Tensor:

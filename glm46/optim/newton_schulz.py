@@ -81,13 +81,13 @@ def normalize(x_NSL: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (x_NSL / norm_N11).to(dtype)
 
 
-def iterate_2d(x_SL: Tensor, coefficients: Coefficients) -> Tensor:
-    """All iterations on one normalised matrix."""
-    for a, b, c in coefficients:
+def iterate_into(out_SL: Tensor, x_SL: Tensor, coefficients: Coefficients) -> None:
+    """All iterations on one normalised matrix, the last one written to ``out_SL``."""
+    last = len(coefficients) - 1
+    for step, (a, b, c) in enumerate(coefficients):
         gram_SS = x_SL @ x_SL.mT
         polynomial_SS = torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c)
-        x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a)
-    return x_SL
+        x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=out_SL if step == last else None)
 
 
 def iterate_batched(x_NSL: Tensor, coefficients: Coefficients) -> Tensor:
@@ -144,6 +144,6 @@ def orthogonalize(
     if x_NSL.device.type == "cpu" and x_NSL[0].numel() > CPU_BATCH_ENTRIES:
         out_NSL = torch.empty(x_NSL.shape, dtype=dtype)
         for out_SL, x_SL in zip(out_NSL, x_NSL, strict=True):
-            out_SL.copy_(iterate_2d(normalize(x_SL, eps, dtype), coefficients))
+            iterate_into(out_SL, normalize(x_SL, eps, dtype), coefficients)
         return out_NSL
     return iterate_batched(normalize(x_NSL, eps, dtype), coefficients)
