@@ -73,9 +73,15 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     if config.initial_load_in_hf:
         load_weights(parts, path)
         return fresh, None
-    earlier = CheckpointManager(path.parent, keep_latest_k=0)
+    number = path.resolve().name.removeprefix("step-")
+    if not number.isdigit():
+        raise UserError(
+            f"checkpoint.initial_load_path = {str(path)!r}: not a step folder; give one such as "
+            "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face folder"
+        )
+    earlier = CheckpointManager(path.resolve().parent, keep_latest_k=0)
     ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
-    return fresh, _load(parts, earlier, int(path.name.removeprefix("step-")), ignored=ignored)
+    return fresh, _load(parts, earlier, int(number), ignored=ignored)
 
 
 def _load(parts: Parts, checkpoints: CheckpointManager, step: int, ignored: tuple[str, ...]) -> dict[str, Any]:
