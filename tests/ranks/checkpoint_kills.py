@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from glm46.checkpoint import dcp, integrity
 from glm46.checkpoint.manager import CheckpointManager
 
-SECONDS_TO_NOTICE = 20  # gloo notices a closed connection at once; the rest is a slow machine
+SECONDS_TO_NOTICE = 60  # gloo notices a closed connection at once; the rest is for a busy machine
 STEPS = 1000
 
 

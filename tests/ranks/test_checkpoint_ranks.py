@@ -247,7 +247,7 @@ def run_two(rank: int, folder: Path) -> None:
 def worker(rank: int, world: int, port: int, cases, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=180))
     cases(rank, folder)
     dist.barrier()
     dist.destroy_process_group()
