@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from glm46.config.presets import PRESETS
+from glm46.model.attention import fused_core, sdpa_core
+from glm46.model.attention_cpu import causal_attention, causal_attention_backward
 from glm46.model.dispatch import LocalDispatcher
 from glm46.model.experts import Experts
 from glm46.model.experts_cpu import experts_loop, experts_loop_backward
@@ -90,6 +92,30 @@ def test_rotation_equals_its_formula():
     x, grad = torch.randn(2, 9, 3, shape.head_dim), torch.randn(2, 9, 3, shape.head_dim)
     got = gradients(lambda x: rotate(x, (cos, sin)), (x,), grad)
     assert_close(got, gradients(plain, (x,), grad), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("heads, key_heads", [(6, 2), (3, 3), (4, 1)])
+def test_causal_attention_in_blocks_equals_torchs(tokens, heads, key_heads):
+    q = torch.randn(2, tokens, heads, 16)
+    k, v, grad = torch.randn(2, tokens, key_heads, 16), torch.randn(2, tokens, key_heads, 16), torch.randn_like(q)
+    got = gradients(lambda q, k, v: sdpa_core(q, k, v, None), (q, k, v), grad)
+    want = gradients(lambda q, k, v: fused_core(q, k, v, None), (q, k, v), grad)
+    assert_close(got[:1] + got[3:], want[:1] + want[3:], TOLERANCE[torch.float32])
+    # A single token attends to itself alone, so gradients to queries and keys are zero up to rounding.
+    floor = 1e-6 * grad.norm()
+    for fast, slow in zip(got[1:3], want[1:3], strict=True):
+        assert (fast - slow).norm() <= TOLERANCE[torch.float32] * slow.norm() + floor
+
+
+def test_attentions_operators_keep_torchs_rules():
+    q, k, v = (torch.randn(2, 70, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(causal_attention._opoverload, (q, k, v), test_utils=utils)
+    result, log_sum = causal_attention(q, k, v)
+    torch.library.opcheck(
+        causal_attention_backward._opoverload, (torch.randn_like(q), q, k, v, result, log_sum), test_utils=utils
+    )
 
 
 def test_combining_equals_indexing_and_summing():
