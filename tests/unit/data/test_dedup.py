@@ -133,9 +133,12 @@ def test_code_that_does_not_parse_is_told():
     assert json_fault('{"a": [1]}') is None and json_fault("{a: 1}") == "does not parse as JSON"
 
 
+TOKENIZER = load_tokenizer("builtin")
+
+
 def rearranged(text, digest, **keys):
-    recipe, tokenizer = TextRecipe(input=("x",), output="y", **keys), load_tokenizer("builtin")
-    return tokenizer.decode(encode_document(text, digest, recipe, tokenizer))
+    recipe = TextRecipe(input=("x",), output="y", **keys)
+    return TOKENIZER.decode(encode_document(text, digest, recipe, TOKENIZER))
 
 
 def test_fill_in_the_middle_keeps_every_character():

@@ -106,26 +106,33 @@ def _start(script: Path, library: Path, output: Path) -> subprocess.Popen:
                             start_new_session=True)  # fmt: skip
 
 
+def _kill_at(run: subprocess.Popen, pieces: Path, count: int) -> bool:
+    """Kill a run when so many pieces are there; False if it came to its end before."""
+    while run.poll() is None:
+        if pieces.is_dir() and sum(1 for _ in pieces.iterdir()) >= count:
+            # The group: a dead parent does not take its pool with it at once.
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+            return True
+        time.sleep(0.002)
+    return False
+
+
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(library, tmp_path):
     script = tmp_path / "run.py"
     script.write_text(_RUN)
     whole = _start(script, library, tmp_path / "whole")
-    started = time.monotonic()
-    assert whole.wait() == 0, whole.stdout.read()
-    seconds = time.monotonic() - started
-    rng, killed = random.Random(1), 0
-    for _ in range(5):
-        run = _start(script, library, tmp_path / "killed")
-        try:
-            run.wait(timeout=rng.uniform(0.3, 0.95) * seconds)
-        except subprocess.TimeoutExpired:
-            # The group: a dead parent does not take its pool with it at once.
-            os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
-            killed += 1
+    output = whole.communicate()[0]
+    assert whole.returncode == 0, output
+    rng, pieces = random.Random(1), tmp_path / "killed.partial" / "parts"
+    killed = 0
+    for count in sorted(rng.sample(range(1, 15), 4)):
+        killed += _kill_at(_start(script, library, tmp_path / "killed"), pieces, count)
         assert not (tmp_path / "killed").exists() or (tmp_path / "killed" / "manifest.json").exists()
     last = _start(script, library, tmp_path / "killed")
-    assert last.wait() == 0, last.stdout.read()
+    output = last.communicate()[0]
+    assert last.returncode == 0, output
+    # The first kill cannot come too late: it waits for one piece of about twenty.
     assert killed >= 1
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
