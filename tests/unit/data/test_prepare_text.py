@@ -38,39 +38,6 @@ def prepare(tmp_path, target="out", report=print, **keys):
     return prepare_text(TextRecipe(**recipe), report=report)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "in").mkdir()
-    return tmp_path / "in"
-
-
-def test_the_verb_makes_a_source_and_inspect_shows_it(folder, tmp_path, capsys):
-    write_lines(folder / "a.jsonl", [f"story number {i} " * 30 for i in range(40)])
-    output = str(tmp_path / "web")
-    assert (
-        main(["prepare", "--input", str(folder), "--output", output, "--held_out", "0.2", "--deduplicate", "exact"])
-        == 0
-    )
-    manifest = load_manifest(output)
-    assert manifest.source == "web"
-    assert manifest.splits["train"].documents + manifest.splits["validation"].documents == 40
-    capsys.readouterr()
-    assert main(["inspect", output, "--rows", "1", "--seq_len", "200"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{manifest.splits['train'].tokens:,} tokens" in shown and "story number" in shown
-    assert "ends here, its last position has no target" in shown
-
-
-@pytest.mark.parametrize("piece_bytes", [100, 3_000, 10**9])
-def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes):
-    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
-    write_lines(folder / "a.jsonl", texts)
-    # In this process, so that the patch is seen.
-    monkeypatch.setattr("glm46.data.prepare.ProcessPoolExecutor", _Here)
-    monkeypatch.setattr(parts, "PIECE_BYTES", piece_bytes)
-    assert texts_of(prepare(tmp_path, deduplicate="exact")) == texts
-
-
 class _Here:
     """A pool of no processes."""
 
@@ -89,6 +56,58 @@ class _Here:
 
     def __exit__(self, *_):
         return None
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Input of a preparation in this process, which starts faster and sees patches."""
+    monkeypatch.setattr("glm46.data.prepare.ProcessPoolExecutor", _Here)
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def folder_of_processes(tmp_path):
+    """Input of a preparation in processes of its own, as a user has it."""
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def test_the_verb_makes_a_source_and_inspect_shows_it(folder_of_processes, tmp_path, capsys):
+    write_lines(folder_of_processes / "a.jsonl", [f"story number {i} " * 30 for i in range(40)])
+    output = str(tmp_path / "web")
+    assert (
+        main(
+            [
+                "prepare",
+                "--input",
+                str(folder_of_processes),
+                "--output",
+                output,
+                "--held_out",
+                "0.2",
+                "--deduplicate",
+                "exact",
+            ]
+        )
+        == 0
+    )
+    manifest = load_manifest(output)
+    assert manifest.source == "web"
+    assert manifest.splits["train"].documents + manifest.splits["validation"].documents == 40
+    capsys.readouterr()
+    assert main(["inspect", output, "--rows", "1", "--seq_len", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{manifest.splits['train'].tokens:,} tokens" in shown and "story number" in shown
+    assert "ends here, its last position has no target" in shown
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 3_000, 10**9])
+def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes):
+    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
+    write_lines(folder / "a.jsonl", texts)
+    monkeypatch.setattr(parts, "PIECE_BYTES", piece_bytes)
+    assert texts_of(prepare(tmp_path, deduplicate="exact")) == texts
 
 
 def test_of_equal_texts_the_first_is_kept_over_all_files(folder, tmp_path):
@@ -165,8 +184,8 @@ def test_held_out_text_is_not_rearranged(folder, tmp_path):
     assert set(texts_of(manifest, "validation")) < set(texts)
 
 
-def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder, tmp_path):
-    write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
+def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder_of_processes, tmp_path):
+    write_lines(folder_of_processes / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
     one, two = prepare(tmp_path, "one", name="s"), prepare(tmp_path, "two", name="s", processes=2)
     assert [s.sha256 for s in one.splits["train"].shards] == [s.sha256 for s in two.splits["train"].shards]
     other = prepare(tmp_path, "three", name="s", fim_rate=0.5)
