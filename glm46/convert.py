@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError
-from glm46.checkpoint.hf_config import CONFIG, config_of, read_config, shape_of
+from glm46.checkpoint.hf_config import config_of, read_config
 from glm46.checkpoint.hf_export import Layout, export_weights
-from glm46.checkpoint.hf_import import FolderReader
+from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import HFNames, raise_if
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.config.errors import UserError
@@ -101,7 +101,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
 
 def _from_hf(arguments: argparse.Namespace) -> int:
     raw = read_config(arguments.model)
-    shape = shape_of(raw, str(arguments.model / CONFIG))
+    shape = stored_shape(arguments.model)
     target = arguments.output / "step-000000"
     if target.exists():
         raise UserError(f"{target}: exists already; give another folder")

@@ -5,7 +5,7 @@ it whole. Every tensor of the folder is accounted for before the first byte of a
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,11 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
     layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
     left_out = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
     found = {name: place for name, place in found.items() if not (left_out and name.startswith(left_out))}
+    if _lacks_mtp(found, shape):
+        raise UserError(
+            f"{folder}: holds no multi-token prediction layer (transformers does not save them), but "
+            f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
+        )
     names = HFNames(shape, with_copies=has_copies(found, shape))
     faults = names.name_faults(found)
     for name, (_, record) in found.items():
@@ -101,6 +106,25 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             faults.append(fault)
     raise_if([f"{folder}: {fault}" for fault in faults])
     return names, found
+
+
+def stored_shape(folder: Path) -> ModelShape:
+    """The shape of a folder's weights: that of its config.json, but without prediction layers when it holds none.
+
+    `transformers` leaves them out when it saves a model, and still counts them in the config.
+
+    Raises:
+        UserError: config.json or the files are damaged.
+    """
+    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    return (
+        shape.model_copy(update={"num_nextn_predict_layers": 0}) if _lacks_mtp(find_tensors(folder), shape) else shape
+    )
+
+
+def _lacks_mtp(hf_names: Iterable[str], shape: ModelShape) -> bool:
+    first = f"model.layers.{shape.num_hidden_layers}."
+    return shape.num_nextn_predict_layers > 0 and not any(name.startswith(first) for name in hf_names)
 
 
 def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import tomli
 import torch
 
-from glm46.checkpoint.hf_config import CONFIG, read_config, shape_of
-from glm46.checkpoint.hf_import import FolderReader
+from glm46.checkpoint.hf_config import CONFIG
+from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import raise_if
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
@@ -38,7 +38,7 @@ def load_for_inference(
 
 @torch.no_grad()
 def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str]:
-    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    shape = stored_shape(folder)
     with FolderReader(folder, shape) as reader:
         model = _empty(shape, dtype, device)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

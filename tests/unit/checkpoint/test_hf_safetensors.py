@@ -15,7 +15,7 @@ from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import config_of, read_config, shape_of
 from glm46.checkpoint.hf_export import Layout, export_weights
-from glm46.checkpoint.hf_import import find_tensors, import_weights
+from glm46.checkpoint.hf_import import find_tensors, import_weights, stored_shape
 from glm46.checkpoint.hf_names import HFNames, Part
 from glm46.checkpoint.safetensors_file import TensorFile, lay_out, read_records
 from glm46.config.errors import UserError
@@ -126,6 +126,23 @@ def test_transformers_computes_the_same_logits_from_the_export(files, tmp_path):
     tokens = torch.randint(0, 48, (2, 17))
     # FP32, another order of sums.
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_that_transformers_saved_is_read_without_prediction_layers(tmp_path):
+    shape, _ = MODELS["4.6-like"]
+    make_folder(tmp_path / "in", shape, False)
+    theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "saved")
+    stored = stored_shape(tmp_path / "saved")
+    assert stored == shape.model_copy(update=dict(num_nextn_predict_layers=0))
+    assert stored_shape(tmp_path / "in") == shape
+    model, _ = empty_model(stored)
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    import_weights(tmp_path / "saved", stored, tensors, whole)
+    tokens = torch.randint(0, 48, (2, 17))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
+    with pytest.raises(UserError, match="holds no multi-token prediction layer .* set it to 0"):
+        import_weights(tmp_path / "saved", shape, {}, whole)
 
 
 def test_copies_may_be_left_out_or_added(tmp_path):
