@@ -51,6 +51,9 @@ class _Here:
         future.set_result(function(*arguments))
         return future
 
+    def shutdown(self, **_):
+        return None
+
     def __enter__(self):
         return self
 
