@@ -18,6 +18,7 @@ from glm46.optim.muon_gram import update_by_gram
 from glm46.optim.muon_layout import local_gradient, local_matrices, tensor_layout
 from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, Wire, make_plan
 from glm46.optim.muon_update import Piece, orthogonalizer, update_scale, update_whole
+from glm46.optim.newton_schulz import stack_limit
 
 # Buckets that travel while another one is orthogonalised; more would only hold more memory.
 BUCKETS_IN_FLIGHT = 2
@@ -231,10 +232,12 @@ class Muon(torch.optim.Optimizer):
             key = (*shape, request.settings, request.wire, self._device(task.parameter))
             alike.setdefault(key, []).append(task)
         chunks: list[list[LocalTask]] = []
-        for (short, long, settings, wire, _), tasks in alike.items():
+        for (short, long, settings, wire, device), tasks in alike.items():
             # The stack, its normalised copy and two results in turn; two short x short products.
             width = max(wire.gather.itemsize, settings.dtype.itemsize)
             limit = max(1, self._workspace_bytes // (width * (4 * short * long + 2 * short * short)))
+            if device.type == "cpu":
+                limit = min(limit, stack_limit(short, long, settings.dtype))
             room = 0
             for task in tasks:
                 first, stop = task.matrices

@@ -70,7 +70,7 @@ class Exchange:
                 target = slot_of[unit].view(piece.parameter.shape[1:])
             else:
                 continue
-            target.zero_() if direction is None else target.copy_(direction[0])
+            target.zero_() if direction is None else target.copy_(direction[0].to(wire))
         self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), wire)
         self._travel(receive, send, in_sizes, out_sizes)
 

@@ -123,6 +123,12 @@ def update_whole(pieces: Sequence[Piece], gather: torch.dtype, back: torch.dtype
     too keeps one process equal to many.
     """
     counts = [piece.parameter.shape[0] for piece in pieces]
+    if sum(counts) == 1:
+        # Rounded before it is turned: torch transposes fast only within one type and two dimensions.
+        x_SL = canonical(pieces[0].direction()[0].to(gather)).contiguous()
+        update = settings(x_SL[None]).to(back)
+        pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
+        return
     short, long = canonical(pieces[0].parameter).shape[1:]
     x_NSL = torch.empty(sum(counts), short, long, dtype=gather, device=pieces[0].parameter.device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
