@@ -24,8 +24,10 @@ def benchmark_command(argv: Sequence[str]) -> int:
     Returns:
         Exit code.
     """
-    arguments = _parser().parse_args(list(argv))
-    arguments.run(arguments)
+    parser = _parser()
+    for part in [list(argv)] if argv else [["model"], ["data"], ["tokenizer"]]:
+        arguments = parser.parse_args(part)
+        arguments.run(arguments)
     return 0
 
 

@@ -1,0 +1,72 @@
+"""The benchmark compares equal work, counts it right, and refuses to compare what differs."""
+
+import numpy as np
+import pytest
+import torch
+
+from glm46.benchmark.command import benchmark_command
+from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
+from glm46.benchmark.text_speed import build_peer_tokenizer, documents, loader_speed
+from glm46.config.errors import UserError
+from glm46.data.tokenizer import load_tokenizer
+
+TINY = Workload("debug", 2, 32, torch.device("cpu"), torch.float32, layers=2)
+
+
+def test_every_contestant_computes_the_same_loss_from_the_same_weights():
+    ours = build_ours(TINY)
+    names = ("ours", "transformers grouped_mm", "transformers default")
+    losses = [build_contestant(name, TINY, ours).step() for name in names]
+    # FP32 over a few hundred operations in another order.
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert losses[0] == pytest.approx(np.log(8192), rel=0.02)  # untrained: near the uniform distribution
+
+
+def test_a_race_times_each_contestant_once_per_round():
+    contestants = race(TINY, ("ours", "transformers grouped_mm"), 3, lambda text: None)
+    assert [len(contestant.seconds) for contestant in contestants] == [3, 3]
+    assert all(parameter.grad is None for parameter in contestants[0].model.parameters())
+
+
+def test_the_ratio_is_the_median_of_the_rounds():
+    fast, slow = (Contestant(name, torch.nn.Identity(), lambda: torch.zeros(())) for name in ("fast", "slow"))
+    fast.seconds, slow.seconds = [1.0, 1.0, 10.0], [2.0, 3.0, 10.0]
+    assert median_ratio(fast, slow) == 2.0
+    assert median_ratio(slow, slow) == 1.0
+
+
+def test_different_losses_are_refused(monkeypatch):
+    from glm46.benchmark import model_speed
+
+    build = model_speed.build_contestant
+
+    def spoiled(name, work, ours):
+        contestant = build(name, work, ours)
+        if name != "ours":
+            torch.nn.init.zeros_(contestant.model.lm_head.weight[:100])
+        return contestant
+
+    monkeypatch.setattr(model_speed, "build_contestant", spoiled)
+    with pytest.raises(UserError, match="different losses"), torch.no_grad():
+        monkeypatch.setattr(Contestant, "step", lambda self: self.loss().item())
+        monkeypatch.setattr(model_speed, "_LOSS_TOLERANCE", {torch.float32: 1e-9})
+        race(TINY, ("ours", "transformers grouped_mm"), 1, lambda text: None)
+
+
+def test_both_tokenizers_give_the_same_ids():
+    ours, peer = load_tokenizer("builtin"), build_peer_tokenizer()
+    for text in documents(200_000):
+        assert ours.encode(text).tolist() == peer.encode(text).ids
+
+
+def test_the_command_prints_what_it_measured(capsys):
+    work = ["--flavor", "debug", "--layers", "2", "--batch", "2", "--seq-len", "32"]
+    assert benchmark_command(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    for part in ("2 layers, without MTP, 2 x 32 tokens, float32", "tokens/s", "GFLOP per step", "ours"):
+        assert part in text
+
+
+def test_the_loader_is_measured():
+    text = loader_speed(2, 128, 1)
+    assert float(text.split(": ")[1].split(" M tokens/s")[0]) > 0
