@@ -1,6 +1,7 @@
 """Muon in one process: against torch.optim.Muon, against the plain reference, and against singular values."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -264,3 +265,13 @@ def test_vectors_and_wrong_row_blocks_are_refused():
 
 def test_last_triple_repeats():
     assert step_coefficients("quintic", 7) == NAMED_COEFFICIENTS["quintic"] + NAMED_COEFFICIENTS["quintic"][-1:] * 2
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_iteration_equals_the_plain_one():
+    updates = []
+    for backend in ("eager", "compile"):
+        parameters, gradients = parameters_with_gradients([(3, 32, 48)])
+        run_steps(Muon(parameters, lr=0.02, ns_backend=backend, ns_dtype=torch.float32), parameters, gradients[:1])
+        updates.append(parameters[0].detach())
+    assert relative_error(updates[1], updates[0]) <= FP32
