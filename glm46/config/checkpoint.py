@@ -1,5 +1,7 @@
 """The sections [checkpoint] and [metrics]: what a run leaves behind."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from glm46.config.section import Section
@@ -19,6 +21,16 @@ class Checkpoint(Section):
 
     keep_latest_k: int = Field(10, ge=0)
     """How many of the newest checkpoints are kept; 0 keeps all."""
+
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of steps that are multiples of this are kept for good; 0 keeps none of them."""
+
+    keep_best_k: int = Field(0, ge=0)
+    """How many checkpoints with the lowest validation loss are kept besides the newest."""
+
+    async_mode: Literal["async", "disabled"] = "async"
+    """async copies the state to host memory, through pinned memory on a GPU, and writes it while training goes on; the
+    last save is always waited for. disabled waits for every save."""
 
     load_step: int = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""

@@ -69,6 +69,11 @@ class Report:
             self._console.line(text)
             self._write_log(text)
 
+    def log(self, text: str) -> None:
+        """Keep something in log.txt that a person need not see while the run goes on."""
+        if self._is_main:
+            self._write_log(text)
+
     def close(self) -> None:
         """Bring everything to the disk. Calling it again does nothing."""
         if self._is_main and not self._log.closed:

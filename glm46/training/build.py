@@ -100,6 +100,9 @@ def build(run: Run, process: Process) -> Parts:
         optimizer=build_optimizers(list(parameters.items()), run.optimizer),
         balance=ExpertBalance(model, run.moe, process.device),
         checkpoints=CheckpointManager(
-            Path(run.job.dump_folder) / run.checkpoint.folder, keep_latest_k=run.checkpoint.keep_latest_k
+            Path(run.job.dump_folder) / run.checkpoint.folder,
+            keep_latest_k=run.checkpoint.keep_latest_k,
+            keep_every=run.checkpoint.keep_every,
+            keep_best_k=run.checkpoint.keep_best_k,
         ),
     )

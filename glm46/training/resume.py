@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.training.build import Parts
@@ -31,15 +30,14 @@ def _rng_states(parts: Parts) -> dict[str, Tensor]:
     return states
 
 
-def save(parts: Parts, progress: Progress, validation: dict[str, float]) -> None:
-    """Write and publish the checkpoint of this step; collective."""
-    meta = {
+def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
+    """Everything beside the tensors, as JSON."""
+    return {
         "progress": progress.to_meta(),
         "config": dump_run(parts.run),
         "stream": parts.stream_fingerprint(),
         "validation": validation,
     }
-    parts.checkpoints.save(progress.step, checkpoint_tensors(parts), meta)
 
 
 def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
@@ -56,7 +54,7 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     if config.enable:
         step = parts.checkpoints.newest() if config.load_step == -1 else config.load_step
         if step is not None:
-            meta = _load(parts, parts.checkpoints, step, ignored=())
+            meta = _load(parts, step, ignored=())
             if meta["stream"] != parts.stream_fingerprint():
                 raise UserError(
                     f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
@@ -73,21 +71,21 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     if config.initial_load_in_hf:
         load_weights(parts, path)
         return fresh, None
-    number = path.resolve().name.removeprefix("step-")
-    if not number.isdigit():
+    if not path.resolve().name.removeprefix("step-").isdigit():
         raise UserError(
             f"checkpoint.initial_load_path = {str(path)!r}: not a step folder; give one such as "
-            "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face folder"
+            "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face one"
         )
-    earlier = CheckpointManager(path.resolve().parent, keep_latest_k=0)
     ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
-    return fresh, _load(parts, earlier, int(number), ignored=ignored)
+    return fresh, _load(parts, path.resolve(), ignored=ignored)
 
 
-def _load(parts: Parts, checkpoints: CheckpointManager, step: int, ignored: tuple[str, ...]) -> dict[str, Any]:
+def _load(parts: Parts, source: int | Path, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Fill the parts from a step of this run, or from the step folder of another."""
     tensors = {name: t for name, t in checkpoint_tensors(parts).items() if not name.startswith(ignored or "\0")}
+    load = parts.checkpoints.load if isinstance(source, int) else parts.checkpoints.load_from
     # Another number of ranks has other generators; nothing that decides a result draws from them.
-    meta = checkpoints.load(step, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+    meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     rank = parts.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

@@ -24,6 +24,7 @@ from glm46.training.farewell import farewell
 from glm46.training.figures import Figures, describe_start
 from glm46.training.huggingface import save_weights
 from glm46.training.loss import TokenCounts, count_tokens
+from glm46.training.saving import Saver
 from glm46.training.state import Progress
 from glm46.training.step import train_step
 from glm46.training.stop import StopRequest
@@ -83,7 +84,7 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
     figures = Figures(parts)
     gc.collect()
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
-    last_saved = progress.step
+    saver = Saver(parts, report, progress)
     while progress.tokens < budget:
         sequences = batch_sequences(
             run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
@@ -112,12 +113,9 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
         with figures.meter.left_out():
             if run.validation.enable and (progress.step % run.validation.freq == 0 or is_last):
                 validation = _validate(parts, progress, report)
-            if run.checkpoint.enable and (progress.step % run.checkpoint.interval == 0 or is_last):
-                resume.save(parts, progress, validation)
-                last_saved = progress.step
+            saver.after_step(progress, validation)
     gc.enable()
-    if run.checkpoint.enable and last_saved != progress.step:
-        resume.save(parts, progress, validation)
+    saver.finish(progress, validation)
     if run.checkpoint.last_save_in_hf and progress.tokens >= budget:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop.signal_name, is_finished=progress.tokens >= budget))

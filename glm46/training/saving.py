@@ -1,0 +1,74 @@
+"""When a run saves, and what it does when a save fails: training is worth more than one checkpoint."""
+
+from glm46.checkpoint.agreement import CheckpointError
+from glm46.checkpoint.saving import SaveOutcome
+from glm46.observe.report import Report
+from glm46.training.build import Parts
+from glm46.training.resume import checkpoint_meta, checkpoint_tensors
+from glm46.training.state import Progress
+
+
+class Saver:
+    """Saves every `[checkpoint] interval` steps, behind training if so configured, and once at the end."""
+
+    def __init__(self, parts: Parts, report: Report, progress: Progress):
+        self._parts, self._report, self._config = parts, report, parts.run.checkpoint
+        self._saved_step = progress.step
+
+    def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
+        """Save if a save is due, and tell how earlier ones ended; collective. A save that fails is reported and the
+        next one tried: the checkpoints before it are untouched."""
+        if not self._config.enable:
+            return
+        try:
+            self._tell(self._parts.checkpoints.poll())
+            if progress.step % self._config.interval == 0:
+                self._save(progress, validation)
+        except CheckpointError as error:
+            self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")
+
+    def finish(self, progress: Progress, validation: dict[str, float]) -> None:
+        """Save the last step, unless that is done, and wait for all saves; collective.
+
+        Raises:
+            CheckpointError: the last state of the run is not on the disk.
+        """
+        if not self._config.enable:
+            return
+        if self._saved_step != progress.step:
+            self._save_now(progress, validation)
+        try:
+            self._tell(self._parts.checkpoints.close())
+        except CheckpointError as error:
+            self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
+            self._save_now(progress, validation)
+            self._tell(self._parts.checkpoints.close())
+
+    def _save(self, progress: Progress, validation: dict[str, float]) -> None:
+        if self._config.async_mode == "disabled":
+            self._save_now(progress, validation)
+        elif self._parts.checkpoints.save_in_background(*self._content(progress, validation), **_loss(validation)):
+            self._saved_step = progress.step
+        else:
+            self._report.message(
+                f"step {progress.step}: not saved, the save before is still being written; a larger "
+                "checkpoint.interval, or a faster disk, avoids this"
+            )
+
+    def _save_now(self, progress: Progress, validation: dict[str, float]) -> None:
+        self._tell([self._parts.checkpoints.save(*self._content(progress, validation), **_loss(validation))])
+        self._saved_step = progress.step
+
+    def _content(self, progress: Progress, validation: dict[str, float]) -> tuple:
+        return progress.step, checkpoint_tensors(self._parts), checkpoint_meta(self._parts, progress, validation)
+
+    def _tell(self, outcomes: list[SaveOutcome]) -> None:
+        for outcome in outcomes:
+            self._report.log(
+                f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "
+                f"training waited {outcome.stall_seconds:.2f} s"
+            )
+
+
+def _loss(validation: dict[str, float]) -> dict[str, float]:
+    return {"validation_loss": validation["validation_loss"]} if validation else {}
