@@ -10,8 +10,10 @@ from glm46.config.loader import dump_run
 from glm46.observe.balance import balance_metrics
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
+from glm46.optim.roles import format_role_table
 from glm46.optim.schedule import schedule_value
 from glm46.planner.flops import training_flops_per_token
+from glm46.planner.layout import Layout
 from glm46.planner.params import count_parameters
 from glm46.training.build import Parts
 from glm46.training.loss import TokenCounts
@@ -83,20 +85,25 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
     lines = [
         f"{run.job.description}",
         f"model        {run.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
-        f"ranks        {layout.world_size} on {parts.process.device.type}: {layout.dp_replicate} copies x "
-        f"{layout.dp_shard} shards",
+        f"ranks        {_layout_line(layout)} on {parts.process.device.type}",
     ]
     for source in run.data.sources:
         split = parts.manifests[source.name].splits["train"]
         lines.append(f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents")
-    if meta is None:
-        lines.append("start        from initial weights")
-    elif progress.step:
+    lines += ["", format_role_table(parts.optimizer.role_table()), ""]
+    if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
         lines += _config_changes(meta["config"], dump_run(run))
     else:
-        lines.append(f"start        weights of {run.checkpoint.initial_load_path}")
+        lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")
     return "\n".join(lines)
+
+
+def _layout_line(layout: Layout) -> str:
+    degrees = {"copies": layout.dp_replicate, "shards": layout.dp_shard, "parts of a sequence": layout.cp}
+    product = " x ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1)
+    experts = f", experts over {layout.ep}" if layout.ep > 1 else ""
+    return f"{layout.world_size}{' = ' + product if product else ''}{experts}"
 
 
 def _config_changes(before: str, now: str) -> list[str]:
