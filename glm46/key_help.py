@@ -23,9 +23,6 @@ def _print_section(console: Console, section: SectionRows) -> None:
     console.print(Text.assemble((header, "bold green"), "  ", section.meaning))
     for row in section.rows:
         default = row.default if row.default in ("required", "absent") else f"default {row.default}"
-        console.print(
-            Padding(Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim")), (0, 0, 0, 2))
-        )
         title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
         console.print(Padding(title, (0, 0, 0, 2), expand=False))
         console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))

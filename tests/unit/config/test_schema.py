@@ -44,3 +44,15 @@ def test_schema_knows_presets_and_refuses_unknown_keys():
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_file_points_editors_to_the_schema(path):
     assert path.read_text().splitlines()[0] == "#:schema ./schema.json"
+
+
+def test_help_prints_every_key_once(capsys):
+    from glm46.config.schema import describe_keys
+    from glm46.key_help import print_keys
+
+    print_keys()
+    lines = capsys.readouterr().out.splitlines()
+    for section in describe_keys():
+        for row in section.rows:
+            times = sum(other.key == row.key for one in describe_keys() for other in one.rows)
+            assert sum(line.startswith(f"  {row.key}  ") for line in lines) == times, row.key
