@@ -61,7 +61,8 @@ class Parts:
     def stream_fingerprint(self) -> str:
         """Changes exactly when the same sample number would mean other text."""
         run = self.run
-        identity = [run.debug.seed, run.training.seq_len]
+        # The depth counts: a row that needs one more token behind it may be one row less of a source.
+        identity: list = [run.debug.seed, run.training.seq_len, self.shape.num_nextn_predict_layers]
         for source in run.data.sources:
             manifest = self.manifests[source.name]
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
