@@ -25,9 +25,8 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, for the same reason
     if run.compile.enable:
-        compile.apply(
-            model, tokens_travel=meshes.expert is not None
-        )  # inside checkpointing: the recomputation runs the compiled code too
+        # Inside checkpointing: the recomputation runs the compiled code too.
+        compile.apply(model, whole_graphs=meshes.expert is None and meshes.sequence is None)
     if run.activation_checkpoint.mode == "full":
         activation_checkpoint.apply(model)  # before FSDP2, whose hooks must gather weights around the whole layer
     fsdp.apply(model, meshes, run.parallelism, run.training)  # last of the transforms: it shards what the others made
