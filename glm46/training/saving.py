@@ -20,12 +20,17 @@ class Saver:
         next one tried: the checkpoints before it are untouched."""
         if not self._config.enable:
             return
+        # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is
+        # collective, or the others wait for it for ever.
         try:
             self._tell(self._parts.checkpoints.poll())
-            if progress.step % self._config.interval == 0:
-                self._save(progress, validation)
         except CheckpointError as error:
-            self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")
+            self._tell_failure(progress, error)
+        if progress.step % self._config.interval == 0:
+            try:
+                self._save(progress, validation)
+            except CheckpointError as error:
+                self._tell_failure(progress, error)
 
     def finish(self, progress: Progress, validation: dict[str, float]) -> None:
         """Save the last step, unless that is done, and wait for all saves; collective.
@@ -61,6 +66,9 @@ class Saver:
 
     def _content(self, progress: Progress, validation: dict[str, float]) -> tuple:
         return progress.step, checkpoint_tensors(self._parts), checkpoint_meta(self._parts, progress, validation)
+
+    def _tell_failure(self, progress: Progress, error: CheckpointError) -> None:
+        self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")
 
     def _tell(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:

@@ -109,6 +109,23 @@ def test_a_compiled_run_reports_what_an_eager_one_reports(make_run, tmp_path):
         assert other["dead_experts"] == row["dead_experts"]
 
 
+def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_run, monkeypatch):
+    # Only this rank may have heard of it by now, and the next save is collective.
+    news = iter([[CheckpointError("rank 0: writing tensors: Input/output error")], [], [], []])
+
+    def poll(self):
+        for error in next(news):
+            raise error
+        return []
+
+    monkeypatch.setattr(CheckpointManager, "poll", poll)
+    run = make_run(checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 2})
+    assert train(run) == 0
+    assert "Input/output error" in (Path(run.job.dump_folder) / "log.txt").read_text()
+    folder = Path(run.job.dump_folder) / "checkpoint"
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-000001", "step-000002"]
+
+
 def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_run, monkeypatch, tmp_path):
     run = make_run(training={"steps": 6})
     original = trainer.train_step
