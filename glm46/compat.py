@@ -1,6 +1,7 @@
 """The only file that touches private parts of torch, or differences between torch 2.11 and 2.13."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,3 +22,21 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(x, weight, offs=offsets)
     return torch._grouped_mm(x, weight, offs=offsets)
+
+
+def start_exchange(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows that arrive while other work goes on; nobody may read them before `wait_for_exchange`.
+
+    An operator of torch's compiler back end, private by its name: unlike `torch.distributed.all_to_all_single`, which
+    writes into a buffer, its result can be kept by activation checkpointing.
+    """
+    return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
+
+
+def wait_for_exchange(rows: Tensor) -> Tensor:
+    """The same tensor once it has arrived; on a GPU the stream waits, not the host."""
+    return torch.ops._c10d_functional.wait_tensor(rows)
+
+
+EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default
+"""What `start_exchange` is to a dispatch mode."""

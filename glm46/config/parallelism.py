@@ -50,5 +50,6 @@ class Compile(Section):
 class ActivationCheckpoint(Section):
     """[activation_checkpoint]: trade compute for memory."""
 
-    mode: Literal["none", "full"] = "none"
-    """none keeps every activation; full keeps only the input of each block and computes the block again in backward."""
+    mode: Literal["none", "selective", "full"] = "none"
+    """none keeps every activation; full keeps only the input of each block and computes the block again in backward;
+    selective keeps the results of attention, experts and exchanges of tokens too, and computes the rest again."""

@@ -4,8 +4,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46 import compat
 
-class _ExchangeRows(torch.autograd.Function):
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: "Exchange") -> Tensor:
+        ctx.exchange = exchange
+        return compat.start_exchange(rows.contiguous(), exchange.receive, exchange.send, exchange.group)
+
+    @staticmethod
+    def backward(ctx, _: Tensor):
+        grad, ctx.exchange.returning = ctx.exchange.returning, None
+        return compat.wait_for_exchange(grad), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, in_flight: Tensor, exchange: "Exchange") -> Tensor:
+        ctx.exchange = exchange
+        return compat.wait_for_exchange(in_flight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        exchange = ctx.exchange
+        exchange.returning = compat.start_exchange(grad.contiguous(), exchange.send, exchange.receive, exchange.group)
+        return grad, None  # only to reach `_StartExchange`: autograd wants the shape of what arrived
+
+
+class Exchange:
+    """Rows on their way to the ranks of a group: consecutive rows to each, received in the order of the ranks.
+
+    Between `__init__` and `finish` other work can go on, and in backward too: the gradient is sent where `finish` stood
+    and awaited where the exchange began.
+
+    Args:
+        rows: [sum(send), ...]; the first send[0] rows go to the first rank, and so on.
+        send: rows for each rank of the group.
+        receive: rows from each rank of the group.
+    """
+
+    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
+        self.send, self.receive, self.group = send, receive, group
+        self.returning: Tensor | None = None
+        """In backward, the gradient of `rows` on its way."""
+        self._in_flight = _StartExchange.apply(rows, self)
+
+    def finish(self) -> Tensor:
+        """What has arrived, [sum(receive), ...]."""
+        in_flight, self._in_flight = self._in_flight, None
+        return _FinishExchange.apply(in_flight, self)
+
+
+class _ReturnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
@@ -20,18 +71,10 @@ class _ExchangeRows(torch.autograd.Function):
         return out, None, None, None
 
 
-def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send consecutive rows to each rank of a group and concatenate what they send; backward returns the gradients.
-
-    Args:
-        rows: [sum(send), ...]; the first send[0] rows go to the first rank, and so on.
-        send: rows for each rank of the group.
-        receive: rows from each rank of the group.
-
-    Returns:
-        [sum(receive), ...], in the order of the ranks.
-    """
-    return _ExchangeRows.apply(rows, send, receive, group)
+def return_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """What `Exchange` does, at once, for the way back: no recomputation comes as far, so its result, unlike that of an
+    `Exchange`, need not be kept by activation checkpointing."""
+    return _ReturnRows.apply(rows, send, receive, group)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -12,7 +12,11 @@ from glm46.model.router import Routing
 class TokenDispatcher(Protocol):
     """Moves tokens to the ranks of their experts and back."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """Send each token to its experts; what is computed before `arrived` is computed meanwhile."""
+        ...
+
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, and what combine needs."""
         ...
 
@@ -41,13 +45,14 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-        ctx.save_for_backward(token_N)
+        # Not among the saved tensors: a recomputation ends with the last of them, so it need not come as far as here,
+        # behind the exchange with other ranks. The price is an index per assignment under activation checkpointing.
+        ctx.token_N = token_N
         return _sum_assignments(y_ND, place_TA)
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        (token_N,) = ctx.saved_tensors
-        return grad_TD.index_select(0, token_N), None, None
+        return grad_TD.index_select(0, ctx.token_N), None, None
 
 
 def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
@@ -61,8 +66,8 @@ def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
 class LocalDispatcher:
     """All experts are here: one stable sort, no communication. A `TokenDispatcher`."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `TokenDispatcher.dispatch`; here N = T * A and offsets covers all experts."""
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """See `TokenDispatcher.start`; nothing to send."""
         T, A = routing.experts.shape
         expert_N = routing.experts.flatten()
         order_N = expert_N.argsort(stable=True)  # stable: the order of tokens, so the sums' rounding, is reproducible
@@ -73,6 +78,10 @@ class LocalDispatcher:
         x_ND = _Gather.apply(x_TD, token_N, place_TA)
         weights_N = routing.weights.flatten()[order_N]
         return x_ND, weights_N, sizes.cumsum(0).to(torch.int32), (token_N, place_TA)
+
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.arrived`; here N = T * A and offsets covers all experts."""
+        return pending
 
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`."""

@@ -25,9 +25,11 @@ class MoE(nn.Module):
         """Map [B, S, D] to [B, S, D]; `is_real` boolean [B, S] or None."""
         routing = self.router(x, is_real, options)
         x_TD = x.reshape(-1, x.shape[-1])
-        x_ND, weights_N, offsets, context = self.dispatcher.dispatch(x_TD, routing, self.num_experts)
+        pending = self.dispatcher.start(x_TD, routing, self.num_experts)
+        # While tokens travel, in backward too. Before the experts also because a recomputation of this layer ends with
+        # the last tensor that backward needs: nothing that comes after the experts is needed.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        x_ND, weights_N, offsets, context = self.dispatcher.arrived(pending)
         y_ND = self.experts(x_ND, weights_N, offsets)
         y = self.dispatcher.combine(y_ND, context).view_as(x)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
-        return y, routing.statistics
+        return (y if shared is None else y + shared), routing.statistics

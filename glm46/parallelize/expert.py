@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from glm46.distributed.collectives import exchange_rows
+from glm46.distributed.collectives import Exchange, return_rows
 from glm46.model.dispatch import combine_assignments, gather_assignments
 from glm46.model.moe import MoE
 from glm46.model.router import Routing
@@ -36,40 +36,45 @@ class AllToAllDispatcher:
         self._group, self._ranks = group, dist.get_world_size(group)
 
     @torch.compiler.disable
-    def dispatch(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `TokenDispatcher.dispatch`; offsets cover the experts of this rank."""
-        experts_here, device = num_experts // self._ranks, x_TD.device
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """See `TokenDispatcher.start`."""
         T, A = routing.experts.shape
         # A weight of 0 marks an assignment that padding or the capacity dropped: it is sorted behind all experts.
         expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
         order_N = expert_N.argsort(stable=True)
         place_TA = _inverse(order_N).view(T, A)
-        sizes_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        sizes_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_TD.device)
         sizes_E = sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[:num_experts]
-        sizes_here = torch.empty_like(sizes_E)
-        dist.all_to_all_single(sizes_here, sizes_E, group=self._group)
+        experts_here = [num_experts // self._ranks] * self._ranks
+        sizes_here = Exchange(sizes_E, experts_here, experts_here, self._group).finish()
         sent_RE, received_RE = sizes_E.view(self._ranks, -1), sizes_here.view(self._ranks, -1)
         # sync: the sizes of the buffers must be known on the host, once per layer.
-        send, receive = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
+        send, receive = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).cpu().tolist()
 
         rows_ND = gather_assignments(x_TD, order_N // A, place_TA)[: sum(send)]
         weights_N = routing.weights.flatten()[order_N[: sum(send)]]
-        arrived_MD = exchange_rows(rows_ND, send, receive, self._group)
-        arrived_weights_M = exchange_rows(weights_N, send, receive, self._group)
+        rows = Exchange(rows_ND, send, receive, self._group)
+        weights = Exchange(weights_N, send, receive, self._group)
+        return rows, weights, received_RE, (order_N // A, place_TA, send, receive)
 
+    @torch.compiler.disable
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.arrived`; offsets cover the experts of this rank."""
+        rows, weights, received_RE, (token_N, place_TA, send, receive) = pending
         # Rows arrive sorted by (rank, expert) and are needed by (expert, rank): a stable sort by expert.
-        expert_M = torch.arange(experts_here, device=device).repeat(self._ranks)
+        expert_M = torch.arange(received_RE.shape[1], device=received_RE.device).repeat(self._ranks)
         expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(receive))
         by_expert_M = expert_M.argsort(stable=True)
         offsets = received_RE.sum(0).cumsum(0).to(torch.int32)
-        context = (order_N // A, place_TA, by_expert_M, send, receive)
-        return _permute(arrived_MD, by_expert_M), arrived_weights_M[by_expert_M], offsets, context
+        context = (token_N, place_TA, by_expert_M, send, receive)
+        return _Reorder.apply(rows.finish(), by_expert_M, False), weights.finish()[by_expert_M], offsets, context
 
     @torch.compiler.disable
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`."""
         token_N, place_TA, by_expert_M, send, receive = context
-        returned = exchange_rows(_permute(y_ND, _inverse(by_expert_M)), receive, send, self._group)
+        by_rank_MD = _Reorder.apply(y_ND, by_expert_M, True)
+        returned = return_rows(by_rank_MD, receive, send, self._group)
         dropped = returned.new_zeros(token_N.numel() - returned.shape[0], returned.shape[1])
         return combine_assignments(torch.cat([returned, dropped]), token_N, place_TA)
 
@@ -79,22 +84,24 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order; backward is the inverse order. The built-in backward of indexing would add rows, though
-    each occurs once, in no fixed order."""
+class _Reorder(torch.autograd.Function):
+    """Rows in another order. The built-in backward of indexing would add rows, though each occurs once, in no fixed
+    order. `order` is not among the saved tensors for the same reason as in `_Combine` of `model/dispatch.py`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x.index_select(0, order)
+    def forward(ctx, x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
+        ctx.order, ctx.is_inverse = order, is_inverse
+        return _reorder(x, order, is_inverse)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (order,) = ctx.saved_tensors
-        out = torch.empty_like(grad)
-        out[order] = grad
-        return out, None
+        return _reorder(grad, ctx.order, not ctx.is_inverse), None, None
 
 
-def _permute(x: Tensor, order: Tensor) -> Tensor:
-    return _Permute.apply(x, order)
+def _reorder(x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
+    """Row n of the result is row order[n] of `x`, or the other way round."""
+    if not is_inverse:
+        return x.index_select(0, order)
+    out = torch.empty_like(x)
+    out[order] = x
+    return out

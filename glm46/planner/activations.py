@@ -62,3 +62,17 @@ def mtp_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
     """One multi-token prediction layer with its own norms and projection, per token."""
     joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
     return joined + moe_layer_bytes(shape, width, device)
+
+
+def selective_attention_bytes(shape: ModelShape, width: int) -> float:
+    """What selective checkpointing keeps of one layer's attention, per token: its result and the softmax's log-sum."""
+    return shape.num_attention_heads * (shape.head_dim * width + FP32)
+
+
+def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int) -> float:
+    """What selective checkpointing keeps of one layer's experts, per token: gate and up, the results, the choice with
+    its scores, an index per assignment; between ranks also what arrived, with its weights, and a second index."""
+    per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
+    if ep > 1:
+        per_assignment += shape.hidden_size * width + FP32 + INDEX
+    return shape.num_experts_per_tok * per_assignment

@@ -10,7 +10,15 @@ from glm46.config.model import ModelShape
 from glm46.config.optimizer import Optimizer
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
-from glm46.planner.activations import FP32, INDEX, dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes
+from glm46.planner.activations import (
+    FP32,
+    INDEX,
+    dense_layer_bytes,
+    moe_layer_bytes,
+    mtp_layer_bytes,
+    selective_attention_bytes,
+    selective_experts_bytes,
+)
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.planner.params import (
     TensorKind,
@@ -63,6 +71,8 @@ class _Layer:
     kinds: list[TensorKind]
     activation: float
     """Bytes per token kept for backward."""
+    selective: float = 0.0
+    """Bytes per token that selective checkpointing keeps beside the layer's input."""
 
 
 def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan:
@@ -75,20 +85,25 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
         UserError: the degrees do not multiply to `world_size`.
     """
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
-    stages = _stages(shape, layout.pp, int(_BYTES[run.training.mixed_precision_param]), device)
+    stages = _stages(shape, layout, int(_BYTES[run.training.mixed_precision_param]), device)
     plans = [_stage_plan(run, shape, layout, number, stage) for number, stage in enumerate(stages)]
     largest = max(plans, key=lambda plan: plan.total)
     return MemoryPlan(*[getattr(largest, field.name) for field in fields(largest)][:-1], process=PROCESS_BYTES[device])
 
 
-def _stages(shape: ModelShape, pp: int, width: int, device: str) -> list[list[_Layer]]:
+def _stages(shape: ModelShape, layout: Layout, width: int, device: str) -> list[list[_Layer]]:
     """Decoder layers spread evenly by number over the stages, the ends with embedding, head and MTP layers."""
-    dense = _Layer(dense_layer_kinds(shape), dense_layer_bytes(shape, width))
-    moe = _Layer(moe_layer_kinds(shape), moe_layer_bytes(shape, width, device))
-    mtp = _Layer(mtp_layer_kinds(shape), mtp_layer_bytes(shape, width, device))
+    attention = selective_attention_bytes(shape, width)
+    both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
+    of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width, device)
+    of_mtp = mtp_layer_bytes(shape, width, device)
+    dense = _Layer(dense_layer_kinds(shape), of_dense, attention)
+    moe = _Layer(moe_layer_kinds(shape), of_moe, both)
+    # Only the decoder layer inside a prediction layer is checkpointed then.
+    mtp = _Layer(mtp_layer_kinds(shape), of_mtp, both + of_mtp - of_moe)
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
-    bounds = [round(stage * len(layers) / pp) for stage in range(pp + 1)]
+    bounds = [round(stage * len(layers) / layout.pp) for stage in range(layout.pp + 1)]
     stages = [layers[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
     hidden = 2 * shape.hidden_size * width
     stages[0] = [_Layer(embedding_kinds(shape), INDEX), *stages[0]]
@@ -164,8 +179,10 @@ def _activations(run: Run, shape: ModelShape, layout: Layout, number: int, stage
     in_flight = layout.pp - number
     if run.activation_checkpoint.mode == "none":
         return in_flight * tokens * sum(layer.activation for layer in stage)
-    boundary = shape.hidden_size * _BYTES[run.training.mixed_precision_param]
-    return tokens * (in_flight * boundary * len(stage) + max(layer.activation for layer in stage))
+    kept = len(stage) * shape.hidden_size * _BYTES[run.training.mixed_precision_param]
+    if run.activation_checkpoint.mode == "selective":
+        kept += sum(layer.selective for layer in stage)
+    return tokens * (in_flight * kept + max(layer.activation for layer in stage))
 
 
 def _loss(run: Run, shape: ModelShape, layout: Layout) -> float:

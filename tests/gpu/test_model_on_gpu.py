@@ -75,7 +75,9 @@ def test_gather_and_combine_repeat_every_bit():
     for _ in range(5):
         x.grad = None
         dispatcher = LocalDispatcher()
-        rows, sorted_weights, offsets, context = dispatcher.dispatch(x, Routing(weights, choice, None), 32)
+        rows, sorted_weights, offsets, context = dispatcher.arrived(
+            dispatcher.start(x, Routing(weights, choice, None), 32)
+        )
         out = dispatcher.combine(rows * sorted_weights.unsqueeze(1).bfloat16(), context)
         rows.backward(grad)
         results.append((rows.detach().clone(), out.detach().clone(), x.grad.clone(), offsets.clone()))

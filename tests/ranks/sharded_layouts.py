@@ -46,10 +46,11 @@ class Layout(NamedTuple):
 
 # 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
 LAYOUTS = {
-    1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full")],
+    1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective")],
     2: [
         Layout(), Layout(replicate=2), Layout(reshard="never"), Layout(checkpointing="full"),
         Layout(experts_over=2), Layout(experts_over=2, checkpointing="full"), Layout(experts_over=2, reshard="never"),
+        Layout(experts_over=2, checkpointing="selective"), Layout(context=2, checkpointing="selective"),
         Layout(context=2), Layout(context=2, checkpointing="full"), Layout(context=2, experts_over=2),
     ],
     4: [
@@ -57,6 +58,7 @@ LAYOUTS = {
         Layout(experts_over=2), Layout(experts_over=4, num_experts=12), Layout(experts_over=2, num_experts=12),
         Layout(context=2), Layout(context=4), Layout(context=2, replicate=2), Layout(context=2, experts_over=2),
         Layout(context=2, experts_over=4, num_experts=12), Layout(context=2, replicate=2, experts_over=2),
+        Layout(context=2, experts_over=2, checkpointing="selective", reshard="never"),
         Layout(replicate=2, experts_over=2), Layout(experts_over=4, num_experts=12, checkpointing="full"),
     ],
 }  # fmt: skip

@@ -26,7 +26,7 @@ def figures(request) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == {1: 3, 2: 10, 4: 16}[request.param]
+    assert len(rows) == {1: 4, 2: 12, 4: 17}[request.param]
     return rows
 
 

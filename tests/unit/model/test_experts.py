@@ -94,7 +94,7 @@ def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, tiny_sha
         choice = torch.full((13, 1), 6)
     x, weights = torch.randn(13, 48, requires_grad=True), torch.rand(choice.shape, requires_grad=True)
     dispatcher = LocalDispatcher()
-    x_ND, weights_N, offsets, context = dispatcher.dispatch(x, Routing(weights, choice, None), 8)
+    x_ND, weights_N, offsets, context = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 8))
     out = dispatcher.combine(experts(x_ND, weights_N, offsets), context)
     slow = slow_experts(experts, x, weights, choice)
     grad = torch.randn_like(slow)
@@ -109,7 +109,9 @@ def test_dispatch_sorts_stably_and_counts_exactly():
     choice = torch.tensor([[2, 0], [0, 1], [2, 3], [1, 0]])
     weights = torch.arange(8.0).view(4, 2)
     x = torch.arange(4.0).unsqueeze(1).expand(4, 5).contiguous()
-    rows, sorted_weights, offsets, _ = LocalDispatcher().dispatch(x, Routing(weights, choice, None), 5)
+    rows, sorted_weights, offsets, _ = LocalDispatcher().arrived(
+        LocalDispatcher().start(x, Routing(weights, choice, None), 5)
+    )
     assert rows[:, 0].tolist() == [0, 1, 3, 1, 3, 0, 2, 2]  # tokens of expert 0, then 1, 2, 3; in token order inside
     assert sorted_weights.tolist() == [1, 2, 7, 3, 6, 0, 4, 5]
     assert offsets.tolist() == [3, 5, 7, 8, 8] and offsets.dtype == torch.int32
@@ -121,7 +123,7 @@ def test_gather_and_combine_equal_indexing(relative_error):
     weights = torch.ones(40, 3)
     x = torch.randn(40, 7, generator=generator, requires_grad=True)
     dispatcher = LocalDispatcher()
-    rows, _, _, context = dispatcher.dispatch(x, Routing(weights, choice, None), 6)
+    rows, _, _, context = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 6))
     token = choice.flatten().argsort(stable=True) // 3
     assert torch.equal(rows, x[token])
     grad = torch.randn(120, 7, generator=generator)
@@ -139,7 +141,7 @@ def test_bf16_sums_of_a_token_are_rounded_once():
     """1 + 2**-8 + 2**-8 is 1.0078125 in FP32 and in BF16, but adding the terms in BF16 gives 1: each is half a step."""
     choice = torch.tensor([[0, 1, 2]])
     dispatcher = LocalDispatcher()
-    *_, context = dispatcher.dispatch(torch.zeros(1, 1), Routing(torch.ones(1, 3), choice, None), 3)
+    *_, context = dispatcher.arrived(dispatcher.start(torch.zeros(1, 1), Routing(torch.ones(1, 3), choice, None), 3))
     y = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
     assert dispatcher.combine(y, context).item() == 1.0078125
 

@@ -1,5 +1,7 @@
 """The memory formulas against what a small model allocates, and against sums that can be done by hand."""
 
+import gc
+
 import pytest
 import torch
 
@@ -8,7 +10,14 @@ from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run import Run
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
-from glm46.planner.activations import dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes
+from glm46.parallelize import activation_checkpoint
+from glm46.planner.activations import (
+    dense_layer_bytes,
+    moe_layer_bytes,
+    mtp_layer_bytes,
+    selective_attention_bytes,
+    selective_experts_bytes,
+)
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, plan_memory
 from glm46.planner.params import count_parameters
@@ -102,6 +111,48 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     boundaries = (shape.num_hidden_layers + shape.num_nextn_predict_layers + 2) * shape.hidden_size * 2
     assert full == tokens * (boundaries + mtp_layer_bytes(shape, 2, "gpu"))
     assert full < none / 2
+
+
+def _held_bytes(shape):
+    """Bytes of the tensors alive after a forward pass under selective checkpointing, parameters left out."""
+    torch.manual_seed(0)
+    model = Transformer(shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    activation_checkpoint.apply(model, "selective")
+    ids = torch.randint(0, shape.vocab_size, (4, 128))
+    gc.collect()
+    before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
+    sums = model(ids, labels=ids)
+    gc.collect()
+    alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    del sums
+    return sum(size for address, size in storages.items() if address not in own), ids.numel()
+
+
+@pytest.mark.filterwarnings("ignore")  # looking at every live object wakes deprecated ones
+def test_selective_checkpointing_holds_what_the_formula_says():
+    shape = PRESETS["debug"].model_copy(update={"num_hidden_layers": 2, "num_nextn_predict_layers": 0})
+    base, tokens = _held_bytes(shape)
+    moe = (_held_bytes(shape.model_copy(update={"num_hidden_layers": 3}))[0] - base) / tokens
+    more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
+    dense = (_held_bytes(more_dense)[0] - base) / tokens
+    inputs = shape.hidden_size * 4
+    # 3 %: what does not grow with the tokens, such as offsets and statistics.
+    assert inputs + selective_attention_bytes(shape, 4) == pytest.approx(dense, rel=0.03)
+    both = selective_attention_bytes(shape, 4) + selective_experts_bytes(shape, 4, ep=1)
+    assert inputs + both == pytest.approx(moe, rel=0.03)
+
+
+def test_selective_checkpointing_lies_between_the_others():
+    for flavor in ("debug", "GLM-4.6"):
+        plans = {
+            mode: plan_memory(_run(model={"flavor": flavor}, activation_checkpoint={"mode": mode}), 1).activations
+            for mode in ("none", "selective", "full")
+        }
+        assert plans["full"] < plans["selective"] < 0.8 * plans["none"], plans
 
 
 def test_the_planned_chunk_is_the_models():

@@ -1,0 +1,171 @@
+"""Run under torchrun: count what each layout sends in one forward and backward pass, and print it.
+
+Prints one JSON object per case from rank 0: calls and bytes of each collective, and a fingerprint of all gradients.
+"""
+
+import collections
+import hashlib
+import json
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glm46.config.presets import PRESETS
+from glm46.config.run import Run
+from glm46.distributed.mesh import build_meshes
+from glm46.distributed.process import Process, join, leave
+from glm46.model.router import RoutingOptions
+from glm46.model.transformer import Transformer
+from glm46.parallelize.plan import parallelize
+from glm46.planner.layout import resolve_layout
+from glm46.training.loss import LossWeights, count_tokens, objective
+
+CHANGES = dict(
+    num_hidden_layers=3, hidden_size=64, vocab_size=512, intermediate_size=96, moe_intermediate_size=32,
+    n_routed_experts=8, num_experts_per_tok=2, num_nextn_predict_layers=1,
+)  # fmt: skip
+SHAPE = PRESETS["debug"].model_copy(update=CHANGES)
+ROWS, SEQ_LEN = 4, 32
+
+
+class Case(NamedTuple):
+    """One layout, and whether forward is computed again."""
+
+    replicate: int = 1
+    experts_over: int = 1
+    context: int = 1
+    checkpointing: str = "none"
+
+
+CASES = {
+    2: [
+        Case(), Case(replicate=2), Case(context=2),
+        *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
+    ],
+    4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
+        Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective")],
+}  # fmt: skip
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives and their bytes by name.
+
+    Bytes are those of the larger side: what a rank sends or receives, its own share included.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls: dict[str, int] = collections.Counter()
+        self.bytes: dict[str, int] = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **(keywords or {}))
+        name = {
+            "c10d::_allgather_base_": "all_gather",
+            "c10d::_reduce_scatter_base_": "reduce_scatter",
+            "c10d::allreduce_": "all_reduce",
+            "c10d::alltoall_base_": "all_to_all",
+            "_c10d_functional::all_to_all_single": "all_to_all",
+        }.get(function.name().split(".")[0])
+        if name is not None:
+            whole, part = arguments[:2]
+            if name == "all_reduce":
+                part = whole = whole[0]
+            elif function.name().startswith("_c10d"):
+                part = whole
+            self.calls[name] += 1
+            # An exchange sends `part` and receives `whole`; of the others one holds the other.
+            sent = part if name == "all_to_all" else max(part, whole, key=Tensor.numel)
+            self.bytes[name] += sent.numel() * sent.element_size()
+        return out
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Rows of two documents and some padding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*size: int) -> Tensor:
+        return torch.randint(0, SHAPE.vocab_size, size, generator=generator)
+
+    document_ids = torch.tensor([0] * 12 + [1] * 16 + [-1] * 4, dtype=torch.int32).expand(ROWS, SEQ_LEN).contiguous()
+    labels = tokens(ROWS, SEQ_LEN).masked_fill(document_ids < 0, -100)
+    return {
+        "input_ids": tokens(ROWS, SEQ_LEN),
+        "positions": torch.tensor([*range(12), *range(16), *range(4)]).expand(ROWS, SEQ_LEN).contiguous(),
+        "document_ids": document_ids,
+        "labels": labels,
+        "mtp_input_ids": tokens(ROWS, 1, SEQ_LEN),
+        "mtp_labels": labels.unsqueeze(1),
+    }
+
+
+def measure(process: Process, case: Case) -> dict:
+    """Traffic of one forward and backward pass."""
+    run = Run.model_validate_json(
+        json.dumps(
+            {
+                "model": {"flavor": "debug"},
+                "training": {"mixed_precision_param": "float32"},
+                "activation_checkpoint": {"mode": case.checkpointing},
+                "parallelism": {
+                    "data_parallel_replicate_degree": case.replicate,
+                    "expert_parallel_degree": case.experts_over,
+                    "context_parallel_degree": case.context,
+                },
+            }
+        )
+    )
+    with torch.device("meta"):
+        model = Transformer(SHAPE)
+    meshes = build_meshes(resolve_layout(run.parallelism, process.world_size), "cpu")
+    parallelize(model, meshes, run, process.device)
+    parameters = dict(model.named_parameters())
+    batch = make_batch()
+    counts = count_tokens([batch])
+    readers = process.world_size // case.context
+    rows = slice(process.rank // case.context * ROWS // readers, (process.rank // case.context + 1) * ROWS // readers)
+    batch = {name: tensor[rows] for name, tensor in batch.items()}
+    if meshes.sequence is not None:
+        batch = {name: meshes.sequence.take(tensor) for name, tensor in batch.items()}
+    with Traffic() as traffic:
+        sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
+        objective(sums, counts, LossWeights(mtp=0.3, balance=0.01, z=0.001)).backward()
+    digest = hashlib.sha256()
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        digest.update(name.encode() + whole.numpy().tobytes())
+    all_bytes = [None] * process.world_size
+    dist.all_gather_object(all_bytes, dict(traffic.bytes))
+    tokens_per_expert = sums.tokens_per_expert.clone()
+    dist.all_reduce(tokens_per_expert)
+    return {
+        "case": case._asdict(),
+        "shape": CHANGES,
+        "rows": ROWS,
+        "seq_len": SEQ_LEN,
+        "real_tokens": int((make_batch()["document_ids"][0] >= 0).sum()),
+        "calls": dict(traffic.calls),
+        "bytes": all_bytes,
+        "gradients": digest.hexdigest(),
+        "assignments": tokens_per_expert.sum(1).tolist(),
+    }
+
+
+def main() -> None:
+    """Measure all cases of this world size."""
+    torch.set_num_threads(1)
+    process = join(60)
+    for case in CASES[process.world_size]:
+        figures = measure(process, case)
+        if process.is_main:
+            print(json.dumps(figures), flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
