@@ -28,9 +28,8 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
         # Inside checkpointing: the recomputation runs the compiled code too.
         compile.apply(model, whole_graphs=meshes.expert is None and meshes.sequence is None)
     if run.activation_checkpoint.mode != "none":
-        activation_checkpoint.apply(
-            model, run.activation_checkpoint.mode
-        )  # before FSDP2, whose hooks must gather weights around the whole layer
+        # Before FSDP2, whose hooks must gather weights around the whole layer.
+        activation_checkpoint.apply(model, run.activation_checkpoint.mode)
     fsdp.apply(model, meshes, run.parallelism, run.training)  # last of the transforms: it shards what the others made
     model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
     initialise(model, run.debug.seed)
