@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
@@ -40,3 +42,15 @@ def wait_for_exchange(rows: Tensor) -> Tensor:
 
 EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default
 """What `start_exchange` is to a dispatch mode."""
+
+
+def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """A DTensor over ``local`` with the mesh and placements of ``like``, wherever ``local`` lies.
+
+    `DTensor.from_local` would move a host tensor to the mesh's GPU; FSDP2's own offload calls the constructor too.
+
+    Args:
+        shape: of the whole tensor, which is contiguous.
+    """
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)

@@ -49,6 +49,18 @@ class Optimizer(Section):
     ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Muon: precision of the Newton-Schulz products."""
 
+    ns_backend: Literal["eager", "compile", "gram"] = "eager"
+    """Muon: how the iteration runs. eager: plain products. compile: normalisation and iteration through torch.compile.
+    gram: on X X^T, fewer products for matrices much longer than wide; half precision then rounds more."""
+
+    mesh_invariant: bool = False
+    """Muon: one matrix per product and none by Gram sums over ranks, so that every layout gives the same bits for the
+    same gradients in half precision too. Slower for small matrices, above all on a GPU."""
+
+    replicate_mode: Literal["owner", "redundant"] = "owner"
+    """Muon under HSDP: owner has one owner of a matrix in all replicas, redundant one in each, so that no matrix
+    crosses the replicas' slower links."""
+
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near
     2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
@@ -60,7 +72,11 @@ class Optimizer(Section):
     """Rule of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use AdamW."""
 
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Type of the optimizer states. 8bit: torchao's block-quantised states."""
+    """Type of the optimizer states. 8bit: torchao's levels, with a scale per block."""
+
+    state_offload: Literal["none", "cpu"] = "none"
+    """cpu: optimizer states live in host memory (pinned beside a GPU) and are copied to the device and back while other
+    weights are updated. The same bits, and the same checkpoints, as without."""
 
 
 class LRScheduler(Section):

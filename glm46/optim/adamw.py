@@ -6,16 +6,36 @@ different meshes share one fused kernel. The saved states are DTensors like the 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from glm46.config.optimizer import Optimizer
 from glm46.optim.compact_state import load_state, local_state, make_state, store_state
 from glm46.optim.muon_layout import local_gradient, local_part
+from glm46.optim.state_offload import State, StateStream
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the states, and whether they hold values below zero."""
+
+# States in host memory travel in items of at least this size: enough to fill a link, little beside the gradients.
+OFFLOADED_ITEM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter: itself, this rank's part of it, its count of steps and this rank's parts of its moments."""
+
+    parameter: Tensor
+    part: Tensor
+    step: Tensor
+    moments: tuple[State, State]
+
+    def size(self) -> int:
+        """Bytes of both moments, were they in FP32: what only decides how items are cut."""
+        return 2 * 4 * self.part.numel()
 
 
 class AdamW:
@@ -23,42 +43,55 @@ class AdamW:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer):
         """``decays`` says of each parameter whether it is decayed."""
-        self._parts = [(parameter, local_part(parameter)) for _, parameter in parameters]
-        self._config = config
-        self._states: dict[str, Tensor] = {}
+        self._config, self._states = config, {}
+        self._is_offloaded = config.state_offload == "cpu"
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
+        parts = [local_part(parameter) for _, parameter in parameters]
         # torch's kernels want states of the parameter's type.
-        self._is_torch = all(part.dtype == dtype == torch.float32 for _, part in self._parts)
-        self._moments = {}
-        for (name, parameter), (_, part) in zip(parameters, self._parts, strict=True):
-            # The fused kernel counts on the device, the others count on the host.
-            on_device = self._is_torch and config.implementation == "fused"
-            step = torch.zeros((), dtype=torch.float32, device=part.device if on_device else "cpu")
-            self._states[f"{name}.step"] = step
-            self._moments[part] = {"step": step}
-            for key, signed in MOMENTS:
-                tensors = make_state(name, parameter, dtype, signed)
-                self._states |= {f"{name}.{key}{end}": tensor for end, tensor in tensors.items()}
-                self._moments[part][key] = local_state(tensors, signed)
-        self.param_groups = [
-            {
-                "params": [part for (_, part), mine in zip(self._parts, decays, strict=True) if mine == decay],
+        self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
+        entries = [
+            self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
+        ]
+        self.param_groups: list[dict] = []
+        self._items: list[tuple[dict, list[_Entry]]] = []
+        for decay in (True, False):
+            mine = [entry for entry, decays_too in zip(entries, decays, strict=True) if decays_too == decay]
+            group = {
+                "params": [entry.part for entry in mine],
                 "weight_decay": config.weight_decay if decay else 0.0,
                 "lr": config.adamw_lr or config.lr,
             }
-            for decay in (True, False)
-        ]
-        if self._is_torch:
-            self._torch = torch.optim.AdamW(
-                [group for group in self.param_groups if group["params"]] or [{"params": []}],
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                fused=config.implementation == "fused",
-                foreach=config.implementation == "foreach",
-            )
-            self._torch.state.update(self._moments)
-            self.param_groups = self._torch.param_groups
+            self.param_groups.append(group)
+            self._items += [(group, item) for item in self._cut(mine)]
+        states = [[state for entry in item for state in entry.moments] for _, item in self._items]
+        device = parts[0].device if parts else torch.device("cpu")
+        self._moments = StateStream(states, device, is_offloaded=self._is_offloaded)
+
+    def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: torch.dtype | str) -> _Entry:
+        # The fused kernel counts on the device, the others count on the host.
+        on_device = self._is_torch and self._config.implementation == "fused"
+        step = torch.zeros((), dtype=torch.float32, device=part.device if on_device else "cpu")
+        self._states[f"{name}.step"] = step
+        moments = []
+        for key, signed in MOMENTS:
+            tensors = make_state(name, parameter, dtype, signed, on_host=self._is_offloaded)
+            self._states |= {f"{name}.{key}{end}": tensor for end, tensor in tensors.items()}
+            moments.append(local_state(tensors, signed))
+        return _Entry(parameter, part, step, tuple(moments))
+
+    def _cut(self, entries: list[_Entry]) -> list[list[_Entry]]:
+        """What is updated at a time: all of it, or as much as is worth a journey."""
+        if not self._is_offloaded:
+            return [entries] if entries else []
+        items: list[list[_Entry]] = []
+        room = 0
+        for entry in entries:
+            if room <= 0:
+                items.append([])
+                room = OFFLOADED_ITEM_BYTES
+            items[-1].append(entry)
+            room -= entry.size()
+        return items
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live states by ``<parameter>.<state>``."""
@@ -67,32 +100,54 @@ class AdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        for parameter, part in self._parts:
-            part.grad = local_gradient(parameter)
-        if self._is_torch:
-            self._torch.step()
-        else:
-            for group in self.param_groups:
-                for part in group["params"]:
-                    if part.grad is not None:
-                        self._update(part, self._moments[part], group["lr"], group["weight_decay"])
-        for _, part in self._parts:
-            part.grad = None
+        self._moments.begin()
+        for group, item in self._items:
+            with self._moments.take() as states:
+                present = []
+                for entry, moments in zip(item, zip(states[::2], states[1::2], strict=True), strict=True):
+                    gradient = local_gradient(entry.parameter)
+                    if gradient is not None:
+                        present.append((entry.part, gradient, moments, entry.step))
+                if self._is_torch:
+                    self._update_by_torch(present, group)
+                else:
+                    for part, gradient, moments, step in present:
+                        self._update(part, gradient, moments, step, group)
+        self._moments.end()
 
-    def _update(self, part: Tensor, states: dict, lr: float, weight_decay: float) -> None:
+    def _update_by_torch(self, present: list[tuple], group: dict) -> None:
+        config = self._config
+        adamw(
+            [part for part, *_ in present],
+            [gradient for _, gradient, *_ in present],
+            [moments[0] for *_, moments, _ in present],
+            [moments[1] for *_, moments, _ in present],
+            [],
+            [step for *_, step in present],
+            fused=config.implementation == "fused",
+            foreach=config.implementation == "foreach",
+            amsgrad=False,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=config.eps,
+            maximize=False,
+        )
+
+    def _update(self, part: Tensor, gradient: Tensor, moments: tuple[State, State], count: Tensor, group: dict) -> None:
         """One entry-wise update in FP32. Source: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
-        beta1, beta2 = self._config.beta1, self._config.beta2
-        states["step"] += 1
+        beta1, beta2, lr = self._config.beta1, self._config.beta2, group["lr"]
+        count += 1
         # The count lives on the host here: no wait for the device.
-        step = states["step"].item()
-        average = load_state(states["exp_avg"], part)
-        square = load_state(states["exp_avg_sq"], part)
-        gradient = part.grad.to(average.dtype)
+        step = count.item()
+        average, square = (load_state(moment, part) for moment in moments)
+        gradient = gradient.to(average.dtype)
         average.lerp_(gradient, 1.0 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        store_state(states["exp_avg"], average)
-        store_state(states["exp_avg_sq"], square)
+        for moment, values in zip(moments, (average, square), strict=True):
+            store_state(moment, values)
         # From the values before rounding: a second moment rounded to zero must not become a divisor.
         divisor = square.sqrt_().div_(math.sqrt(1.0 - beta2**step)).add_(self._config.eps)
-        part.mul_(1.0 - lr * weight_decay)
+        part.mul_(1.0 - lr * group["weight_decay"])
         part.sub_(average.div_(divisor).mul_(lr / (1.0 - beta1**step)).to(part.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from glm46.config.errors import UserError
-from glm46.optim.muon_layout import is_sharding, local_part, zeros_like_parameter
+from glm46.optim.muon_layout import is_sharding, local_part, state_like
 
 # Short enough that every cut of GLM's matrices along their columns falls between blocks.
 BLOCK = 64
@@ -63,27 +63,25 @@ class Quantized:
         return scales.repeat_interleave(BLOCK, dim=-1)[..., : self.codes.shape[-1]]
 
 
-def make_state(name: str, parameter: Tensor, dtype: torch.dtype | str, signed: bool) -> dict[str, Tensor]:
+def make_state(
+    name: str, parameter: Tensor, dtype: torch.dtype | str, signed: bool, *, on_host: bool = False
+) -> dict[str, Tensor]:
     """The saved tensors of one state, by the ends of their names: "" alone, or ".codes" and ".scales".
 
     Args:
         name: of the parameter, for the message.
-        parameter: a tensor or DTensor whose shape, device, mesh and placements the state takes.
+        parameter: a tensor or DTensor whose shape, mesh and placements the state takes.
         dtype: a floating type, or "8bit"; vectors and small tensors stay FP32 under "8bit".
         signed: whether values below zero occur.
+        on_host: in host memory instead of on the parameter's device.
 
     Raises:
         UserError: 8-bit blocks would straddle ranks.
     """
     if dtype != "8bit":
-        return {"": zeros_like_parameter(parameter, dtype)}
+        return {"": state_like(parameter, dtype, on_host=on_host)}
     if parameter.ndim < 2 or parameter.numel() < LEAST_ENTRIES:
-        return {"": zeros_like_parameter(parameter, torch.float32)}
-    codes = zeros_like_parameter(parameter, torch.uint8)
-    # The code of zero, so that a fresh state is zero under any scale.
-    local_part(codes).fill_(int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0]))
-    local = local_part(parameter)
-    scales = torch.zeros(*local.shape[:-1], -(-local.shape[-1] // BLOCK), dtype=torch.float32, device=local.device)
+        return {"": state_like(parameter, torch.float32, on_host=on_host)}
     if isinstance(parameter, DTensor):
         last = parameter.ndim - 1
         ways = [size for size, p in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -93,12 +91,10 @@ def make_state(name: str, parameter: Tensor, dtype: torch.dtype | str, signed: b
                 f'[optimizer] state_dtype = "8bit": {name} has its {parameter.shape[-1]} columns cut over '
                 f"{torch.Size(ways).numel()} ranks, which must leave multiples of {BLOCK}; use another layout or type"
             )
-        shape = torch.Size((*parameter.shape[:-1], -(-parameter.shape[-1] // BLOCK)))
-        stride = torch.empty(shape, device="meta").stride()
-        scales = DTensor.from_local(
-            scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-        )
-    return {".codes": codes, ".scales": scales}
+    codes = state_like(parameter, torch.uint8, on_host=on_host)
+    # The code of zero, so that a fresh state is zero under any scale.
+    local_part(codes).fill_(int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0]))
+    return {".codes": codes, ".scales": state_like(parameter, torch.float32, block=BLOCK, on_host=on_host)}
 
 
 def local_state(tensors: dict[str, Tensor], signed: bool, view=local_part) -> "Tensor | Quantized":

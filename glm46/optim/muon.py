@@ -1,27 +1,20 @@
 """Muon for matrices and batches of matrices, plain or DTensor, with exactly the same update on every mesh.
 
-A step overlaps what travels with what is computed: the first buckets leave for their owners, matrices that lie whole on
-this rank are orthogonalised meanwhile, then each bucket in turn as it arrives. Groups and plan are made once.
+Options, states, groups and plan are made here, once; what a step does with them is in glm46/optim/muon_step.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from glm46.optim.compact_state import Quantized, local_state, make_state
-from glm46.optim.muon_exchange import Exchange, make_groups
-from glm46.optim.muon_gram import update_by_gram
-from glm46.optim.muon_layout import local_gradient, local_matrices, tensor_layout
-from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, Wire, make_plan
-from glm46.optim.muon_update import Piece, orthogonalizer, update_scale, update_whole
-from glm46.optim.newton_schulz import stack_limit
-
-# Buckets that travel while another one is orthogonalised; more would only hold more memory.
-BUCKETS_IN_FLIGHT = 2
+from glm46.optim.muon_exchange import make_groups
+from glm46.optim.muon_layout import local_matrices, tensor_layout
+from glm46.optim.muon_plan import Plan, Request, Wire, make_plan
+from glm46.optim.muon_step import MuonStep
+from glm46.optim.muon_update import orthogonalizer, update_scale
 
 
 class Muon(torch.optim.Optimizer):
@@ -30,8 +23,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. Each tensor is a matrix
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
-            any option down to ``ns_backend`` and may hold ``row_blocks``: the rows of the matrices that its tensors
-            fuse along their second to last dimension (gate and up, or heads), each orthogonalised on its own.
+            any option down to ``mesh_invariant``, and may hold ``row_blocks``: the rows of the matrices that its
+            tensors fuse along their second to last dimension (gate and up, or heads), each orthogonalised on its own.
             ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``adjust_lr`` and ``update_rms`` of a group may
             change between steps.
         lr: learning rate, a number or a tensor.
@@ -49,8 +42,11 @@ class Muon(torch.optim.Optimizer):
             owner for float16, because gradients can be smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
         ns_backend: "eager"; "compile" fuses the normalisation and the iteration; "gram" iterates on X X^T.
+        mesh_invariant: one matrix per product and none by Gram sums, so that every mesh gives the same bits in half
+            precision too; slower for small matrices, above all on a GPU.
         replicate_mode: of matrices that are both cut and replicated (HSDP): "owner" has one owner in all replicas,
             "redundant" one in each, so that nothing crosses the replicas' slower links.
+        state_offload: "cpu" keeps the momentum in host memory and copies it in and out while others are at work.
         bucket_bytes: bound on the whole matrices that one rank collects at a time.
         workspace_bytes: bound on the memory of one stacked iteration.
         gram_load: a cut matrix whose cost is above this times the mean load of its ranks is not collected by an owner
@@ -85,13 +81,17 @@ class Muon(torch.optim.Optimizer):
         wire_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | str | None = None,
         ns_backend: str = "eager",
+        mesh_invariant: bool = False,
         replicate_mode: str = "owner",
+        state_offload: str | None = None,
         bucket_bytes: int = 256 << 20,
         workspace_bytes: int = 1 << 30,
         gram_load: float = 2.0,
     ):
         if replicate_mode not in ("owner", "redundant"):
             raise ValueError(f"replicate_mode must be 'owner' or 'redundant', not {replicate_mode!r}")
+        if state_offload not in (None, "cpu"):
+            raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -106,10 +106,12 @@ class Muon(torch.optim.Optimizer):
             wire_dtype=wire_dtype,
             state_dtype=state_dtype,
             ns_backend=ns_backend,
+            mesh_invariant=mesh_invariant,
             row_blocks=None,
         )
         self._limits = {"bucket_bytes": bucket_bytes, "gram_load": gram_load}
         self._workspace_bytes, self._owner_of_replicas = workspace_bytes, replicate_mode == "owner"
+        self._is_offloaded = state_offload == "cpu"
         self._ready, self._groups = False, {}
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
@@ -133,26 +135,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._views = [self._parameter_views(group, index) for group, index in self._entries]
-        exchanges, chunks = self._exchanges, iter(self._chunks)
-        for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
-            exchange.gather(self._unit_piece)
-        for number, exchange in enumerate(exchanges):
-            # Spread over the buckets, so that each one has something to travel behind.
-            for _ in range(len(self._chunks) // len(exchanges)):
-                self._update_chunk(next(chunks))
-            exchange.orthogonalize()
-            if number:
-                exchanges[number - 1].finish()
-            if number + BUCKETS_IN_FLIGHT < len(exchanges):
-                exchanges[number + BUCKETS_IN_FLIGHT].gather(self._unit_piece)
-        for chunk in chunks:
-            self._update_chunk(chunk)
-        if exchanges:
-            exchanges[-1].finish()
-        for ranks, unit in self._plan.gram:
-            self._update_gram(ranks, unit)
-        self._views = []
+        self._work.run()
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -179,29 +162,35 @@ class Muon(torch.optim.Optimizer):
         for group, index in self._entries:
             parameter = group["params"][index]
             if not self.state[parameter]:
-                tensors = make_state(self._name(group, index), parameter, group["state_dtype"] or parameter.dtype, True)
+                name, dtype = self._name(group, index), group["state_dtype"] or parameter.dtype
+                tensors = make_state(name, parameter, dtype, True, on_host=self._is_offloaded)
                 self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
         self._requests = [self._request(group, index) for group, index in self._entries]
         self._plan = make_plan(self._requests, **self._limits)
-        self._chunks = self._stack_local_tasks()
         rank_sets = [bucket.ranks for bucket in self._plan.buckets] + [ranks for ranks, _ in self._plan.gram]
         meshes = {p.device_mesh for p in self._parameters() if isinstance(p, DTensor)} if rank_sets else ()
         known = list(self._groups.values())
         known += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
         self._groups = make_groups(rank_sets, known)
-        settings = [request.settings for request in self._requests]
-        self._exchanges = [
-            Exchange(bucket, self._groups[bucket.ranks], settings, self._device(bucket.units[0].parameter))
-            for bucket in self._plan.buckets
-        ]
+        momenta = [self._local_momentum(parameter) for parameter in self._parameters()]
+        self._work = MuonStep(
+            self._entries,
+            self._requests,
+            self._plan,
+            self._groups,
+            momenta,
+            workspace_bytes=self._workspace_bytes,
+            is_offloaded=self._is_offloaded,
+        )
         self._ready = True
+
+    def _local_momentum(self, parameter: Tensor) -> Tensor | Quantized:
+        """This rank's part of the momentum as [matrices, rows, columns]."""
+        tensors = {key.removeprefix("momentum_buffer"): value for key, value in self.state[parameter].items()}
+        return local_state(tensors, True, local_matrices)
 
     def _parameters(self) -> list[Tensor]:
         return [group["params"][index] for group, index in self._entries]
-
-    def _device(self, parameter: int) -> torch.device:
-        group, index = self._entries[parameter]
-        return group["params"][index].device
 
     @staticmethod
     def _name(group: dict, index: int) -> str:
@@ -218,72 +207,5 @@ class Muon(torch.optim.Optimizer):
         # Raises for an unknown rule here rather than in the first step.
         update_scale(group["adjust_lr"], group["update_rms"], 1, 1)
         dtype, wire = group["ns_dtype"], group["wire_dtype"]
-        if wire is None:
-            gather = torch.bfloat16 if dtype == torch.float16 else dtype
-            return Request(name, layout, blocks, Wire(gather, dtype), orthogonalizer(group), self._owner_of_replicas)
-        return Request(name, layout, blocks, Wire(wire, wire), orthogonalizer(group), self._owner_of_replicas)
-
-    def _stack_local_tasks(self) -> list[list[LocalTask]]:
-        """Tasks of one canonical shape and one setting, cut where their iteration exceeds the workspace."""
-        alike: dict[tuple, list[LocalTask]] = {}
-        for task in self._plan.local:
-            request, rows = self._requests[task.parameter], task.rows[1] - task.rows[0]
-            shape = min(rows, task.columns), max(rows, task.columns)
-            key = (*shape, request.settings, request.wire, self._device(task.parameter))
-            alike.setdefault(key, []).append(task)
-        chunks: list[list[LocalTask]] = []
-        for (short, long, settings, wire, device), tasks in alike.items():
-            # The stack, its normalised copy and two results in turn; two short x short products.
-            width = max(wire.gather.itemsize, settings.dtype.itemsize)
-            limit = max(1, self._workspace_bytes // (width * (4 * short * long + 2 * short * short)))
-            if device.type == "cpu":
-                limit = min(limit, stack_limit(short, long, settings.dtype))
-            room = 0
-            for task in tasks:
-                first, stop = task.matrices
-                while first < stop:
-                    if not room:
-                        chunks.append([])
-                        room = limit
-                    last = min(stop, first + room)
-                    chunks[-1].append(replace(task, matrices=(first, last)))
-                    first, room = last, room - (last - first)
-        return chunks
-
-    def _parameter_views(self, group: dict, index: int) -> tuple[Tensor, Tensor | None, Tensor | Quantized]:
-        """This rank's parts of a parameter, its gradient and its momentum as [matrices, rows, columns]."""
-        parameter = group["params"][index]
-        views = local_matrices(parameter)
-        gradient = local_gradient(parameter)
-        gradient = None if gradient is None else gradient.reshape(views.shape)
-        tensors = {key.removeprefix("momentum_buffer"): tensor for key, tensor in self.state[parameter].items()}
-        return views, gradient, local_state(tensors, True, local_matrices)
-
-    def _piece(self, number: int, matrices: tuple, rows: tuple, shape: tuple[int, int]) -> Piece:
-        """The views of some local matrices and local rows of a parameter."""
-        select = slice(*matrices), slice(*rows)
-        parameter, gradient, momentum = (None if view is None else view[select] for view in self._views[number])
-        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
-
-    def _update_chunk(self, chunk: list[LocalTask]) -> None:
-        with_gradient = [task for task in chunk if self._views[task.parameter][1] is not None]
-        if with_gradient:
-            request = self._requests[chunk[0].parameter]
-            pieces = [
-                self._piece(task.parameter, task.matrices, task.rows, (task.rows[1] - task.rows[0], task.columns))
-                for task in with_gradient
-            ]
-            update_whole(pieces, request.wire.gather, request.wire.back, request.settings)
-
-    def _unit_piece(self, unit: Unit) -> Piece:
-        """The views of this rank's part of a cut matrix."""
-        mine = self._requests[unit.parameter].layout.mine
-        first, last = max(unit.rows[0], mine.rows[0]), min(unit.rows[1], mine.rows[1])
-        rows = (first - mine.rows[0], last - mine.rows[0])
-        return self._piece(unit.parameter, (unit.matrix, unit.matrix + 1), rows, unit.shape)
-
-    def _update_gram(self, ranks: tuple[int, ...], unit: Unit) -> None:
-        holds = unit.parts[ranks.index(dist.get_rank())] is not None
-        piece = self._unit_piece(unit) if holds else None
-        settings = self._requests[unit.parameter].settings
-        update_by_gram(piece, min(unit.shape), settings, self._groups[ranks], self._device(unit.parameter))
+        travels = Wire(wire or (torch.bfloat16 if dtype == torch.float16 else dtype), wire or dtype)
+        return Request(name, layout, blocks, travels, orthogonalizer(group), self._owner_of_replicas)

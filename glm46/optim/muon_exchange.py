@@ -47,10 +47,18 @@ class Exchange:
             key = (min(unit.shape), max(unit.shape), settings[unit.parameter])
             self._stacks.setdefault(key, []).append(unit)
 
-    def gather(self, piece_of: Callable[[Unit], Piece]) -> None:
-        """Advance the momentum of all parts here and send them to their owners; returns while they travel."""
+    @property
+    def units(self) -> list[Unit]:
+        """The units of which this rank holds a part."""
+        return [unit for unit in self._bucket.units if unit.parts[self._me] is not None]
+
+    def gather(self, pieces: dict[Unit, Piece]) -> None:
+        """Advance the momentum of the parts here and send them to their owners; returns while they travel.
+
+        ``pieces`` are those of ``units``, in their order.
+        """
         wire = self._bucket.wire.gather
-        self._pieces = {unit: piece_of(unit) for unit in self._bucket.units if unit.parts[self._me] is not None}
+        self._pieces = pieces
         self._stacked = {
             key: torch.empty(len(units), key[0], key[1], dtype=wire, device=self._device)
             for key, units in self._stacks.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from glm46.compat import StridedShard
+from glm46.compat import StridedShard, wrap_local
 
 Interval = tuple[int, int]
 """Start and stop of consecutive indices."""
@@ -162,7 +162,18 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return local_part(gradient)
 
 
-def zeros_like_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state tensor with the parameter's shape, device, mesh and placements."""
-    with torch.no_grad():
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, on_host: bool = False) -> Tensor:
+    """A state of zeros with the parameter's shape, mesh and placements.
+
+    Args:
+        block: entries of the last dimension that share one entry of the state.
+        on_host: in host memory, pinned if the parameter is on a GPU, instead of on the parameter's device.
+    """
+
+    def shape_of(tensor: Tensor) -> torch.Size:
+        return tensor.shape if block == 1 else torch.Size((*tensor.shape[:-1], -(-tensor.shape[-1] // block)))
+
+    part = local_part(parameter)
+    device = torch.device("cpu") if on_host else part.device
+    zeros = torch.zeros(shape_of(part), dtype=dtype, device=device, pin_memory=on_host and part.is_cuda)
+    return wrap_local(zeros, parameter, shape_of(parameter)) if isinstance(parameter, DTensor) else zeros

@@ -15,7 +15,7 @@ import torch
 
 from glm46.optim.muon_layout import Holding, Interval, Layout
 from glm46.optim.muon_update import Orthogonalizer
-from glm46.optim.newton_schulz import newton_schulz_flops
+from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
 # The Gram form pays when the long side is cut and is at least this many times the short side; below that its extra
 # short^3 products and the sum over ranks cost more than they save.
@@ -217,7 +217,8 @@ def _take_gram_units(cut: dict, requests: Sequence[Request], gram_load: float) -
             short, long = min(unit.shape), max(unit.shape)
             short_side = int(unit.shape[0] > unit.shape[1])
             short_is_whole = all(part is None or part[short_side] == (0, short) for part in unit.parts)
-            if unit.flops > limit and long >= GRAM_ASPECT * short and short_is_whole:
+            may_sum = not requests[unit.parameter].settings.one_by_one
+            if may_sum and unit.flops > limit and long >= GRAM_ASPECT * short and short_is_whole:
                 peers = requests[unit.parameter].layout.peers
                 parts = tuple(part for rank, part in zip(ranks, unit.parts, strict=True) if rank in peers)
                 taken.append((peers, replace(unit, parts=parts)))
@@ -253,3 +254,32 @@ def _packed(units: Sequence[Unit], members: int, wire: Wire, bucket_bytes: int) 
         held[unit.owner] += size
         buckets[-1].append(unit)
     return buckets
+
+
+def stack_tasks(
+    tasks: Sequence[LocalTask], requests: Sequence[Request], devices: Sequence[torch.device], workspace_bytes: int
+) -> list[list[LocalTask]]:
+    """Tasks of one canonical shape and one setting together, cut where their iteration exceeds the workspace."""
+    alike: dict[tuple, list[LocalTask]] = defaultdict(list)
+    for task in tasks:
+        request, rows = requests[task.parameter], task.rows[1] - task.rows[0]
+        shape = min(rows, task.columns), max(rows, task.columns)
+        alike[(*shape, request.settings, request.wire, devices[task.parameter])].append(task)
+    chunks: list[list[LocalTask]] = []
+    for (short, long, settings, wire, device), same in alike.items():
+        # The stack, its normalised copy and two results in turn; two short x short products.
+        width = max(wire.gather.itemsize, settings.dtype.itemsize)
+        limit = max(1, workspace_bytes // (width * (4 * short * long + 2 * short * short)))
+        if device.type == "cpu":
+            limit = min(limit, stack_limit(short, long, settings.dtype))
+        room = 0
+        for task in same:
+            first, stop = task.matrices
+            while first < stop:
+                if not room:
+                    chunks.append([])
+                    room = limit
+                last = min(stop, first + room)
+                chunks[-1].append(replace(task, matrices=(first, last)))
+                first, room = last, room - (last - first)
+    return chunks

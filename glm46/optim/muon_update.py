@@ -28,9 +28,13 @@ class Orthogonalizer:
     eps: float
     dtype: torch.dtype
     backend: str
+    one_by_one: bool = False
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
+        if self.one_by_one and len(x_NSL) > 1:
+            # The kernel, and with it the rounding, depends on how many matrices it is given.
+            return torch.cat([self(x_1SL) for x_1SL in x_NSL.split(1)])
         options = {"eps": self.eps, "dtype": self.dtype}
         if self.backend == "compile":
             return _compiled()(x_NSL, self.coefficients, iterate=iterate_batched, **options)
@@ -49,7 +53,7 @@ def orthogonalizer(group: dict) -> Orthogonalizer:
     if group["ns_backend"] not in NS_BACKENDS:
         raise ValueError(f"ns_backend {group['ns_backend']!r} is unknown; known: {', '.join(NS_BACKENDS)}")
     coefficients = step_coefficients(group["ns_coefficients"], group["ns_steps"])
-    return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"])
+    return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"], group["mesh_invariant"])
 
 
 def update_scale(adjust_lr: str | None, update_rms: float, rows: int, columns: int) -> float:

@@ -4,7 +4,7 @@ The formulas follow what FSDP2, our model and our optimizers allocate, for the r
 spread evenly over experts; what an uneven batch adds is not in them.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import Optimizer
@@ -29,8 +29,15 @@ from glm46.planner.params import (
     mtp_layer_kinds,
 )
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 256.0}
-"""Bytes per element; 8bit has an FP32 scale per block of 256 (torchao's block size)."""
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
+"""Bytes per element; 8bit has an FP32 scale per block of 64, which a test holds to `optim/compact_state.py`."""
+
+OFFLOAD_SLOTS = 3
+"""Items of states in host memory that are on the device at once; a test holds it to `optim/state_offload.py`."""
+
+OFFLOAD_ITEM_BYTES = 512 * 2**20
+"""Most that one item takes, unless one tensor alone is larger: Muon's default workspace and bucket allow matrices of
+256 MiB in BF16, whose momentum is FP32."""
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once; a test holds it to the default of `model/cross_entropy.py`."""
@@ -49,7 +56,7 @@ class MemoryPlan:
     gradients: float
     """Their gradients."""
     optimizer: float
-    """States of Muon and AdamW."""
+    """States of Muon and AdamW on the device: all, or what passes through while the rest lies in host memory."""
     gathered: float
     """Whole weights of embedding and head and of the layers at work, with one layer's whole gradient."""
     activations: float
@@ -58,10 +65,12 @@ class MemoryPlan:
     """Logits of one chunk and the head's gradient."""
     process: float
     """The program itself."""
+    host: float = 0.0
+    """Beside a GPU: optimizer states in host memory, not part of the total. On a CPU everything is in the total."""
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,10 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
     stages = _stages(shape, layout, int(_BYTES[run.training.mixed_precision_param]), device)
     plans = [_stage_plan(run, shape, layout, number, stage) for number, stage in enumerate(stages)]
     largest = max(plans, key=lambda plan: plan.total)
-    return MemoryPlan(*[getattr(largest, field.name) for field in fields(largest)][:-1], process=PROCESS_BYTES[device])
+    if device == "cpu":
+        # There is one memory: states that wait in it take their place too.
+        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0)
+    return replace(largest, process=PROCESS_BYTES[device])
 
 
 def _stages(shape: ModelShape, layout: Layout, width: int, device: str) -> list[list[_Layer]]:
@@ -114,16 +126,22 @@ def _stages(shape: ModelShape, layout: Layout, width: int, device: str) -> list[
 def _stage_plan(run: Run, shape: ModelShape, layout: Layout, number: int, stage: list[_Layer]) -> MemoryPlan:
     kinds = [kind for layer in stage for kind in layer.kinds]
     held = sum(_held(kind, layout) for kind in kinds)
-    states = sum(_held(kind, layout) * _states(kind, run.optimizer) for kind in kinds if kind.trained)
+    width = _BYTES[run.optimizer.state_dtype]
+    sizes = [_held(kind, layout) * _states(kind, run.optimizer) * width for kind in kinds if kind.trained]
+    on_device = sum(sizes)
+    if run.optimizer.state_offload == "cpu":
+        # AdamW takes whole tensors, of which embedding and head may be larger than any item of Muon.
+        on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
     master = _BYTES[run.training.dtype]
     return MemoryPlan(
         weights=held * master,
         gradients=held * master,
-        optimizer=states * _BYTES[run.optimizer.state_dtype],
+        optimizer=on_device,
         gathered=_gathered(run, layout, stage),
         activations=_activations(run, shape, layout, number, stage),
         loss=_loss(run, shape, layout) if number == layout.pp - 1 else 0.0,
         process=0.0,
+        host=sum(sizes) if run.optimizer.state_offload == "cpu" else 0.0,
     )
 
 

@@ -67,6 +67,10 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
         if sizes and plan.total > min(sizes) * _USABLE_GPU_RATIO:
             usable = _gib(min(sizes) * _USABLE_GPU_RATIO)
             faults.append(f"each GPU needs {_gib(plan.total)}, and {usable} of {_gib(min(sizes))} can be filled")
+        here = -(-needed // machine.nodes)
+        if plan.host * here > machine.free_bytes * _USABLE_CPU_RATIO:
+            what = f"optimizer states of {here:,} processes need {_gib(plan.host * here)} of host memory"
+            faults.append(f"{what}, and {_gib(machine.free_bytes)} are free")
     else:
         here = -(-needed // machine.nodes)
         if plan.total * here > machine.free_bytes * _USABLE_CPU_RATIO:
@@ -110,7 +114,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "loss and logits": plan.loss,
         "program": plan.process,
     }
-    return [f"    {name:<18} {_gib(size):>12}" for name, size in parts.items()]
+    lines = [f"    {name:<18} {_gib(size):>12}" for name, size in parts.items()]
+    return [*lines, f"  {'and of the host':<18} {_gib(plan.host)} for optimizer states"] if plan.host else lines
 
 
 def _found(machine: Machine) -> list[str]:

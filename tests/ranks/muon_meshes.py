@@ -131,7 +131,7 @@ def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -
     """The same steps on whole, plain tensors."""
     parameters = [nn.Parameter(full) for full in random_tensors(case, dtype, 0)]
     group = {"params": parameters, "row_blocks": case.row_blocks}
-    optimizer = Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, **options)
+    optimizer = Muon([group], **(dict(lr=0.02, ns_dtype=dtype, eps=1e-12) | options))
     for step in range(1, steps + 1):
         for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
             parameter.grad = gradient
@@ -211,22 +211,25 @@ def run_case(case: Case, mesh: DeviceMesh, dtype: torch.dtype, expected: list[Te
     }
 
 
-def run_mixed(chosen: list[Case], meshes: dict) -> dict:
-    """All cases in one optimizer, in small buckets, so that many are in flight."""
+def run_mixed(chosen: list[Case], meshes: dict, **extra) -> dict:
+    """All cases in one optimizer, in small buckets, so that many are in flight; ``extra`` options of it."""
     groups, everything = [], []
     for case in chosen:
         mesh = meshes[case.mesh]
         parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, torch.float32, 0)]
         groups.append({"params": parameters, "row_blocks": case.row_blocks})
         everything.append((case, mesh, parameters))
-    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1e9)
+    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1e9) | extra
     optimizer = Muon(groups, bucket_bytes=70_000, workspace_bytes=200_000, **options)
     for step in range(1, STEPS + 1):
         for case, mesh, parameters in everything:
             set_gradients(parameters, case, mesh, step)
         optimizer.step()
-    errors = [worst_error(p, one_process(c, torch.float32), c, m) for c, m, p in everything]
-    return {"mixed": max(errors), "buckets": len(optimizer.plan().buckets)}
+    errors = [worst_error(p, one_process(c, torch.float32, **extra), c, m) for c, m, p in everything]
+    weights = torch.cat([p.to_local().double().flatten() for *_, parameters in everything for p in parameters])
+    buckets = len(optimizer.plan().buckets)
+    figures = {"mixed": max(errors), "buckets": buckets, "bits": summed(weights.sum().item())}
+    return figures | {key: str(value) for key, value in extra.items()}
 
 
 def run_stages(world: int) -> dict:
@@ -368,7 +371,9 @@ def main() -> None:
                 case, mesh, torch.float32, one_process(case, torch.float32), replicate_mode="redundant"
             )
             results.append(redundant | {"case": f"{case.name}, redundant", "oracle_error": 0.0, "traffic": None})
-    results += [run_mixed(chosen, meshes), run_stages(world), run_gram(world)]
+    for extra in ({}, {"state_offload": "cpu"}, {"mesh_invariant": True, "ns_dtype": torch.bfloat16}):
+        results.append(run_mixed(chosen, meshes, **extra))
+    results += [run_stages(world), run_gram(world)]
     if world == 4:
         column = next(case for case in chosen if case.name == "fsdp x tp column")
         results += [run_resume(world), run_model(), run_blind_planner(column, meshes[column.mesh])]

@@ -30,7 +30,7 @@ def figures(request) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == {2: 10, 4: 28}[request.param]
+    assert len(rows) == {2: 12, 4: 30}[request.param]
     return rows
 
 
@@ -48,6 +48,18 @@ def test_t2_every_mesh_equals_one_process(figures):
 
 def test_t2_many_buckets_were_in_flight(figures):
     assert select(figures, "mixed")[0]["buckets"] >= 5
+
+
+def test_states_in_host_memory_give_the_same_bits(figures):
+    plain, offloaded = select(figures, "mixed")[:2]
+    assert offloaded["state_offload"] == "cpu"
+    # The sum over all weights in FP64: equal bits for certain, as any other weight would change it.
+    assert offloaded["bits"] == plain["bits"]
+
+
+def test_t2_mesh_invariant_gives_the_same_bits_in_bfloat16(figures):
+    for row in select(figures, "mesh_invariant"):
+        assert row["mixed"] == 0.0, row
 
 
 def test_t2_real_model_under_tensor_parallelism_and_fsdp(figures):

@@ -139,10 +139,10 @@ def test_too_few_steps_for_the_coefficients_is_a_message():
 BIG = {"layers.0.mlp.experts.gate_up": (4, 96, 100), "lm_head.weight": (80, 130), "norm.weight": (130,)}
 
 
-def trained_with_states(state_dtype, name, steps):
+def trained_with_states(state_dtype, name, steps, **options):
     generator = torch.Generator().manual_seed(0)
     parameters = {key: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for key, shape in BIG.items()}
-    config = Optimizer(name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0)
+    config = Optimizer(name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0, **options)
     group = build_optimizers(list(parameters.items()), config)
     train(parameters, group, range(steps))
     return parameters, group
@@ -164,6 +164,20 @@ def test_small_states_follow_float32(state_dtype, tolerance, name):
     if name == "Muon":
         # One state for experts, two for the head; scales and counts on top.
         assert stored <= entries * {"bfloat16": 2.001, "8bit": 1.13}[state_dtype]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_states_in_host_memory_change_no_bit_and_no_name(monkeypatch, state_dtype, name):
+    # So small that every parameter is an item of its own.
+    monkeypatch.setattr("glm46.optim.adamw.OFFLOADED_ITEM_BYTES", 1)
+    plain, group = trained_with_states(state_dtype, name, steps=4)
+    offloaded, other = trained_with_states(state_dtype, name, steps=4, state_offload="cpu")
+    assert all(torch.equal(plain[key], offloaded[key]) for key in BIG)
+    states, host = group.state_tensors(), other.state_tensors()
+    assert states.keys() == host.keys()
+    for key in states:
+        assert torch.equal(states[key], host[key]) and states[key].dtype == host[key].dtype, key
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "8bit"])

@@ -10,6 +10,8 @@ from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run import Run
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
+from glm46.optim.compact_state import BLOCK
+from glm46.optim.state_offload import SLOTS
 from glm46.parallelize import activation_checkpoint
 from glm46.planner.activations import (
     dense_layer_bytes,
@@ -19,7 +21,7 @@ from glm46.planner.activations import (
     selective_experts_bytes,
 )
 from glm46.planner.layout import resolve_layout, smallest_world
-from glm46.planner.memory import LOSS_CHUNK_TOKENS, plan_memory
+from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
 from glm46.planner.params import count_parameters
 
 
@@ -89,10 +91,26 @@ def test_muon_keeps_one_state_for_matrices():
     assert plan_memory(run, 1).optimizer == 4 * (2 * adamw + muon)
 
 
-@pytest.mark.parametrize("state_dtype, size", [("float32", 4.0), ("bfloat16", 2.0), ("8bit", 1.0 + 4 / 256)])
+@pytest.mark.parametrize("state_dtype, size", [("float32", 4.0), ("bfloat16", 2.0), ("8bit", 1.0 + 4 / BLOCK)])
 def test_state_types(state_dtype, size):
     run = _run(optimizer={"name": "AdamW", "state_dtype": state_dtype})
     assert plan_memory(run, 1).optimizer == pytest.approx(2 * size * count_parameters(PRESETS["debug"]).trained)
+
+
+def test_states_in_host_memory_leave_some_slots_on_the_device():
+    assert OFFLOAD_SLOTS == SLOTS
+    degrees = {"pipeline_parallel_degree": 4, "expert_parallel_degree": 32, "data_parallel_shard_degree": 32}
+    large = {"model": {"flavor": "GLM-4.6"}, "parallelism": degrees}
+    kept, offloaded = (plan_memory(_run(**large, optimizer={"state_offload": place}), 128) for place in ("none", "cpu"))
+    assert kept.host == 0 and offloaded.host == kept.optimizer
+    # An item of Muon is larger than the embedding's moments on one of 32 shards.
+    assert offloaded.optimizer == OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES
+    assert kept.total - offloaded.total == kept.optimizer - offloaded.optimizer
+    # What is small is not larger for being moved, and on a CPU there is nowhere else to lie.
+    small, plain = _run(optimizer={"state_offload": "cpu"}), _run()
+    assert plan_memory(small, 1).optimizer == plan_memory(plain, 1).optimizer
+    assert plan_memory(small, 1, device="cpu").optimizer == 2 * plan_memory(plain, 1, device="cpu").optimizer
+    assert plan_memory(small, 1, device="cpu").host == 0
 
 
 def test_shards_divide_what_is_held_and_not_what_is_computed():

@@ -1,0 +1,154 @@
+"""One step of Muon over all parameters of this rank, in an order that hides what travels behind what is computed.
+
+The first buckets leave for their owners, matrices that lie whole on this rank are orthogonalised meanwhile, then each
+bucket in turn as it arrives. Momenta in host memory come and go in the same order. The order is made once.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.optim.muon_exchange import Exchange
+from glm46.optim.muon_gram import update_by_gram
+from glm46.optim.muon_layout import Interval, local_gradient, local_matrices
+from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, stack_tasks
+from glm46.optim.muon_update import Piece, update_whole
+from glm46.optim.state_offload import State, StateStream
+
+# Buckets that travel while another one is orthogonalised; more would only hold more memory.
+BUCKETS_IN_FLIGHT = 2
+
+Slice = tuple[int, Interval, Interval]
+"""The number of a parameter, and some of its matrices and rows on this rank."""
+
+
+class MuonStep:
+    """What a step does, in order; ``run`` does it."""
+
+    def __init__(
+        self,
+        entries: Sequence[tuple[dict, int]],
+        requests: Sequence[Request],
+        plan: Plan,
+        groups: dict[tuple[int, ...], dist.ProcessGroup],
+        momenta: Sequence[State],
+        *,
+        workspace_bytes: int,
+        is_offloaded: bool,
+    ):
+        """
+        Args:
+            entries: the parameter group and the place in it of each parameter.
+            requests: what the plan was made from, for each parameter.
+            plan: of this rank.
+            groups: a process group for each set of ranks in the plan.
+            momenta: this rank's part of each momentum, [matrices, rows, columns].
+            workspace_bytes: bound on the memory of one stacked iteration.
+            is_offloaded: the momenta lie in host memory.
+
+        Raises:
+            ValueError: momenta in host memory of parameters on several devices.
+        """
+        self._entries, self._requests, self._groups = entries, requests, groups
+        self._parameters = [group["params"][index] for group, index in entries]
+        self._views: list[tuple[Tensor, Tensor | None]] = []
+        self._actions: list[Callable[[], None]] = []
+        self._taken: list[list[Slice]] = []
+        devices = [parameter.device for parameter in self._parameters]
+        if is_offloaded and len(set(devices)) > 1:
+            raise ValueError(f"state_offload takes parameters of one device, not of {set(devices)}")
+        settings = [request.settings for request in requests]
+        exchanges = [
+            Exchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
+            for bucket in plan.buckets
+        ]
+        self._arrange(exchanges, stack_tasks(plan.local, requests, devices, workspace_bytes), plan.gram)
+        items = [
+            [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
+            for slices in self._taken
+        ]
+        device = devices[0] if devices else torch.device("cpu")
+        self._momenta = StateStream(items, device, is_offloaded=is_offloaded)
+
+    def run(self) -> None:
+        """Update every parameter that has a gradient."""
+        self._views = [_local_views(parameter) for parameter in self._parameters]
+        self._momenta.begin()
+        for action in self._actions:
+            action()
+        self._momenta.end()
+        self._views = []
+
+    def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]], gram: Iterable) -> None:
+        rest = iter(chunks)
+        for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
+            self._add(self._gather, exchange, map(self._slice_of, exchange.units))
+        for number, exchange in enumerate(exchanges):
+            # Spread over the buckets, so that each one has something to travel behind.
+            self._add_chunks(islice(rest, len(chunks) // len(exchanges)))
+            self._actions.append(exchange.orthogonalize)
+            if number:
+                self._actions.append(exchanges[number - 1].finish)
+            if number + BUCKETS_IN_FLIGHT < len(exchanges):
+                following = exchanges[number + BUCKETS_IN_FLIGHT]
+                self._add(self._gather, following, map(self._slice_of, following.units))
+        self._add_chunks(rest)
+        if exchanges:
+            self._actions.append(exchanges[-1].finish)
+        for ranks, unit in gram:
+            holds = unit.parts[ranks.index(dist.get_rank())] is not None
+            self._add(self._update_gram, (ranks, unit), [self._slice_of(unit)] if holds else [])
+
+    def _add(self, action: Callable, subject: object, slices: Iterable[Slice]) -> None:
+        """An action that takes the next momenta, those of ``slices``."""
+        self._actions.append(partial(action, subject))
+        self._taken.append(list(slices))
+
+    def _add_chunks(self, chunks: Iterable[list[LocalTask]]) -> None:
+        for chunk in chunks:
+            self._add(self._update_chunk, chunk, ((task.parameter, task.matrices, task.rows) for task in chunk))
+
+    def _slice_of(self, unit: Unit) -> Slice:
+        """This rank's part of a cut matrix."""
+        mine = self._requests[unit.parameter].layout.mine
+        first, last = max(unit.rows[0], mine.rows[0]), min(unit.rows[1], mine.rows[1])
+        return unit.parameter, (unit.matrix, unit.matrix + 1), (first - mine.rows[0], last - mine.rows[0])
+
+    def _piece(self, part: Slice, momentum: State, shape: tuple[int, int]) -> Piece:
+        """The views of a part; ``shape`` is that of the whole matrices."""
+        number, matrices, rows = part
+        parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
+        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
+
+    def _gather(self, exchange: Exchange) -> None:
+        with self._momenta.take() as momenta:
+            units = zip(exchange.units, momenta, strict=True)
+            exchange.gather({unit: self._piece(self._slice_of(unit), m, unit.shape) for unit, m in units})
+
+    def _update_chunk(self, chunk: list[LocalTask]) -> None:
+        with self._momenta.take() as momenta:
+            pieces = [
+                self._piece((task.parameter, task.matrices, task.rows), m, (task.rows[1] - task.rows[0], task.columns))
+                for task, m in zip(chunk, momenta, strict=True)
+                if self._views[task.parameter][1] is not None
+            ]
+            if pieces:
+                request = self._requests[chunk[0].parameter]
+                update_whole(pieces, request.wire.gather, request.wire.back, request.settings)
+
+    def _update_gram(self, entry: tuple[tuple[int, ...], Unit]) -> None:
+        ranks, unit = entry
+        with self._momenta.take() as momenta:
+            piece = self._piece(self._slice_of(unit), momenta[0], unit.shape) if momenta else None
+            device, settings = self._parameters[unit.parameter].device, self._requests[unit.parameter].settings
+            update_by_gram(piece, min(unit.shape), settings, self._groups[ranks], device)
+
+
+def _local_views(parameter: Tensor) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts of a parameter and of its gradient as [matrices, rows, columns]."""
+    views, gradient = local_matrices(parameter), local_gradient(parameter)
+    return views, None if gradient is None else gradient.reshape(views.shape)
