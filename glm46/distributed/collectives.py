@@ -125,3 +125,32 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         [B, ranks * s, ...], in the order of the ranks.
     """
     return _GatherSequence.apply(x, group)
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ranks = group, dist.get_world_size(group)
+        parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+        out = parts.new_empty(x.shape[0], *parts.shape[1:])
+        dist.reduce_scatter_tensor(out, parts, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad, ranks = grad.contiguous(), dist.get_world_size(ctx.group)
+        out = grad.new_empty(ranks * grad.shape[0], *grad.shape[1:])
+        dist.all_gather_into_tensor(out, grad, group=ctx.group)
+        return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2), None
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of `x` over a group, of which each rank gets its part of the sequence; the transpose of `gather_sequence`.
+
+    Args:
+        x: [B, ranks * s, ...].
+
+    Returns:
+        [B, s, ...].
+    """
+    return _ScatterSum.apply(x, group)

@@ -9,11 +9,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """Euclidean norm over every element of every gradient, each counted once; FP32 scalar, the same on all ranks.
 
     Squares are summed locally per set of mesh axes that shard a parameter, then over just those axes: an axis that
-    holds copies adds nothing. Every rank must call it with parameters of the same shardings.
+    holds copies adds nothing. Every rank of a mesh must call it with parameters of the same shardings.
+
+    Args:
+        pipeline: the ranks that hold other parameters.
     """
     squares: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
@@ -31,6 +34,8 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         for axis in axes:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total = square if total is None else total + square
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
     return total.sqrt()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
 from glm46.model.attention_cpu import MAX_TOKENS, causal_attention
-from glm46.model.layers import RMSNorm
+from glm46.model.layers import Linear, RMSNorm
 from glm46.model.rope import rotate
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -73,10 +73,10 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         query_width = shape.num_attention_heads * shape.head_dim
         key_width = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=shape.attention_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
-        self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+        self.q_proj = Linear(shape.hidden_size, query_width, bias=shape.attention_bias)
+        self.k_proj = Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.v_proj = Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.o_proj = Linear(query_width, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.use_qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.use_qk_norm else None
         self.core: AttentionCore = sdpa_core

@@ -3,19 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.config.model import ModelShape
 from glm46.model.experts_cpu import experts_loop
-
-
-def _local(weight: Tensor) -> Tensor:
-    """The part of a stacked expert weight that this rank holds.
-
-    The one place in the model that knows of sharding: grouped matmul takes plain tensors only.
-    """
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+from glm46.model.layers import local_part
 
 
 @torch.library.custom_op("glm46::grouped_mm", mutates_args=())
@@ -97,12 +89,12 @@ class Experts(nn.Module):
             [N, D], type of `x_ND`.
         """
         if x_ND.device.type == "cpu":
-            return experts_loop(x_ND, weights_N, _local(self.gate_up), _local(self.down), offsets)[0]
+            return experts_loop(x_ND, weights_N, local_part(self.gate_up), local_part(self.down), offsets)[0]
         return self.grouped(x_ND, weights_N, offsets)
 
     def grouped(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
         """`forward` as two grouped products over all experts: what a GPU runs, and the reference of the CPU's loop."""
-        hidden = grouped_mm(x_ND, _local(self.gate_up).transpose(1, 2), offsets)
+        hidden = grouped_mm(x_ND, local_part(self.gate_up).transpose(1, 2), offsets)
         gate, up = hidden.chunk(2, dim=-1)
         hidden = (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(x_ND.dtype)
-        return grouped_mm(hidden, _local(self.down).transpose(1, 2), offsets)
+        return grouped_mm(hidden, local_part(self.down).transpose(1, 2), offsets)

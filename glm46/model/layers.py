@@ -8,6 +8,28 @@ Shape letters, here and in every file of this room:
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """The part of a weight that this rank computes with: the weight itself, unless parallelism has split it.
+
+    The one place in the model that knows of sharding. Layers compute on plain tensors, so that one code serves one
+    process and many. Of a weight that several ranks hold whole, each rank sees other tokens (tensor parallelism splits
+    the sequence where it does not split the weight), so its gradient is one part of a sum.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    gradients = [Partial() if isinstance(placement, Replicate) else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=gradients)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` on the part of its weight and bias that is here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs here] to [..., outputs here]."""
+        return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -64,11 +86,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` of shape [..., dim]; same shape and type."""
+        weight = local_part(self.weight)
         if x.dtype == torch.float32:
             if x.device.type == "cpu":
-                return _CpuRMSNorm.apply(x, self.weight, self.eps)
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+                return _CpuRMSNorm.apply(x, weight, self.eps)
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -76,9 +99,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
 from glm46.model.block import TransformerBlock
-from glm46.model.layers import RMSNorm
+from glm46.model.layers import Linear, RMSNorm
 from glm46.model.router import RoutingOptions, RoutingStatistics
 
 
@@ -19,7 +19,7 @@ class MTPLayer(nn.Module):
         super().__init__()
         self.enorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hnorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.eh_proj = Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.block = TransformerBlock(shape, is_dense=False)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
+from glm46.model.layers import local_part
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
-        # What a sum over a sequence is when other ranks hold the rest of it; replaced by context parallelism.
+        # What a sum over a sequence is when other ranks hold the rest of it; replaced by context and tensor parallelism.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 
     def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
         """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None when there is no padding."""
         B, S, D = x_BSD.shape
-        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), self.weight.float())
+        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), local_part(self.weight).float())
         if options.temperature is not None:
             logits_TE = logits_TE / options.temperature
         scores_TE = logits_TE.sigmoid()

@@ -34,6 +34,20 @@ class LossSums(NamedTuple):
     """int64 [1 + K, B, S]: the most likely next token of the model, then of each prediction depth."""
 
 
+class StageOutput(NamedTuple):
+    """What a part of the model gives that does not hold the last layer."""
+
+    hidden: Tensor
+    """[B, S, D], the input of the next part."""
+    ahead: Tensor | None
+    """[B, K, S, D]: embeddings of the tokens that the prediction depths read. Only the first part has the embedding;
+    the last one needs them."""
+    aux_losses: Tensor
+    """As in `LossSums`, of this part's layers; so are the next two."""
+    tokens_per_expert: Tensor
+    overflow: Tensor
+
+
 class OutputHead(nn.Module):
     """Projection to the vocabulary, or straight to the loss."""
 
@@ -49,7 +63,7 @@ class OutputHead(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GLM-4.5/4.6 mixture-of-experts decoder.
+    """GLM-4.5/4.6 mixture-of-experts decoder, or a part of it that holds consecutive layers.
 
     Layers live in dictionaries keyed by their number, so that a parameter keeps its name wherever the layer goes.
     """
@@ -69,21 +83,35 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
         self.build_mask: MaskBuilder = attention_mask
 
+    def keep_layers(self, layers: range) -> None:
+        """Become the part with these layers: the embedding stays with the first of them, norm, head and multi-token
+        prediction with the last."""
+        for i in range(self.shape.num_hidden_layers):
+            if i not in layers:
+                del self.layers[str(i)]
+        if layers.start > 0:
+            self.embed_tokens = None
+        if layers.stop < self.shape.num_hidden_layers:
+            self.norm, self.lm_head, self.mtp = None, None, nn.ModuleDict()
+
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
+        hidden: Tensor | None = None,
+        ahead: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mtp_input_ids: Tensor | None = None,
         mtp_labels: Tensor | None = None,
         options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
-    ) -> "Tensor | LossSums":
-        """Logits without labels, loss sums with them.
+    ) -> "Tensor | LossSums | StageOutput":
+        """Logits without labels, loss sums with them; of a part without the head, what the next part needs.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S]; a part without the embedding takes hidden and ahead instead.
+            hidden, ahead: of the part before, see `StageOutput`.
             positions: integer [B, S]; None counts from 0.
             document_ids: integer [B, S], -1 for padding; tokens see only their own document. None: one document, no
                 padding.
@@ -93,11 +121,12 @@ class Transformer(nn.Module):
             options: what training adds to the routing.
 
         Returns:
-            Logits [B, S, V], or `LossSums`.
+            Logits [B, S, V], or `LossSums`, or `StageOutput`.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = self.embed_tokens(input_ids)
+        if self.embed_tokens is not None:
+            hidden = self.embed_tokens(input_ids)
         # Built here, never passed in: every stage of a pipeline makes its own from the same small integers.
         rope = rotary_tables(positions, self.shape, hidden.dtype)
         mask = self.build_mask(document_ids, positions, self.shape.sliding_window)
@@ -107,6 +136,10 @@ class Transformer(nn.Module):
             hidden, of_layer = layer(hidden, rope, mask, is_real, options)
             if of_layer is not None:
                 statistics.append(of_layer)
+        if self.lm_head is None:
+            if self.embed_tokens is not None and mtp_input_ids is not None:
+                ahead = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
+            return StageOutput(hidden, ahead, *self._sums(statistics, hidden))
         hidden = self.norm(hidden)
         if labels is None:
             return self.lm_head(hidden)
@@ -115,26 +148,27 @@ class Transformer(nn.Module):
         mtp_losses, predictions = [], [predicted]
         if mtp_input_ids is not None:
             for k, layer in enumerate(self.mtp.values()):
-                embedding = self.embed_tokens(mtp_input_ids[:, k])
+                embedding = self.embed_tokens(mtp_input_ids[:, k]) if ahead is None else ahead[:, k]
                 hidden, of_layer = layer(hidden, embedding, rope, mask, is_real, options)
                 statistics.append(of_layer)
                 mtp_loss, predicted = self.lm_head(hidden, mtp_labels[:, k])
                 mtp_losses.append(mtp_loss)
                 predictions.append(predicted)
         return LossSums(
-            loss=loss,
-            mtp_losses=torch.stack(mtp_losses) if mtp_losses else loss.new_zeros(0),
-            aux_losses=torch.stack([s.aux_losses for s in statistics]).sum(0) if statistics else loss.new_zeros(2),
-            tokens_per_expert=_stack([s.tokens_per_expert for s in statistics], (self.shape.n_routed_experts,), labels),
-            overflow=_stack([s.overflow for s in statistics], (), labels),
-            predictions=torch.stack(predictions),
+            loss,
+            torch.stack(mtp_losses) if mtp_losses else loss.new_zeros(0),
+            *self._sums(statistics, hidden),
+            torch.stack(predictions),
         )
+
+    def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Auxiliary losses, tokens per expert and overflow; also of no MoE layer at all."""
+        if not statistics:
+            counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
+            return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
+        losses, counts, overflow = (torch.stack(figures) for figures in zip(*statistics, strict=True))
+        return losses.sum(0), counts, overflow
 
     def routers(self) -> dict[str, nn.Module]:
         """Routers of this rank by name, in the order of `LossSums.tokens_per_expert`."""
         return {name: module for name, module in self.named_modules() if name.endswith(".router")}
-
-
-def _stack(counts: list[Tensor], size: tuple[int, ...], like: Tensor) -> Tensor:
-    """int64 [layers, *size]; also for a model without any MoE layer, on the device of `like`."""
-    return torch.stack(counts) if counts else like.new_zeros(0, *size, dtype=torch.int64)

@@ -25,9 +25,11 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
         param_dtype=None if compute_type == torch.float32 else compute_type,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
     )
-    options = {"mp_policy": policy, "reshard_after_forward": parallelism.fsdp_reshard_after_forward != "never"}
+    # "default" under a pipeline: gathered for all micro-batches of a step. Schedules that split backward also need it.
+    frees = {"always": True, "never": False, "default": meshes.pipeline is None}
+    options = {"mp_policy": policy, "reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]}
     for block in (*model.layers.values(), *model.mtp.values()):
-        if meshes.expert is not None:
+        if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
                 fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **options)

@@ -9,24 +9,26 @@ from glm46.distributed.mesh import Meshes
 from glm46.distributed.placement import global_indices
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
-from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp
+from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
 
 
 def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.device) -> Transformer:
-    """Make `model`, built on the meta device, ready to train on this rank.
+    """Make `model`, or the part of it that this rank holds, built on the meta device, ready to train on this rank.
 
     Returns:
         The same model, its parameters sharded over `meshes`, on `device`, with their initial values.
     """
     model.to(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
     _keep_router_bias_float32(model)
+    if meshes.tensor is not None:
+        tensor.apply(model, meshes.tensor)  # before the others, which leave its parameters alone
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, for the same reason
     if run.compile.enable:
         # Inside checkpointing: the recomputation runs the compiled code too.
-        compile.apply(model, whole_graphs=meshes.expert is None and meshes.sequence is None)
+        compile.apply(model, whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor))
     if run.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
         activation_checkpoint.apply(model, run.activation_checkpoint.mode)

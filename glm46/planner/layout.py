@@ -37,6 +37,15 @@ class Layout:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def ranks_of_a_batch(self) -> int:
+        """Ranks of one pipeline stage that read the same sequences."""
+        return self.cp * self.tp
+
+    def batch_rank(self, rank: int) -> int:
+        """Which of the different sequences a rank reads; see `build_meshes` for the order of the ranks."""
+        return rank % (self.world_size // self.pp) // self.ranks_of_a_batch
+
 
 def fixed_processes(parallelism: Parallelism) -> int:
     """Product of the degrees that the config states: the fewest processes it can run on, or a divisor of their number

@@ -27,7 +27,7 @@ from glm46.training.loss import LossWeights, TokenCounts, count_tokens, objectiv
 # Small and uneven on purpose: 515 rows leave unequal shards.
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
-        num_hidden_layers=3, hidden_size=68, vocab_size=515, intermediate_size=100, moe_intermediate_size=36,
+        num_hidden_layers=3, hidden_size=68, vocab_size=516, intermediate_size=100, moe_intermediate_size=36,
         num_experts_per_tok=2, num_nextn_predict_layers=2,
     )
 )  # fmt: skip
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     experts_over: int = 1
     num_experts: int = 6
     context: int = 1
+    tensor: int = 1
     reshard: str = "default"
     checkpointing: str = "none"
 
@@ -52,6 +53,7 @@ LAYOUTS = {
         Layout(experts_over=2), Layout(experts_over=2, checkpointing="full"), Layout(experts_over=2, reshard="never"),
         Layout(experts_over=2, checkpointing="selective"), Layout(context=2, checkpointing="selective"),
         Layout(context=2), Layout(context=2, checkpointing="full"), Layout(context=2, experts_over=2),
+        Layout(tensor=2), Layout(tensor=2, experts_over=2), Layout(tensor=2, checkpointing="full"),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2), Layout(replicate=4), Layout(checkpointing="full"),
@@ -150,6 +152,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
         "data_parallel_replicate_degree": layout.replicate,
         "expert_parallel_degree": layout.experts_over,
         "context_parallel_degree": layout.context,
+        "tensor_parallel_degree": layout.tensor,
         "fsdp_reshard_after_forward": layout.reshard,
     }
     run = RUN.model_copy(
@@ -160,13 +163,15 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     )
     with torch.device("meta"):
         model = Transformer(SHAPE.model_copy(update={"n_routed_experts": layout.num_experts}))
-    meshes = build_meshes(resolve_layout(run.parallelism, process.world_size), "cpu")
+    degrees = resolve_layout(run.parallelism, process.world_size)
+    meshes = build_meshes(degrees, "cpu")
     parallelize(model, meshes, run, process.device)
     parameters = dict(model.named_parameters())
     initial = {name: whole(p).clone() for name, p in parameters.items()}
-    readers = process.world_size // layout.context
-    per_rank = ROWS // readers // MICRO_BATCHES
-    first = [m * (ROWS // MICRO_BATCHES) + process.rank // layout.context * per_rank for m in range(MICRO_BATCHES)]
+    per_rank = ROWS // degrees.batch_ranks // MICRO_BATCHES
+    first = [
+        m * (ROWS // MICRO_BATCHES) + degrees.batch_rank(process.rank) * per_rank for m in range(MICRO_BATCHES)
+    ]
     take = meshes.sequence.take if meshes.sequence else lambda x: x
     result = train(model, parameters, [slice(f, f + per_rank) for f in first], take)
     return initial, result, {name: whole(p) for name, p in parameters.items()}

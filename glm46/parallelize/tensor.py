@@ -1,0 +1,78 @@
+"""Tensor parallelism with sequence parallelism: each rank of a group holds a part of every matrix, and between the
+matrices a part of every sequence.
+
+Attention and feed-forward networks gather the sequence, multiply by the first half of their matrices split by outputs
+and by the second half split by inputs, and scatter the sum of the results back to parts of the sequence. Norms, the
+router and the routed experts see this rank's tokens only; to them the ranks are like data-parallel ones.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from glm46.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks
+from glm46.model.attention import Attention
+from glm46.model.experts import Experts
+from glm46.model.layers import FeedForward
+from glm46.model.moe import MoE
+from glm46.model.router import Router
+from glm46.model.transformer import OutputHead, Transformer
+from glm46.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
+
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_INPUTS = ("o_proj", "down_proj")
+
+
+def apply(model: Transformer, mesh: DeviceMesh) -> None:
+    """Split the matrices of everything but the routed experts over `mesh` and let the sequence be gathered and
+    scattered around them; in place."""
+    group = mesh.get_group()
+    for name, module in model.named_modules():
+        if not isinstance(module, Experts):
+            _split_parameters(module, name.rpartition(".")[2], mesh)
+        if isinstance(module, Attention | FeedForward):
+            module.forward = _on_whole_sequences(module.forward, group)
+        elif isinstance(module, MoE):
+            module.forward = _with_own_padding(module.forward, group)
+        elif isinstance(module, Router):
+            module.sum_over_ranks = _sum_also_over(module.sum_over_ranks, group)
+        elif isinstance(module, nn.Embedding):
+            module.forward = vocabulary_parallel_lookup(module, group)
+        elif isinstance(module, OutputHead):
+            module.forward = vocabulary_parallel_head(module, group)
+
+
+def _split_parameters(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    placement = Shard(0) if name in _BY_OUTPUTS else Shard(1) if name in _BY_INPUTS else Replicate()
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement])))
+
+
+# Each of these takes the forward of a module and gives the one that replaces it. The collectives stay outside of
+# compiled graphs, where autograd functions of ours would be traced into their parts.
+
+
+def _on_whole_sequences(forward, group: dist.ProcessGroup):
+    gather = torch.compiler.disable(lambda x: gather_sequence(x, group))
+    scatter = torch.compiler.disable(lambda x: scatter_sum(x, group))
+
+    def on_whole_sequences(x: Tensor, *arguments) -> Tensor:
+        return scatter(forward(gather(x), *arguments))
+
+    return on_whole_sequences
+
+
+def _with_own_padding(forward, group: dist.ProcessGroup):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def with_own_padding(x: Tensor, is_real: Tensor | None, options):
+        return forward(x, None if is_real is None else is_real.chunk(ranks, dim=1)[rank], options)
+
+    return with_own_padding
+
+
+def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
+    over_group = torch.compiler.disable(lambda x: sum_over_ranks(x, group))
+    return lambda x: over_group(sum_over_others(x))
