@@ -12,7 +12,7 @@ from glm46.config.section import Schedule
 
 Faults = Iterator[Fault]
 
-PLANNED_ONLY = ("tensor_parallel_degree", "pipeline_parallel_degree")
+PLANNED_ONLY = ("pipeline_parallel_degree",)
 """Degrees above 1 of which `train` refuses and `plan` does not."""
 
 
@@ -59,7 +59,8 @@ def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None
         ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
         ("tensor_parallel_degree", tensor, "model.num_key_value_heads", shape.num_key_value_heads, 1),
         ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
-        ("tensor_parallel_degree", tensor, "training.seq_len", run.training.seq_len, 1),
+        # Tensor parallelism splits what context parallelism leaves of a sequence.
+        ("tensor_parallel_degree", tensor, "training.seq_len", run.training.seq_len, context),
         # Head and tail of the sequence go to one rank, so that causal attention costs each the same.
         ("context_parallel_degree", context, "training.seq_len", run.training.seq_len, 2),
         ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),

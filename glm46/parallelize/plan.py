@@ -20,12 +20,12 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
     """
     model.to(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
     _keep_router_bias_float32(model)
-    if meshes.tensor is not None:
-        tensor.apply(model, meshes.tensor)  # before the others, which leave its parameters alone
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, for the same reason
+    if meshes.tensor is not None:
+        tensor.apply(model, meshes.tensor)  # after context parallelism: the router's sums go over both
     if run.compile.enable:
         # Inside checkpointing: the recomputation runs the compiled code too.
         compile.apply(model, whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor))

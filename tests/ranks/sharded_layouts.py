@@ -3,6 +3,7 @@
 Prints one JSON object per layout from rank 0. The launch is the slow part, so one process group serves all layouts.
 """
 
+import faulthandler
 import json
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from glm46.training.loss import LossWeights, TokenCounts, count_tokens, objectiv
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
         num_hidden_layers=3, hidden_size=68, vocab_size=516, intermediate_size=100, moe_intermediate_size=36,
-        num_experts_per_tok=2, num_nextn_predict_layers=2,
+        num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_nextn_predict_layers=2,
     )
 )  # fmt: skip
 
@@ -61,6 +62,9 @@ LAYOUTS = {
         Layout(context=2), Layout(context=4), Layout(context=2, replicate=2), Layout(context=2, experts_over=2),
         Layout(context=2, experts_over=4, num_experts=12), Layout(context=2, replicate=2, experts_over=2),
         Layout(context=2, experts_over=2, checkpointing="selective", reshard="never"),
+        Layout(tensor=2), Layout(tensor=4, experts_over=2), Layout(tensor=2, replicate=2), Layout(tensor=2, context=2),
+        Layout(tensor=2, experts_over=4, num_experts=12), Layout(tensor=2, context=2, experts_over=4, num_experts=12),
+        Layout(tensor=2, replicate=2, experts_over=2), Layout(tensor=2, num_experts=12, reshard="never"),
         Layout(replicate=2, experts_over=2), Layout(experts_over=4, num_experts=12, checkpointing="full"),
     ],
 }  # fmt: skip
@@ -211,6 +215,7 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
 def main() -> None:
     """Compare all layouts of this world size with one process."""
     torch.set_num_threads(1)
+    faulthandler.enable()
     process = join(60)
     references: dict[int, tuple] = {}
     for layout in LAYOUTS[process.world_size]:
