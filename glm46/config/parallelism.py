@@ -1,10 +1,33 @@
 """The sections that say how a run is spread over processes and kept small and fast on each."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from glm46.config.section import Section
+
+
+class PipelineSchedule(NamedTuple):
+    """What the rules and the planner must know of a schedule of torch.distributed.pipelining."""
+
+    stages_per_rank: int
+    """Stages of each rank, if not stated."""
+    has_one_stage: bool = False
+    """Whether a rank cannot have several."""
+    is_v_shaped: bool = False
+    """Rank r holds stages r and last - r, so always two of them; else every n-th stage."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed apart, to fill the bubble with the latter."""
+
+
+PIPELINE_SCHEDULES = {
+    "GPipe": PipelineSchedule(1, has_one_stage=True),
+    "1F1B": PipelineSchedule(1, has_one_stage=True),
+    "Interleaved1F1B": PipelineSchedule(2),
+    "InterleavedZeroBubble": PipelineSchedule(2, splits_backward=True),
+    "ZBVZeroBubble": PipelineSchedule(2, is_v_shaped=True, splits_backward=True),
+    "DualPipeV": PipelineSchedule(2, is_v_shaped=True, splits_backward=True),
+}
 
 
 class Parallelism(Section):
@@ -24,7 +47,16 @@ class Parallelism(Section):
     """Ranks that share each matrix (tensor with sequence parallel)."""
 
     pipeline_parallel_degree: int = Field(1, ge=1)
-    """Pipeline stages that hold different layers."""
+    """Ranks that hold different layers."""
+
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order in which the stages of a pipeline work on the micro-batches of a step, which are the micro-batches of
+    gradient accumulation."""
+
+    pipeline_parallel_stages_per_rank: int | None = Field(None, ge=1)
+    """Stages of each rank of a pipeline. Not set: 1 under GPipe and 1F1B, else 2."""
 
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share each sequence."""

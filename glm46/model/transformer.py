@@ -170,5 +170,11 @@ class Transformer(nn.Module):
         return losses.sum(0), counts, overflow
 
     def routers(self) -> dict[str, nn.Module]:
-        """Routers of this rank by name, in the order of `LossSums.tokens_per_expert`."""
+        """Routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
         return {name: module for name, module in self.named_modules() if name.endswith(".router")}
+
+
+def router_names(shape: ModelShape) -> list[str]:
+    """Names of the routers of the whole model, in the order of `LossSums.tokens_per_expert`."""
+    layers = [f"layers.{i}.mlp.router" for i in range(shape.first_k_dense_replace, shape.num_hidden_layers)]
+    return layers + [f"mtp.{k}.block.mlp.router" for k in range(shape.num_nextn_predict_layers)]

@@ -59,6 +59,23 @@ def attention_flops(shape: ModelShape, seq_len: int) -> float:
     return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len)
 
 
+@dataclass(frozen=True)
+class LayerFlops:
+    """FLOPs per token of forward and backward, layer by layer."""
+
+    of_layer: list[float]
+    behind: float
+    """Of the head and the MTP layers."""
+
+
+def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
+    """`training_flops` of each decoder layer, and of what stands behind the last one."""
+    core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
+    dense, moe = _matrix_flops(dense_layer_kinds(shape)) + core, _matrix_flops(moe_layer_kinds(shape)) + core
+    of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
+    return LayerFlops(of_layer, _matrix_flops(head_kinds(shape)) + total.mtp)
+
+
 def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
     """FLOPs per token of forward and backward, in parts."""
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)

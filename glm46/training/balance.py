@@ -1,20 +1,36 @@
 """Loss-free balancing: after each optimizer step the selection bias moves towards the experts that got too little."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from glm46.config.model import ModelShape
 from glm46.config.moe import MoE
-from glm46.model.transformer import Transformer
+from glm46.model.transformer import Transformer, router_names
 
 
 class ExpertBalance:
     """The rule, and the moving averages that one of its forms keeps."""
 
-    def __init__(self, model: Transformer, config: MoE, device: torch.device):
+    def __init__(self, shape: ModelShape, models: list[Transformer], config: MoE, device: torch.device):
+        """
+        Args:
+            models: the model, or the parts of it that are here.
+        """
         self.config = config
-        self.routers = model.routers()
-        experts = model.shape.n_routed_experts
-        self._average_counts = torch.zeros(len(self.routers), experts, dtype=torch.float32, device=device)
+        names = router_names(shape)
+        self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
+        self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
+
+    @property
+    def layers(self) -> int:
+        """MoE layers of the whole model."""
+        return self._average_counts.shape[0]
+
+    @property
+    def rows(self) -> list[int]:
+        """Which of them are here."""
+        return list(self.routers)
 
     @torch.no_grad()
     def update(self, tokens_per_expert: Tensor, rate: float) -> None:
@@ -37,10 +53,19 @@ class ExpertBalance:
             self._average_counts.mul_(decay).add_(counts, alpha=1.0 - decay)
             mean = self._average_counts.mean(1, keepdim=True)
             shift = -rate * (self._average_counts / (mean + 1e-6) - 1.0)
-        for router, router_shift in zip(self.routers.values(), shift, strict=True):
-            router.e_score_correction_bias += router_shift
+        for row, router in self.routers.items():
+            router.e_score_correction_bias += shift[row]
             if self.config.balance == "proportional":
                 router.e_score_correction_bias.clamp_(-self.config.bias_clamp, self.config.bias_clamp)
+
+    def largest_bias(self, pipeline: dist.ProcessGroup | None) -> float:
+        """Largest size of a bias in the whole model; collective of the ranks of a pipeline, waits for the device."""
+        largest = torch.zeros((), device=self._average_counts.device)
+        for router in self.routers.values():
+            largest = torch.maximum(largest, router.e_score_correction_bias.abs().max())
+        if pipeline is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=pipeline)
+        return largest.item()  # sync: a row is for people
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold besides the biases, which are buffers of the model."""

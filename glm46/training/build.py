@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.model import ModelShape
@@ -18,6 +18,7 @@ from glm46.distributed.mesh import Meshes, build_meshes
 from glm46.distributed.process import Process
 from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
+from glm46.parallelize.pipeline import Pipeline, split_model
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.training.balance import ExpertBalance
@@ -35,7 +36,10 @@ class Parts:
     meshes: Meshes
     tokenizer: Tokenizer
     manifests: dict[str, Manifest]
-    model: Transformer
+    models: list[Transformer]
+    """The model, or the parts of it that this rank's pipeline stages hold, in the order of their layers."""
+    pipeline: Pipeline | None
+    """None if this rank has all layers."""
     parameters: dict[str, nn.Parameter]
     """The shards that this rank keeps, by name. Taken once, when they are made: during a forward the model has the
     gathered weights in their place."""
@@ -51,12 +55,16 @@ class Parts:
     @property
     def batch_rank(self) -> int:
         """Which of the data-parallel ranks this is: ranks with the same number read the same sequences."""
-        return self.process.rank // self.readers_of_a_batch
+        return self.layout.batch_rank(self.process.rank)
 
     @property
     def readers_of_a_batch(self) -> int:
         """Ranks that read the same sequences, and count their tokens each."""
         return self.layout.world_size // self.layout.batch_ranks
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's layers, by name."""
+        return {name: buffer for model in self.models for name, buffer in model.named_buffers()}
 
     def stream_fingerprint(self) -> str:
         """Changes exactly when the same sample number would mean other text."""
@@ -84,10 +92,12 @@ def build(run: Run, process: Process) -> Parts:
     check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
     meshes = build_meshes(layout, process.device.type)
     with torch.device("meta"):
-        model = Transformer(shape)
-    parallelize(model, meshes, run, process.device)
-    model.train()
-    parameters = dict(model.named_parameters())
+        whole = Transformer(shape)
+        stages = None if meshes.pipeline is None else split_model(lambda: Transformer(shape), run, meshes.pipeline)
+    models = [whole] if stages is None else [stage.model for stage in stages]
+    for model in models:
+        parallelize(model, meshes, run, process.device)
+    parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
     return Parts(
         run=run,
         shape=shape,
@@ -96,10 +106,11 @@ def build(run: Run, process: Process) -> Parts:
         meshes=meshes,
         tokenizer=tokenizer,
         manifests=manifests,
-        model=model,
+        models=models,
+        pipeline=None if stages is None else Pipeline(stages, run, meshes.pipeline),
         parameters=parameters,
         optimizer=build_optimizers(list(parameters.items()), run.optimizer),
-        balance=ExpertBalance(model, run.moe, process.device),
+        balance=ExpertBalance(shape, models, run.moe, process.device),
         checkpoints=CheckpointManager(
             Path(run.job.dump_folder) / run.checkpoint.folder,
             keep_latest_k=run.checkpoint.keep_latest_k,

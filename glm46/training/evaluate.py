@@ -21,10 +21,9 @@ def evaluate(parts: Parts) -> dict[str, float]:
         validation_loss in nats per token, validation_bits_per_byte, and both per source as
         ``validation_loss/<source>``; mtp_acceptance when there are prediction layers.
     """
-    parts.model.eval()
     totals = {source.name: _evaluate_source(parts, source.path) for source in parts.run.data.sources}
-    parts.model.train()
-    release_gathered(parts.model)
+    for model in parts.models:
+        release_gathered(model)
     row: dict[str, float] = {}
     for name, total in (("", sum(totals.values())), *((f"/{name}", total) for name, total in totals.items())):
         loss_sum, targets, text_bytes = total[:3].tolist()
@@ -57,11 +56,15 @@ def _evaluate_source(parts: Parts, path: str) -> torch.Tensor:
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())
-        result = parts.model(**to_device(batch, parts))
+        if parts.shape.num_nextn_predict_layers:
+            drafts += count_drafts(batch["mtp_labels"])[0]
+        arguments = to_device(batch, parts)
+        result = parts.models[0](**arguments) if parts.pipeline is None else parts.pipeline.evaluate(arguments)
+        if result is None:  # the loss is known on the last stage of a pipeline only
+            continue
         loss += result.loss
         if parts.shape.num_nextn_predict_layers:
             good_drafts += judge_drafts(parts, result, batch)[0]
-            drafts += count_drafts(batch["mtp_labels"])[0]
     # Every rank that reads the same rows has counted all of them.
     counts = [count / parts.readers_of_a_batch for count in (targets, text_bytes, drafts)]
     total = torch.tensor([loss.item(), *counts[:2], good_drafts.item(), counts[2]], dtype=torch.float64)

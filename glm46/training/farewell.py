@@ -41,9 +41,8 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
 def _continuation(parts: Parts) -> str:
     run, tokenizer = parts.run, parts.tokenizer
     prompt = tokenizer.encode(run.inference.prompt).tolist()
-    parts.model.eval()
     new = continue_tokens(
-        parts.model,
+        parts.models[0],
         prompt,
         max_new_tokens=run.inference.max_new_tokens,
         temperature=run.inference.temperature,
@@ -51,5 +50,4 @@ def _continuation(parts: Parts) -> str:
         vocab_size=tokenizer.vocab_size,
         device=parts.process.device,
     )
-    parts.model.train()
     return run.inference.prompt + "│" + tokenizer.decode(new)

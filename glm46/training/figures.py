@@ -62,8 +62,7 @@ class Figures:
         if counts.mtp_targets:
             row |= _mtp_columns(outcome, counts)
             row["mtp_loss_weight"] = schedule_value(run.mtp.loss_weight, clock)
-        routers = self._parts.model.routers().values()
-        row["expert_bias_max"] = max((float(r.e_score_correction_bias.abs().max()) for r in routers), default=0.0)
+        row["expert_bias_max"] = self._parts.balance.largest_bias(self._parts.meshes.pipeline)
         row |= balance_metrics(outcome.tokens_per_expert.cpu(), outcome.overflow.cpu())
         return row | self.meter.read() | self._hardware.read()
 

@@ -46,5 +46,5 @@ def save_weights(parts: Parts, progress: Progress) -> Path:
 
 
 def _tensors(parts: Parts) -> dict[str, Tensor]:
-    named = parts.parameters | dict(parts.model.named_buffers())
+    named = parts.parameters | parts.buffers()
     return {name: tensor.detach() for name, tensor in named.items()}

@@ -48,8 +48,13 @@ def objective(sums: LossSums, counts: TokenCounts, weights: LossWeights) -> Tens
     loss = sums.loss / max(counts.targets, 1)
     for depth_loss, targets in zip(sums.mtp_losses, counts.mtp_targets, strict=False):
         loss = loss + weights.mtp / len(counts.mtp_targets) * depth_loss / max(targets, 1)
-    balance, z = sums.aux_losses / max(counts.real, 1)
-    return loss + weights.balance * balance + weights.z * z
+    return loss + auxiliary_objective(sums.aux_losses, counts, weights)
+
+
+def auxiliary_objective(aux_losses: Tensor, counts: TokenCounts, weights: LossWeights) -> Tensor:
+    """The part of `objective` that the auxiliary losses of some layers make, FP32 [2] as in `LossSums`."""
+    balance, z = aux_losses / max(counts.real, 1)
+    return weights.balance * balance + weights.z * z
 
 
 def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:

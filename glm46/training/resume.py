@@ -15,7 +15,7 @@ from glm46.training.state import Progress
 
 def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
     """Every tensor that a run must find again, by name; loading writes into these very tensors."""
-    model = parts.parameters | dict(parts.model.named_buffers())
+    model = parts.parameters | parts.buffers()
     named = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
     named |= {f"optimizer.{name}": tensor for name, tensor in parts.optimizer.state_tensors().items()}
     named |= {f"balance.{name}": tensor for name, tensor in parts.balance.state_tensors().items()}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import LossSums
+from glm46.model.transformer import LossSums, StageOutput
 from glm46.optim.schedule import schedule_value
 from glm46.training.build import Parts
-from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, objective
+from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
 
 
 class StepOutcome(NamedTuple):
@@ -54,17 +54,12 @@ def train_step(
     parameters = parts.parameters.values()
 
     parts.optimizer.zero_grad()
-    totals = None
-    for batch in micro_batches:
-        result: LossSums = parts.model(**to_device(batch, parts), options=options)
-        objective(result, counts, weights).backward()
-        figures = _figures(result, judge_drafts(parts, result, batch))
-        totals = figures if totals is None else tuple(t + f for t, f in zip(totals, figures, strict=True))
-    sums, counters = totals
+    outputs = forward_backward(parts, [to_device(batch, parts) for batch in micro_batches], counts, weights, options)
+    sums, counters = _figures(parts, outputs, micro_batches)
     dist.all_reduce(sums)
     dist.all_reduce(counters)
 
-    grad_norm = global_grad_norm(parameters)
+    grad_norm = global_grad_norm(parameters, parts.meshes.pipeline)
     # sync: whether to step must be known before the weights change; both numbers are the same on every rank.
     was_skipped = not bool(torch.isfinite(grad_norm) & torch.isfinite(sums).all())
     experts = parts.shape.n_routed_experts
@@ -78,6 +73,33 @@ def train_step(
     return StepOutcome(
         loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, was_skipped
     )
+
+
+def forward_backward(
+    parts: Parts,
+    batches: list[dict[str, Tensor]],
+    counts: TokenCounts,
+    weights: LossWeights,
+    options: RoutingOptions,
+) -> list[list[LossSums | StageOutput]]:
+    """Gradients of the micro-batches of a step.
+
+    Returns:
+        For each pipeline stage of this rank, or for the whole model, what it gave for each micro-batch.
+    """
+    if parts.pipeline is not None:
+        return parts.pipeline.train(
+            batches,
+            {"options": options},
+            objective=lambda sums: objective(sums, counts, weights),
+            auxiliary=lambda aux_losses: auxiliary_objective(aux_losses, counts, weights),
+        )
+    outputs = []
+    for batch in batches:
+        sums: LossSums = parts.models[0](**batch, options=options)
+        objective(sums, counts, weights).backward()
+        outputs.append(LossSums(*(figure.detach() for figure in sums)))
+    return [outputs]
 
 
 def routing_options(parts: Parts, clock: int) -> RoutingOptions:
@@ -107,19 +129,35 @@ def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Tensor:
-    """`accepted_drafts` over the whole rows of a batch of the loader; FP64 [K]. Every rank that reads the rows counts
-    its share of them, so that the sum over all ranks counts each once."""
+    """`accepted_drafts` over the whole rows of a batch of the loader; FP64 [K]. Every rank of the last pipeline stage
+    that reads the rows counts its share of them, so that the sum over all ranks counts each once."""
     if "mtp_labels" not in batch:
         return result.mtp_losses.new_zeros(0, dtype=torch.float64)
     predictions, labels = result.predictions, batch["mtp_labels"].to(result.predictions.device)
     if parts.meshes.sequence is not None:
         predictions = parts.meshes.sequence.restore(predictions)
-    return accepted_drafts(predictions, labels).double() / parts.readers_of_a_batch
+    return accepted_drafts(predictions, labels).double() / parts.layout.ranks_of_a_batch
 
 
 @torch.no_grad()
-def _figures(result: LossSums, accepted_of_depth: Tensor) -> tuple[Tensor, Tensor]:
-    """A micro-batch's part of what is summed over a step: FP64 [1 + K + 2 + K] and int64 [layers, E + 1]."""
-    figures = [result.loss.view(1), result.mtp_losses, result.aux_losses, accepted_of_depth]
-    counted = torch.cat([result.tokens_per_expert, result.overflow.unsqueeze(1)], dim=1)
-    return torch.cat([figure.detach().double() for figure in figures]), counted
+def _figures(
+    parts: Parts, outputs: list[list[LossSums | StageOutput]], micro_batches: list[dict[str, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """This rank's part of what is summed over a step: FP64 [1 + K + 2 + K] and int64 [MoE layers, E + 1]."""
+    depths, experts, device = parts.shape.num_nextn_predict_layers, parts.shape.n_routed_experts, parts.process.device
+    sums = torch.zeros(1 + 2 * depths + 2, dtype=torch.float64, device=device)
+    loss, mtp_losses, aux_losses, accepted = sums.split([1, depths, 2, depths])
+    for output in (output for of_stage in outputs for output in of_stage):
+        aux_losses += output.aux_losses
+    for output, batch in zip(outputs[-1], micro_batches, strict=True):
+        if isinstance(output, LossSums):
+            loss += output.loss
+            mtp_losses += output.mtp_losses
+            accepted += judge_drafts(parts, output, batch)
+    here = [
+        sum(torch.cat([output.tokens_per_expert, output.overflow.unsqueeze(1)], dim=1) for output in of_stage)
+        for of_stage in outputs
+    ]
+    counters = torch.zeros(parts.balance.layers, experts + 1, dtype=torch.int64, device=device)
+    counters[parts.balance.rows] = torch.cat(here)
+    return sums, counters

@@ -1,0 +1,215 @@
+"""Pipeline parallelism: ranks hold different layers, and hidden states travel from stage to stage.
+
+torch.distributed.pipelining orders the work; this file gives it what GLM needs beyond a plain stack of layers. Every
+rank reads the whole batch of small integers, so only hidden states, and the embeddings that multi-token prediction
+reads, are sent. The loss is made on the last stage; auxiliary losses enter backward on the stage of their layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.config.run import Run
+from glm46.model.transformer import LossSums, StageOutput, Transformer
+from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank, stages_per_rank
+
+Batch = dict[str, Tensor]
+"""Arguments of `Transformer.forward`."""
+
+
+class Stage:
+    """One stage: a part of the model, and the results of its micro-batches."""
+
+    def __init__(self, index: int, model: Transformer):
+        self.index, self.model = index, model
+        self.outputs: list[LossSums | StageOutput] = []
+
+
+def split_model(model_of: Callable[[], Transformer], run: Run, group: dist.ProcessGroup) -> list[Stage]:
+    """The stages of this rank.
+
+    Args:
+        model_of: makes a whole model on the meta device.
+        group: the ranks of the pipeline.
+    """
+    parallelism = run.parallelism
+    stages = []
+    for index in stages_of_rank(parallelism, dist.get_rank(group)):
+        model = model_of()
+        count = parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
+        model.keep_layers(split_layers(model.shape, count, run.training.seq_len)[index])
+        stages.append(Stage(index, model))
+    return stages
+
+
+class Pipeline:
+    """The stages of this rank at work with those of the others; every method is a collective of the pipeline."""
+
+    def __init__(self, stages: list[Stage], run: Run, group: dist.ProcessGroup):
+        """
+        Args:
+            stages: of this rank, made ready by `parallelize`.
+        """
+        self.stages, self._parallelism, self._group = stages, run.parallelism, group
+        self._count = run.parallelism.pipeline_parallel_degree * stages_per_rank(run.parallelism)
+        self._hidden_type = getattr(torch, run.training.mixed_precision_param)
+        self._schedule: tuple[tuple, Any] | None = None
+
+    def train(
+        self,
+        batches: list[Batch],
+        arguments: dict[str, Any],
+        objective: Callable[[LossSums], Tensor],
+        auxiliary: Callable[[Tensor], Tensor],
+    ) -> list[list[LossSums | StageOutput]]:
+        """Gradients of all micro-batches of a step.
+
+        Args:
+            batches: the micro-batches, of equal shape.
+            arguments: of the model besides.
+            objective: what backward starts from on the last stage.
+            auxiliary: the same of the auxiliary losses of any other stage.
+
+        Returns:
+            For each stage of this rank what its part of the model gave for each micro-batch, without gradients.
+        """
+        finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
+        forwards = [stage.model.forward for stage in self.stages]
+        for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
+            stage.outputs = []
+            # The schedule calls the model itself, not a wrapper: it must see an FSDP module to sum gradients once.
+            stage.model.forward = _adapted(stage, forward, arguments, finish)
+        try:
+            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            ids = whole.pop("input_ids")
+            inputs = (ids,) if self.stages[0].index == 0 else ()
+            self._schedule_for(len(batches), batches[0]).step(*inputs, target=ids, return_outputs=False, **whole)
+        finally:
+            for stage, forward in zip(self.stages, forwards, strict=True):
+                stage.model.forward = forward
+        return [stage.outputs for stage in self.stages]
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSums | None:
+        """Loss sums of one batch on the rank with the last stage, None elsewhere."""
+        carried, result = None, None
+        for stage in self.stages:
+            if stage.index == 0:
+                output = stage.model(**batch)
+            else:
+                source = rank_of_stage(self._parallelism, stage.index - 1)
+                if source != dist.get_rank(self._group):
+                    carried = self._carried_tensors(batch, stage.model)
+                    for tensor in carried:
+                        dist.recv(tensor, group=self._group, group_src=source)
+                rest = {name: tensor for name, tensor in batch.items() if name != "input_ids"}
+                output = stage.model(**_received(carried), **rest)
+            if isinstance(output, LossSums):
+                result = output
+                continue
+            carried = _sent(output)
+            target = rank_of_stage(self._parallelism, stage.index + 1)
+            if target != dist.get_rank(self._group):
+                for tensor in carried:
+                    dist.send(tensor.contiguous(), group=self._group, group_dst=target)
+        return result
+
+    def _carried_tensors(self, batch: Batch, model: Transformer) -> tuple[Tensor, ...]:
+        """Empty tensors like those that stages pass on for a batch."""
+        rows, length = batch["input_ids"].shape
+        # Between the matrices, tensor parallelism keeps a part of the sequence on each rank.
+        size = (length // self._parallelism.tensor_parallel_degree, model.shape.hidden_size)
+        hidden = torch.empty(rows, *size, dtype=self._hidden_type, device=batch["input_ids"].device)
+        if "mtp_input_ids" not in batch:
+            return (hidden,)
+        return hidden, hidden.new_empty(rows, batch["mtp_input_ids"].shape[1], *size)
+
+    def _schedule_for(self, micro_batches: int, batch: Batch):
+        """The schedule for this many micro-batches of this shape; made anew only when a ramp changes them."""
+        key = (micro_batches, *batch["input_ids"].shape)
+        if self._schedule is None or self._schedule[0] != key:
+            stages = [self._pipeline_stage(stage, batch) for stage in self.stages]
+            name = self._parallelism.pipeline_parallel_schedule
+            has_one = PIPELINE_SCHEDULES[name].has_one_stage
+            schedule = get_schedule_class(name)(
+                stages[0] if has_one else stages,
+                n_microbatches=micro_batches,
+                loss_fn=lambda objective, _: objective,
+                scale_grads=False,  # the objective is already divided by the tokens of the whole step
+            )
+            self._schedule = (key, schedule)
+        return self._schedule[1]
+
+    def _pipeline_stage(self, stage: Stage, batch: Batch) -> PipelineStage:
+        """Shapes are stated, because finding them out would run the model once more."""
+        carried = tuple(
+            torch.empty_like(tensor, device="meta").requires_grad_()
+            for tensor in self._carried_tensors(batch, stage.model)
+        )
+        is_first, is_last = stage.index == 0, stage.index == self._count - 1
+        return PipelineStage(
+            stage.model,
+            stage.index,
+            self._count,
+            batch["input_ids"].device,
+            input_args=batch["input_ids"].to("meta") if is_first else carried,
+            output_args=torch.empty((), device="meta").requires_grad_() if is_last else carried,
+            group=self._group,
+        )
+
+
+def _adapted(stage: Stage, forward: Callable, arguments: dict[str, Any], finish: Callable) -> Callable:
+    """The model's forward as a schedule calls it: tensors in, tensors out, the rest kept aside."""
+
+    def adapted(*received: Tensor, **batch: Tensor):
+        inputs = {"input_ids": received[0]} if stage.index == 0 else _received(received)
+        output = forward(**inputs, **batch, **arguments)
+        stage.outputs.append(type(output)(*(None if x is None else x.detach() for x in _figures(output))))
+        return finish(output)
+
+    return adapted
+
+
+def _figures(output: LossSums | StageOutput) -> tuple:
+    """What is kept of an output: all but the tensors that are sent on."""
+    return output if isinstance(output, LossSums) else output._replace(hidden=None, ahead=None)
+
+
+def _finish_training(stage: Stage, objective: Callable, auxiliary: Callable) -> Callable:
+    def finish(output: LossSums | StageOutput):
+        if isinstance(output, LossSums):
+            return objective(output)
+        hidden = output.hidden
+        if output.aux_losses.requires_grad:
+            hidden = _WithLoss.apply(hidden, auxiliary(output.aux_losses))
+        # A copy: schedules that split backward detach what a stage returns, which a view of its input does not allow.
+        is_passed_on = stage.index > 0 and output.ahead is not None
+        return _sent(output._replace(hidden=hidden, ahead=output.ahead.clone() if is_passed_on else output.ahead))
+
+    return finish
+
+
+def _sent(output: StageOutput) -> tuple[Tensor, ...]:
+    return (output.hidden,) if output.ahead is None else (output.hidden, output.ahead)
+
+
+def _received(carried: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("hidden", "ahead"), carried, strict=False))
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its first argument; backward starts a gradient of 1 at the second one, a loss that nothing else leads to."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, grad.new_ones((), dtype=torch.float32)

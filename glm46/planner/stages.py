@@ -1,0 +1,79 @@
+"""Which layers each stage of a pipeline holds, and which stages each of its ranks."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from math import inf
+from operator import add
+
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.planner.flops import layer_flops
+
+
+def stages_per_rank(parallelism: Parallelism) -> int:
+    """Stages that each rank of the pipeline holds."""
+    stated = parallelism.pipeline_parallel_stages_per_rank
+    return PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank if stated is None else stated
+
+
+def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
+    """The stages of one rank of the pipeline, ascending."""
+    ranks, rounds = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism)
+    if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + turn * ranks for turn in range(rounds)]
+
+
+def rank_of_stage(parallelism: Parallelism, stage: int) -> int:
+    """The rank of the pipeline that holds a stage; the inverse of `stages_of_rank`."""
+    ranks = parallelism.pipeline_parallel_degree
+    if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
+        return min(stage, 2 * ranks - 1 - stage)
+    return stage % ranks
+
+
+def split_layers(shape: ModelShape, stages: int, seq_len: int) -> list[range]:
+    """Consecutive layers for each stage, at least one each: the dearest stage as cheap as possible, then the others as
+    even as possible.
+
+    The cost is that of the matrix products of a token: dense, MoE and multi-token prediction layers and the head weigh
+    differently, and the last two stand on the last stage.
+
+    Args:
+        stages: at most the number of layers.
+        seq_len: tokens per sequence; the cost of attention depends on it.
+    """
+    costs = layer_flops(shape, seq_len)
+    before = [0.0, *accumulate(costs.of_layer)]
+    layers = shape.num_hidden_layers
+
+    def cost(start: int, stop: int) -> float:
+        return before[stop] - before[start] + (costs.behind if stop == layers else 0.0)
+
+    dearest, _ = _cheapest_split(layers, stages, cost, max)
+    # Under that limit, the least sum of squares is the most even split.
+    limit = dearest * (1.0 + 1e-9)
+    _, ends = _cheapest_split(
+        layers, stages, lambda start, stop: cost(start, stop) ** 2 if cost(start, stop) <= limit else inf, add
+    )
+    return [range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _cheapest_split(
+    layers: int,
+    stages: int,
+    cost: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """The least `join` of the costs of all stages, and where each stage ends; by dynamic programming from the end."""
+    # For each start: the cost of the best split of the layers from there on into a growing number of stages.
+    best = [(cost(start, layers), [layers]) for start in range(layers)]
+    for count in range(2, stages + 1):
+        best = [
+            min(
+                (join(cost(start, stop), best[stop][0]), [stop, *best[stop][1]])
+                for stop in range(start + 1, layers - count + 2)
+            )
+            for start in range(layers - count + 1)
+        ]
+    return best[0]
