@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.run import Run
 from glm46.model.transformer import LossSums, StageOutput, Transformer
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank, stages_per_rank
@@ -31,19 +32,16 @@ class Stage:
         self.outputs: list[LossSums | StageOutput] = []
 
 
-def split_model(model_of: Callable[[], Transformer], run: Run, group: dist.ProcessGroup) -> list[Stage]:
-    """The stages of this rank.
-
-    Args:
-        model_of: makes a whole model on the meta device.
-        group: the ranks of the pipeline.
-    """
+def split_model(shape: ModelShape, run: Run, group: dist.ProcessGroup) -> list[Stage]:
+    """The stages of this rank of the pipeline `group`, on the meta device."""
     parallelism = run.parallelism
+    count = parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
+    split = split_layers(shape, count, run.training.seq_len)
     stages = []
     for index in stages_of_rank(parallelism, dist.get_rank(group)):
-        model = model_of()
-        count = parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
-        model.keep_layers(split_layers(model.shape, count, run.training.seq_len)[index])
+        with torch.device("meta"):
+            model = Transformer(shape)
+        model.keep_layers(split[index])
         stages.append(Stage(index, model))
     return stages
 

@@ -84,17 +84,23 @@ def build(run: Run, process: Process) -> Parts:
     Raises:
         UserError: the data, the layout or the checkpoint folder do not fit the configuration.
     """
-    if run.debug.deterministic:
-        torch.use_deterministic_algorithms(True)
-    shape = resolve_shape(run.model)
     layout = resolve_layout(run.parallelism, process.world_size)
     tokenizer, manifests = load_text(run)
     check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
+    return assemble(run, process, tokenizer, manifests)
+
+
+def assemble(run: Run, process: Process, tokenizer: Tokenizer, manifests: dict[str, Manifest]) -> Parts:
+    """`build` once the text is there; collective."""
+    if run.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+    shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, process.world_size)
     meshes = build_meshes(layout, process.device.type)
-    with torch.device("meta"):
-        whole = Transformer(shape)
-        stages = None if meshes.pipeline is None else split_model(lambda: Transformer(shape), run, meshes.pipeline)
-    models = [whole] if stages is None else [stage.model for stage in stages]
+    stages = [] if meshes.pipeline is None else split_model(shape, run, meshes.pipeline)
+    models = [stage.model for stage in stages]
+    if not stages:
+        with torch.device("meta"):
+            models = [Transformer(shape)]
     for model in models:
         parallelize(model, meshes, run, process.device)
     parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
@@ -107,7 +113,7 @@ def build(run: Run, process: Process) -> Parts:
         tokenizer=tokenizer,
         manifests=manifests,
         models=models,
-        pipeline=None if stages is None else Pipeline(stages, run, meshes.pipeline),
+        pipeline=Pipeline(stages, run, meshes.pipeline) if stages else None,
         parameters=parameters,
         optimizer=build_optimizers(list(parameters.items()), run.optimizer),
         balance=ExpertBalance(shape, models, run.moe, process.device),

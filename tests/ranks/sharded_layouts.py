@@ -5,33 +5,32 @@ Prints one JSON object per layout from rank 0. The launch is the slow part, so o
 
 import faulthandler
 import json
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from glm46.config.presets import PRESETS
+from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
-from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import LossSums, Transformer
+from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import build_optimizers
-from glm46.parallelize.plan import initialise, parallelize
-from glm46.planner.layout import resolve_layout
-from glm46.training.loss import LossWeights, TokenCounts, count_tokens, objective
+from glm46.parallelize.plan import initialise
+from glm46.training.build import Parts, assemble
+from glm46.training.loss import LossWeights, count_tokens, objective
+from glm46.training.step import train_step
 
-# Small and uneven on purpose: 515 rows leave unequal shards.
-SHAPE = PRESETS["debug"].model_copy(
-    update=dict(
-        num_hidden_layers=3, hidden_size=68, vocab_size=516, intermediate_size=100, moe_intermediate_size=36,
-        num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_nextn_predict_layers=2,
-    )
-)  # fmt: skip
+# Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
+SHAPE = {
+    "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 68, "vocab_size": 516, "intermediate_size": 100,
+    "moe_intermediate_size": 36, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 16, "num_nextn_predict_layers": 2,
+}  # fmt: skip
+DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
 
 class Layout(NamedTuple):
@@ -42,8 +41,11 @@ class Layout(NamedTuple):
     num_experts: int = 6
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1F1B"
     reshard: str = "default"
     checkpointing: str = "none"
+    micro_batches: int = 2
 
 
 # 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
@@ -68,7 +70,7 @@ LAYOUTS = {
         Layout(replicate=2, experts_over=2), Layout(experts_over=4, num_experts=12, checkpointing="full"),
     ],
 }  # fmt: skip
-ROWS, SEQ_LEN, MICRO_BATCHES = 8, 24, 2
+ROWS, SEQ_LEN = 8, 24
 WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 STEPS = 3
@@ -77,10 +79,10 @@ STEPS = 3
 def make_batch(step: int) -> dict[str, Tensor]:
     """All rows of one step; documents of unequal length, some labels missing, so that ranks see unequal counts."""
     generator = torch.Generator().manual_seed(step)
-    depth = SHAPE.num_nextn_predict_layers
+    depth = DEPTHS
 
     def tokens(*size: int) -> Tensor:
-        return torch.randint(0, SHAPE.vocab_size, size, generator=generator)
+        return torch.randint(0, VOCABULARY, size, generator=generator)
 
     lengths = torch.randint(3, 20, (ROWS, SEQ_LEN), generator=generator)
     ends = lengths.cumsum(1)
@@ -99,116 +101,108 @@ def make_batch(step: int) -> dict[str, Tensor]:
     }
 
 
-def forward_backward(model: nn.Module, batch: dict[str, Tensor], rows: list[slice], counts: TokenCounts) -> LossSums:
-    """Gradients of the given rows, one micro-batch per slice; returns loss and token counts summed over them."""
-    total = None
-    for part in rows:
-        sums = model(**{name: tensor[part] for name, tensor in batch.items()}, options=OPTIONS)
-        objective(sums, counts, WEIGHTS).backward()
-        figures = (sums.loss.detach().double(), sums.tokens_per_expert)
-        total = figures if total is None else (total[0] + figures[0], total[1] + figures[1])
-    return total
-
-
-def train(model: nn.Module, name_to_parameter: dict, rows: list[slice], take: Callable | None):
-    """Losses, token counts and first gradients of a few optimizer steps; `take` is None on one process."""
-    optimizer = build_optimizers(list(name_to_parameter.items()), RUN.optimizer)
-    losses, loads, gradients, norms = [], [], None, []
+def run_reference(run: Run) -> tuple:
+    """Losses, counts, norms, first gradients and weights of one process, in a plain loop without any transform."""
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(run.model))
+    model.to_empty(device="cpu")
+    initialise(model, run.debug.seed)
+    parameters = dict(model.named_parameters())
+    initial = {name: p.detach().clone() for name, p in parameters.items()}
+    optimizer = build_optimizers(list(parameters.items()), run.optimizer)
+    figures, gradients = [], {}
     for step in range(STEPS):
         batch = make_batch(step)
         optimizer.zero_grad()
-        counts = count_tokens([batch])
-        if take:
-            batch = {name: take(tensor) for name, tensor in batch.items()}
-        loss, load = forward_backward(model, batch, rows, counts)
-        if take:
-            dist.all_reduce(loss)
-            dist.all_reduce(load)
-        losses.append(loss.item())
-        loads.append(load)
-        if gradients is None:
-            gradients = {name: whole(p.grad).clone() for name, p in name_to_parameter.items()}
-        norm = global_grad_norm(name_to_parameter.values())
-        norms.append(norm.item())
-        scale_gradients(name_to_parameter.values(), (1.0 / (norm + 1e-6)).clamp(max=1.0))
+        sums = model(**batch, options=OPTIONS)
+        objective(sums, count_tokens([batch]), WEIGHTS).backward()
+        norm = global_grad_norm(parameters.values())
+        scale_gradients(parameters.values(), (run.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
-    return losses, loads, gradients, norms
+        figures.append((sums.loss.item(), sums.tokens_per_expert, norm.item()))
+    return initial, figures, gradients, {name: p.detach() for name, p in parameters.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-RUN = Run.model_validate_json(
-    json.dumps(
-        {
-            "model": {"flavor": "debug"},
-            "training": {"mixed_precision_param": "float32"},
-            "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
-        }
+def make_run(layout: Layout) -> Run:
+    return Run.model_validate_json(
+        json.dumps(
+            {
+                "model": SHAPE | {"n_routed_experts": layout.num_experts},
+                "training": {"mixed_precision_param": "float32", "seq_len": SEQ_LEN},
+                "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
+                "moe": {"balance": "none", "sequence_aux_loss_weight": WEIGHTS.balance, "z_loss_weight": WEIGHTS.z},
+                "mtp": {"loss_weight": WEIGHTS.mtp},
+                "data": {"document_mask": True},
+                "activation_checkpoint": {"mode": layout.checkpointing},
+                "parallelism": {
+                    "data_parallel_replicate_degree": layout.replicate,
+                    "expert_parallel_degree": layout.experts_over,
+                    "context_parallel_degree": layout.context,
+                    "tensor_parallel_degree": layout.tensor,
+                    "pipeline_parallel_degree": layout.pipeline,
+                    "pipeline_parallel_schedule": layout.schedule,
+                    "fsdp_reshard_after_forward": layout.reshard,
+                },
+            }
+        )
     )
-)
+
+
+def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
+    """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
+    batch, readers = make_batch(step), parts.layout.batch_ranks
+    share = ROWS // count // readers
+    first = [micro * (ROWS // count) + parts.batch_rank * share for micro in range(count)]
+    return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
 
 
 def run_layout(process: Process, layout: Layout) -> tuple:
-    """Train on one layout; returns the initial weights, what `train` gives, and the final weights."""
-    parallelism = {
-        "data_parallel_replicate_degree": layout.replicate,
-        "expert_parallel_degree": layout.experts_over,
-        "context_parallel_degree": layout.context,
-        "tensor_parallel_degree": layout.tensor,
-        "fsdp_reshard_after_forward": layout.reshard,
-    }
-    run = RUN.model_copy(
-        update={
-            "parallelism": RUN.parallelism.model_copy(update=parallelism),
-            "activation_checkpoint": RUN.activation_checkpoint.model_copy(update={"mode": layout.checkpointing}),
-        }
-    )
-    with torch.device("meta"):
-        model = Transformer(SHAPE.model_copy(update={"n_routed_experts": layout.num_experts}))
-    degrees = resolve_layout(run.parallelism, process.world_size)
-    meshes = build_meshes(degrees, "cpu")
-    parallelize(model, meshes, run, process.device)
-    parameters = dict(model.named_parameters())
-    initial = {name: whole(p).clone() for name, p in parameters.items()}
-    per_rank = ROWS // degrees.batch_ranks // MICRO_BATCHES
-    first = [
-        m * (ROWS // MICRO_BATCHES) + degrees.batch_rank(process.rank) * per_rank for m in range(MICRO_BATCHES)
-    ]
-    take = meshes.sequence.take if meshes.sequence else lambda x: x
-    result = train(model, parameters, [slice(f, f + per_rank) for f in first], take)
-    return initial, result, {name: whole(p) for name, p in parameters.items()}
-
-
-def run_reference(num_experts: int) -> tuple:
-    """The same on one process without any transform."""
-    with torch.device("meta"):
-        model = Transformer(SHAPE.model_copy(update={"n_routed_experts": num_experts}))
-    model.to_empty(device="cpu")
-    initialise(model, RUN.debug.seed)
-    parameters = dict(model.named_parameters())
-    initial = {name: p.detach().clone() for name, p in parameters.items()}
-    result = train(model, parameters, [slice(0, ROWS)], None)
-    return initial, result, {name: p.detach() for name, p in parameters.items()}
+    """The same as `run_reference`, by the trainer's own step, of the parameters that are here."""
+    parts = assemble(make_run(layout), process, None, {})
+    initial = {name: whole(p).clone() for name, p in parts.parameters.items()}
+    figures, gradients = [], {}
+    for step in range(STEPS):
+        counts = count_tokens([make_batch(step)])
+        outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
+        gradients = gradients or {name: whole(p.grad).clone() for name, p in parts.parameters.items()}
+        figures.append((outcome.loss_sum.item(), outcome.tokens_per_expert, outcome.grad_norm.item()))
+    return initial, figures, gradients, {name: whole(p) for name, p in parts.parameters.items()}
 
 
 def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
-    """Relative differences between a layout and one process."""
-    initial, (losses, loads, gradients, norms), final = found
-    initial0, (losses0, loads0, gradients0, norms0), final0 = reference
+    """Relative differences between a layout and one process; collective, because ranks hold different layers."""
+    initial, figures, gradients, final = found
+    initial0, figures0, gradients0, final0 = reference
     total = sum(g.square().sum() for g in gradients0.values()).sqrt()
     # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
-    errors = {n: ((gradients[n] - g).norm() / (g.norm() + 1e-4 * total)).item() for n, g in gradients0.items()}
-    moved = {n: ((final[n] - w).norm() / (w - initial0[n]).norm()).item() for n, w in final0.items()}
+    errors = {n: ((g - gradients0[n]).norm() / (gradients0[n].norm() + 1e-4 * total)).item() for n, g in gradients.items()}
+    moved = {
+        n: ((w - final0[n]).norm() / (final0[n] - initial0[n]).norm()).item()
+        for n, w in final.items()
+        if not n.endswith("k_proj.bias")
+    }
+    here = (
+        all(torch.equal(w, initial0[n]) for n, w in initial.items()),
+        max((error, name) for name, error in errors.items()),
+        max((error, name) for name, error in moved.items()),
+        set(initial),
+    )
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, here)
+    equal, gradient_errors, update_errors, names = zip(*ranks, strict=True)
     return {
         "layout": layout._asdict(),
-        "initial_weights_equal": all(torch.equal(initial[n], w) for n, w in initial0.items()),
-        "loss_error": max(abs(a / b - 1.0) for a, b in zip(losses, losses0, strict=True)),
-        "norm_error": max(abs(a / b - 1.0) for a, b in zip(norms, norms0, strict=True)),
-        "counts_equal": all(torch.equal(a, b) for a, b in zip(loads, loads0, strict=True)),
-        "gradient_error": max((error, name) for name, error in errors.items()),
-        "update_error": max((error, name) for name, error in moved.items() if not name.endswith("k_proj.bias")),
+        "initial_weights_equal": all(equal) and set.union(*names) == set(initial0),
+        "loss_error": max(abs(a[0] / b[0] - 1.0) for a, b in zip(figures, figures0, strict=True)),
+        "norm_error": max(abs(a[2] / b[2] - 1.0) for a, b in zip(figures, figures0, strict=True)),
+        "counts_equal": all(torch.equal(a[1], b[1]) for a, b in zip(figures, figures0, strict=True)),
+        "gradient_error": max(gradient_errors),
+        "update_error": max(update_errors),
     }
 
 
@@ -220,7 +214,7 @@ def main() -> None:
     references: dict[int, tuple] = {}
     for layout in LAYOUTS[process.world_size]:
         if layout.num_experts not in references:
-            references[layout.num_experts] = run_reference(layout.num_experts)
+            references[layout.num_experts] = run_reference(make_run(layout))
         figures = compare(layout, run_layout(process, layout), references[layout.num_experts])
         if process.is_main:
             print(json.dumps(figures), flush=True)
