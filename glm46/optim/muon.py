@@ -168,7 +168,8 @@ class Muon(torch.optim.Optimizer):
         self._requests = [self._request(group, index) for group, index in self._entries]
         self._plan = make_plan(self._requests, **self._limits)
         rank_sets = [bucket.ranks for bucket in self._plan.buckets] + [ranks for ranks, _ in self._plan.gram]
-        meshes = {p.device_mesh for p in self._parameters() if isinstance(p, DTensor)} if rank_sets else ()
+        # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
+        meshes = dict.fromkeys(p.device_mesh for p in self._parameters() if isinstance(p, DTensor)) if rank_sets else ()
         known = list(self._groups.values())
         known += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
         self._groups = make_groups(rank_sets, known)
