@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.check import check_run, check_trainable
-from glm46.config.errors import UserError
+from glm46.config.check import check_run
 from glm46.config.loader import load_run
 from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
@@ -75,17 +74,12 @@ def choose_processes(run: Run, machine: Machine) -> int:
 
 
 def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
-    """One screen that says why this machine or this version cannot train the run; None when it can."""
+    """One screen that says why this machine cannot train the run; None when it can."""
     fits, screen = describe_requirement(run, machine)
     # A number of processes that the degrees do not allow is a fault of its own, and said as such after this.
     if fits and processes is not None and not check_run(run, world_size=processes):
         fits, screen = describe_requirement(run, machine, world_size=processes)
-    untrained = check_trainable(run)
-    if fits and untrained:
-        raise UserError(*untrained)
-    if fits:
-        return None
-    return "\n".join([screen, *(f"\nOn any machine:\n  - {fault}" for fault in untrained)])
+    return None if fits else screen
 
 
 def _start(processes: int, command: Sequence[str]) -> int:

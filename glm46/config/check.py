@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 from glm46.config.faults import Fault, show
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.config.rules_layout import LAYOUT_RULES, layout_is_trained, values_of
+from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
+from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.run import Run
 
 Faults = Iterator[Fault]
@@ -25,11 +26,6 @@ def check_run(run: Run, *, world_size: int | None) -> list[str]:
     return [fault.message for fault in find_faults(run, world_size)]
 
 
-def check_trainable(run: Run) -> list[str]:
-    """Messages about layouts that ``plan`` works out and ``train`` does not run in this version."""
-    return [fault.message for fault in layout_is_trained(run)]
-
-
 def find_faults(run: Run, world_size: int | None) -> list[Fault]:
     """As `check_run`, with the keys that each fault is about."""
     faults = [fault for rule in SECTION_RULES for fault in rule(run)]
@@ -37,7 +33,7 @@ def find_faults(run: Run, world_size: int | None) -> list[Fault]:
         return faults
     shape = resolve_shape(run.model)
     faults += [fault for rule in MODEL_RULES for fault in rule(run, shape)]
-    return faults + [fault for rule in LAYOUT_RULES for fault in rule(run, shape, world_size)]
+    return faults + [fault for rule in (*LAYOUT_RULES, *PIPELINE_RULES) for fault in rule(run, shape, world_size)]
 
 
 def flavor_is_a_preset(run: Run) -> Faults:

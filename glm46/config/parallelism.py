@@ -64,6 +64,17 @@ class Parallelism(Section):
     expert_parallel_degree: int = Field(1, ge=1)
     """Ranks over which the experts of a layer are spread, borrowed from data_parallel_shard * context * tensor."""
 
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank of the pipeline."""
+        stated = self.pipeline_parallel_stages_per_rank
+        return PIPELINE_SCHEDULES[self.pipeline_parallel_schedule].stages_per_rank if stated is None else stated
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline_parallel_degree * self.stages_per_rank
+
 
 class Comm(Section):
     """[comm]: timeouts of the process group."""

@@ -12,9 +12,6 @@ from glm46.config.section import Schedule
 
 Faults = Iterator[Fault]
 
-PLANNED_ONLY = ("pipeline_parallel_degree",)
-"""Degrees above 1 of which `train` refuses and `plan` does not."""
-
 
 def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
     """Ranks that read different sequences; None when it follows from a world size that is not known or does not fit."""
@@ -71,17 +68,6 @@ def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None
                 (f"parallelism.{degree_key}", key),
                 f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}",
             )
-
-
-def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
-    """A pipeline stage without layers would only pass tensors on."""
-    stages = run.parallelism.pipeline_parallel_degree
-    if stages > shape.num_hidden_layers:
-        yield Fault(
-            ("parallelism.pipeline_parallel_degree", "model.num_hidden_layers"),
-            f"parallelism.pipeline_parallel_degree = {stages}: there are only model.num_hidden_layers = "
-            f"{shape.num_hidden_layers} layers; lower it",
-        )
 
 
 def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
@@ -147,22 +133,9 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
         )
 
 
-def layout_is_trained(run: Run) -> Faults:
-    """Layouts that this version plans but does not train; not among the rules, because planning is no fault."""
-    beyond = {name: getattr(run.parallelism, name) for name in PLANNED_ONLY if getattr(run.parallelism, name) > 1}
-    if beyond:
-        stated = ", ".join(f"{name} = {degree}" for name, degree in beyond.items())
-        yield Fault(
-            tuple(f"parallelism.{name}" for name in beyond),
-            f"parallelism: {stated}: this version plans such a layout but does not train it; set to 1 what is above, "
-            "or see `python -m glm46 plan`",
-        )
-
-
 LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
     shard_degree_is_a_number_or_the_rest,
     layout_divides_the_model,
-    every_stage_has_a_layer,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,
     batch_divides,

@@ -62,7 +62,7 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
-        # What a sum over a sequence is when other ranks hold the rest of it; replaced by context and tensor parallelism.
+        # What a sum over a sequence is when other ranks hold the rest of it: context and tensor parallelism replace it.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 

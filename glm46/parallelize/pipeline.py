@@ -18,7 +18,7 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.run import Run
 from glm46.model.transformer import LossSums, StageOutput, Transformer
-from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank, stages_per_rank
+from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
 Batch = dict[str, Tensor]
 """Arguments of `Transformer.forward`."""
@@ -35,8 +35,7 @@ class Stage:
 def split_model(shape: ModelShape, run: Run, group: dist.ProcessGroup) -> list[Stage]:
     """The stages of this rank of the pipeline `group`, on the meta device."""
     parallelism = run.parallelism
-    count = parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
-    split = split_layers(shape, count, run.training.seq_len)
+    split = split_layers(shape, parallelism.stages, run.training.seq_len)
     stages = []
     for index in stages_of_rank(parallelism, dist.get_rank(group)):
         with torch.device("meta"):
@@ -55,7 +54,6 @@ class Pipeline:
             stages: of this rank, made ready by `parallelize`.
         """
         self.stages, self._parallelism, self._group = stages, run.parallelism, group
-        self._count = run.parallelism.pipeline_parallel_degree * stages_per_rank(run.parallelism)
         self._hidden_type = getattr(torch, run.training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
 
@@ -150,11 +148,11 @@ class Pipeline:
             torch.empty_like(tensor, device="meta").requires_grad_()
             for tensor in self._carried_tensors(batch, stage.model)
         )
-        is_first, is_last = stage.index == 0, stage.index == self._count - 1
+        is_first, is_last = stage.index == 0, stage.index == self._parallelism.stages - 1
         return PipelineStage(
             stage.model,
             stage.index,
-            self._count,
+            self._parallelism.stages,
             batch["input_ids"].device,
             input_args=batch["input_ids"].to("meta") if is_first else carried,
             output_args=torch.empty((), device="meta").requires_grad_() if is_last else carried,

@@ -10,18 +10,12 @@ from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
 from glm46.planner.flops import layer_flops
 
 
-def stages_per_rank(parallelism: Parallelism) -> int:
-    """Stages that each rank of the pipeline holds."""
-    stated = parallelism.pipeline_parallel_stages_per_rank
-    return PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank if stated is None else stated
-
-
 def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
     """The stages of one rank of the pipeline, ascending."""
-    ranks, rounds = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism)
+    ranks = parallelism.pipeline_parallel_degree
     if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
         return [rank, 2 * ranks - 1 - rank]
-    return [rank + turn * ranks for turn in range(rounds)]
+    return [rank + turn * ranks for turn in range(parallelism.stages_per_rank)]
 
 
 def rank_of_stage(parallelism: Parallelism, stage: int) -> int:

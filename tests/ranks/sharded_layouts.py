@@ -180,7 +180,9 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     initial0, figures0, gradients0, final0 = reference
     total = sum(g.square().sum() for g in gradients0.values()).sqrt()
     # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
-    errors = {n: ((g - gradients0[n]).norm() / (gradients0[n].norm() + 1e-4 * total)).item() for n, g in gradients.items()}
+    errors = {
+        n: ((g - gradients0[n]).norm() / (gradients0[n].norm() + 1e-4 * total)).item() for n, g in gradients.items()
+    }
     moved = {
         n: ((w - final0[n]).norm() / (final0[n] - initial0[n]).norm()).item()
         for n, w in final.items()

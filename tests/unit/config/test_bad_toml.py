@@ -332,6 +332,34 @@ BAD = {
         ("[training]", "[parallelism]\npipeline_parallel_degree = 8\n[training]"),
         ["parallelism.pipeline_parallel_degree = 8: there are only model.num_hidden_layers = 4 layers; lower it"],
     ),
+    "more stages than layers because of two on each rank": (
+        (
+            "[training]",
+            '[parallelism]\npipeline_parallel_degree = 3\npipeline_parallel_schedule = "DualPipeV"\n[training]',
+        ),
+        [
+            "parallelism.pipeline_parallel_degree = 3 with 2 stages each: there are only model.num_hidden_layers = 4 "
+            "layers; lower it"
+        ],
+    ),
+    "stages that the schedule does not have": (
+        ("[training]", "[parallelism]\npipeline_parallel_stages_per_rank = 2\n[training]"),
+        [
+            "parallelism.pipeline_parallel_stages_per_rank = 2: schedule 1F1B takes 1; leave the key out, or take "
+            "Interleaved1F1B or InterleavedZeroBubble"
+        ],
+    ),
+    "split backward of freed weights": (
+        (
+            "[training]",
+            '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
+            'fsdp_reshard_after_forward = "always"\n[training]',
+        ),
+        [
+            'parallelism.fsdp_reshard_after_forward = "always": schedule ZBVZeroBubble splits backward, which loses '
+            'gradients of weights that are freed after forward; take "default" or "never"'
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -431,3 +459,40 @@ def test_missing_file_names_the_nearest_one(tmp_path):
         load_run(tmp_path / "nowhere" / "debug.toml")
     with pytest.raises(UserError, match="Is a directory"):
         load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "micro_batches", "wanted"),
+    [
+        ("1F1B", 2, 1, "at least 2"), ("1F1B", 2, 2, None), ("GPipe", 2, 1, None),
+        ("DualPipeV", 2, 3, "at least 4"), ("DualPipeV", 2, 4, None), ("ZBVZeroBubble", 2, 1, None),
+        ("Interleaved1F1B", 2, 3, None), ("Interleaved1F1B", 2, 5, "a multiple of 2"), ("Interleaved1F1B", 2, 6, None),
+        ("InterleavedZeroBubble", 2, 7, "a multiple of 2"),
+    ],
+)  # fmt: skip
+def test_micro_batches_fit_the_schedule(schedule, ranks, micro_batches, wanted, tmp_path):
+    """The bounds are those at which the schedules of torch raise."""
+    text = SOUND.replace(
+        "[training]",
+        f'[parallelism]\npipeline_parallel_degree = {ranks}\npipeline_parallel_schedule = "{schedule}"\n[training]',
+    ).replace("steps = 10", f"steps = 10\nlocal_batch_size = 2\nglobal_batch_size = {2 * micro_batches}")
+    if wanted is None:
+        (tmp_path / "sound.toml").write_text(text)
+        assert load_run(tmp_path / "sound.toml", world_size=ranks).parallelism.stages >= ranks
+        return
+    (fault,) = faults_of(text, tmp_path, world_size=ranks)
+    assert fault == (
+        f"run.toml: training.global_batch_size = {2 * micro_batches}: a step of {micro_batches} micro-batches of 2 "
+        f"sequences; schedule {schedule} over {ranks} ranks takes {wanted}"
+    )
+
+
+def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
+    text = SOUND.replace(
+        "[training]",
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n[training]',
+    ).replace("steps = 10", "steps = 10\nlocal_batch_size = 1\nglobal_batch_size = [[0, 4], [99, 8]]")
+    (fault,) = faults_of(text, tmp_path, world_size=2)
+    assert (
+        "a step of 5 micro-batches of 1 sequences; schedule Interleaved1F1B over 2 ranks takes a multiple of 2" in fault
+    )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from glm46.config.check import check_run, check_trainable
+from glm46.config.check import check_run
 from glm46.config.loader import load_run
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
@@ -47,8 +47,6 @@ def ranks(run: Run) -> int:
 def test_shipped_run_is_sound(path):
     run = load_run(path)
     assert check_run(run, world_size=None) == []
-    is_large = path.stem in PHASES
-    assert bool(check_trainable(run)) == is_large
 
 
 @pytest.mark.parametrize(("earlier", "later"), ALLOWED)

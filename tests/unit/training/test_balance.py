@@ -18,7 +18,7 @@ def model_with(**config) -> tuple[Transformer, ExpertBalance]:
     model = Transformer(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return model, ExpertBalance(model, MoE(**config), torch.device("cpu"))
+    return model, ExpertBalance(SHAPE, [model], MoE(**config), torch.device("cpu"))
 
 
 def biases(model: Transformer) -> torch.Tensor:

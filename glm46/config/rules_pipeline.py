@@ -1,0 +1,89 @@
+"""Rules about pipelines: what a schedule asks of stages and micro-batches."""
+
+from collections.abc import Callable, Iterator
+
+from glm46.config.faults import Fault, show
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.config.rules_layout import data_parallel_degree, values_of
+from glm46.config.run import Run
+
+Faults = Iterator[Fault]
+
+
+def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """A pipeline stage without layers would only pass tensors on."""
+    layout = run.parallelism
+    if layout.pipeline_parallel_degree > 1 and layout.stages > shape.num_hidden_layers:
+        each = f" with {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
+        yield Fault(
+            ("parallelism.pipeline_parallel_degree", "model.num_hidden_layers"),
+            f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}{each}: there are only "
+            f"model.num_hidden_layers = {shape.num_hidden_layers} layers; lower it",
+        )
+
+
+def stages_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """Some schedules have one stage per rank, those shaped like a V exactly two."""
+    key = "parallelism.pipeline_parallel_stages_per_rank"
+    name = run.parallelism.pipeline_parallel_schedule
+    schedule, stated = PIPELINE_SCHEDULES[name], run.parallelism.pipeline_parallel_stages_per_rank
+    if stated not in (None, schedule.stages_per_rank) and (schedule.has_one_stage or schedule.is_v_shaped):
+        several = "Interleaved1F1B or InterleavedZeroBubble"
+        yield Fault(
+            (key,),
+            f"{key} = {stated}: schedule {name} takes {schedule.stages_per_rank}; leave the key out, or take {several}",
+        )
+
+
+def split_backward_keeps_weights(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """A backward in two halves looks for the weights that forward used: freed ones get no gradient, and no error."""
+    layout = run.parallelism
+    name = layout.pipeline_parallel_schedule
+    is_split = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
+    if is_split and layout.fsdp_reshard_after_forward == "always":
+        key = "parallelism.fsdp_reshard_after_forward"
+        yield Fault(
+            (key,),
+            f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
+            'after forward; take "default" or "never"',
+        )
+
+
+def micro_batches_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """Every step has as many micro-batches as the schedule can order."""
+    ranks, degree = run.parallelism.pipeline_parallel_degree, data_parallel_degree(run, world_size)
+    if ranks == 1 or degree is None:
+        return
+    rows, name = run.training.local_batch_size * degree, run.parallelism.pipeline_parallel_schedule
+    # A ramp passes through every multiple of a micro-batch between its values.
+    counts = [int(value // rows) for value in values_of(run.training.global_batch_size)] or [1]
+    for count in range(max(min(counts), 1), max(counts) + 1):
+        wanted = _wanted(name, ranks, count)
+        if wanted:
+            key, batch = "training.global_batch_size", run.training.global_batch_size
+            stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
+            yield Fault(
+                (key, "training.local_batch_size", "parallelism"),
+                f"{key} = {stated}: a step of {count} micro-batches of {rows} sequences; "
+                f"schedule {name} over {ranks} ranks takes {wanted}",
+            )
+            return
+
+
+def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
+    """How many micro-batches a schedule takes; None if it takes this many."""
+    least = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(schedule, 1)
+    if micro_batches < least:
+        return f"at least {least}"
+    if schedule.startswith("Interleaved") and micro_batches % max(micro_batches // ranks, 1):
+        return f"a multiple of {ranks}"
+    return None
+
+
+PIPELINE_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
+    every_stage_has_a_layer,
+    stages_fit_the_schedule,
+    split_backward_keeps_weights,
+    micro_batches_fit_the_schedule,
+)
