@@ -133,10 +133,38 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
         )
 
 
+def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """FSDP2 spreads whole experts over its ranks, or else equal parts of each expert."""
+    layout, degree = run.parallelism, data_parallel_degree(run, world_size)
+    if degree is None:
+        return
+    ranks = degree // layout.data_parallel_replicate_degree * layout.context_parallel_degree
+    ranks *= layout.tensor_parallel_degree
+    ep, width = layout.expert_parallel_degree, 2 * shape.moe_intermediate_size
+    if ranks == 0 or ranks % ep or shape.n_routed_experts % ep:
+        return  # told by the rules before
+
+    def is_even(degree: int) -> bool:
+        shards = ranks // degree
+        whole = shape.n_routed_experts // degree % shards == 0
+        return whole or (width % shards == 0 and shape.hidden_size % shards == 0)
+
+    if not is_even(ep):
+        key = "parallelism.expert_parallel_degree"
+        choices = [d for d in range(1, ranks + 1) if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(d)]
+        remedy = f"take {' or '.join(map(str, choices))}" if choices else "take another number of ranks"
+        yield Fault(
+            ("parallelism",),
+            f"{key} = {ep}: a rank's {shape.n_routed_experts // ep} experts are sharded over {ranks // ep} ranks, "
+            f"which divide neither their number nor an expert's {width} and {shape.hidden_size} rows; {remedy}",
+        )
+
+
 LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
     shard_degree_is_a_number_or_the_rest,
     layout_divides_the_model,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,
+    expert_shards_are_even,
     batch_divides,
 )

@@ -50,6 +50,19 @@ def split_backward_keeps_weights(run: Run, shape: ModelShape, world_size: int | 
         )
 
 
+def split_backward_runs_once_through_kept_results(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """torch lets a region of selective checkpointing go through backward once, and a split backward goes twice."""
+    name = run.parallelism.pipeline_parallel_schedule
+    is_split = run.parallelism.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
+    if is_split and run.activation_checkpoint.mode == "selective":
+        key = "activation_checkpoint.mode"
+        yield Fault(
+            (key,),
+            f'{key} = "selective": schedule {name} goes through backward in two halves, which it does not allow; take '
+            '"full" or "none", or a schedule that does not split backward, such as Interleaved1F1B',
+        )
+
+
 def micro_batches_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
     """Every step has as many micro-batches as the schedule can order."""
     ranks, degree = run.parallelism.pipeline_parallel_degree, data_parallel_degree(run, world_size)
@@ -85,5 +98,6 @@ PIPELINE_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
     every_stage_has_a_layer,
     stages_fit_the_schedule,
     split_backward_keeps_weights,
+    split_backward_runs_once_through_kept_results,
     micro_batches_fit_the_schedule,
 )

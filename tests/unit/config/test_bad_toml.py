@@ -349,6 +349,18 @@ BAD = {
             "Interleaved1F1B or InterleavedZeroBubble"
         ],
     ),
+    "selective checkpointing under a split backward": (
+        (
+            "[training]",
+            '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
+            '[activation_checkpoint]\nmode = "selective"\n[training]',
+        ),
+        [
+            'activation_checkpoint.mode = "selective": schedule DualPipeV goes through backward in two halves, which '
+            'it does not allow; take "full" or "none", or a schedule that does not split backward, such as '
+            "Interleaved1F1B"
+        ],
+    ),
     "split backward of freed weights": (
         (
             "[training]",
@@ -430,6 +442,7 @@ def test_processes_fit_the_layout(parallelism, world_size, expected, tmp_path):
 
 def test_batch_is_checked_against_the_processes(tmp_path):
     text = SOUND.replace("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 12")
+    text = text.replace("[training]", "n_routed_experts = 12\n[training]")  # which 3 ranks divide
     (tmp_path / "sound.toml").write_text(text)
     assert load_run(tmp_path / "sound.toml", world_size=3).training.global_batch_size == 12
     (fault,) = faults_of(text, tmp_path, world_size=2)
@@ -496,3 +509,18 @@ def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
     assert (
         "a step of 5 micro-batches of 1 sequences; schedule Interleaved1F1B over 2 ranks takes a multiple of 2" in fault
     )
+
+
+def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_path):
+    """An expert of the debug preset has 256 and 256 rows."""
+    text = SOUND.replace("[training]", "n_routed_experts = 24\n[training]")
+    (tmp_path / "sound.toml").write_text(text)
+    assert load_run(tmp_path / "sound.toml", world_size=12)  # two experts each
+    (fault,) = faults_of(text, tmp_path, world_size=18)
+    assert fault == (
+        "run.toml: parallelism.expert_parallel_degree = 1: a rank's 24 experts are sharded over 18 ranks, which divide "
+        "neither their number nor an expert's 256 and 256 rows; take another number of ranks"
+    )
+    (fault,) = faults_of(text, tmp_path, world_size=48)
+    assert fault.endswith("a rank's 24 experts are sharded over 48 ranks, which divide neither their number nor an "
+                          "expert's 256 and 256 rows; take 3 or 6 or 12 or 24")  # fmt: skip
