@@ -3,10 +3,10 @@
     python scripts/muon_against_adamw.py                     # about an hour on one core; again after a stop: goes on
     python scripts/muon_against_adamw.py --tokens 409600     # longer runs
 
-Every run is `python -m glm46 train` on train_configs/debug.toml with the same tokens in the same order, the same initial
-weights, warm-up and decay; only optimizer, learning rate and budget differ. AdamW trains on all tokens, Muon on a part of
-them, each with its rate decayed by its own end, so that a shorter run is a whole run and not a cut one. Rates are swept
-in factors of two until the best one has a worse one on both sides. A run that is finished is not made again.
+Every run is `python -m glm46 train` on train_configs/debug.toml with the same tokens in the same order, the same
+initial weights, warm-up and decay; only optimizer, rate and budget differ. AdamW trains on all tokens, Muon on a part
+of them, each with its rate decayed by its own end: a shorter run is a whole run and not a cut one. Rates are swept in
+factors of two until the best one has a worse one on both sides. A run that is finished is not made again.
 
 Writes <output>.json (what was run, every curve) and <output>.svg (the best curves).
 """
@@ -27,8 +27,8 @@ SEQ_LEN = 256
 VALIDATIONS = 5
 WARMUP_SHARE = 0.1
 FIRST_RATES = {"AdamW": 4e-3, "Muon": 4e-3}
-# AdamW's curve, Muon's on a part of the tokens, Muon's on all of them.
-COLOURS = {"AdamW": "#c44e52", "Muon on a part": "#4c72b0", "Muon": "#8da0cb"}
+# AdamW; Muon on a part of the tokens, on half of that part, on all of them.
+COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8da0cb")
 
 
 def rounded(tokens: float) -> int:
@@ -97,63 +97,69 @@ def sweep(first: float, run: Callable[[float], dict]) -> tuple[dict, list[dict]]
         runs[unknown[0]] = run(unknown[0])
 
 
-def plot(lines: dict[str, dict], highest: float) -> str:
-    """Validation loss over tokens as SVG; ``highest`` cuts the curves' first points off."""
-    points = [point for run in lines.values() for point in run["validation"] if point[0]]
-    most, least = max(tokens for tokens, _ in points), min(loss for _, loss in points)
-    width, height, left, top, bottom = 720, 420, 60, 20, 370
+def best_curves_svg(lines: list[dict]) -> str:
+    """Validation loss over tokens; the points before training are left out, and the first line's end is the goal."""
+    curves_shown = [[point for point in run["validation"] if point[0]] for run in lines]
+    points = [point for curve in curves_shown for point in curve]
+    most = max(tokens for tokens, _ in points)
+    least, highest = min(loss for _, loss in points) - 0.1, max(loss for _, loss in points) + 0.1
+    width, height, left, right, top, bottom = 720, 420, 60, 700, 20, 360
 
-    def place(tokens: float, loss: float) -> str:
-        x = left + tokens / most * (width - left - 20)
-        return f"{x:.1f},{bottom - (loss - least) / (highest - least) * (bottom - top):.1f}"
+    def across(tokens: float) -> str:
+        return f"{left + tokens / most * (right - left):.1f}"
 
+    def down(loss: float) -> str:
+        return f"{top + (highest - loss) / (highest - least) * (bottom - top):.1f}"
+
+    space, font, middle = "http://www.w3.org/2000/svg", 'font-family="sans-serif" font-size="13"', (left + right) / 2
+    caption = "validation loss in nats, over tokens"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="13"><rect width="{width}" height="{height}" fill="white"/>'
+        f'<svg xmlns="{space}" viewBox="0 0 {width} {height}" {font}>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{middle}" y="{height - 14}" text-anchor="middle">{caption}</text>',
     ]
     for step in range(6):
-        x, y = left + step / 5 * (width - left - 20), bottom - step / 5 * (bottom - top)
-        parts.append(f'<path d="M{left} {y:.1f}H{width - 20}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{least + step / 5 * (highest - least):.2f}'
-                     f'</text><text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{step / 5 * most:,.0f}</text>')  # fmt: skip
-    parts.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">tokens (validation loss, nats)</text>')
-    goal = lines["AdamW"]["final_validation_loss"]
-    parts.append(
-        f'<path d="M{place(0, goal)} L{place(most, goal)}" stroke="{COLOURS["AdamW"]}" stroke-dasharray="4 4"/>'
-    )
-    for row, (name, run) in enumerate(lines.items()):
-        path = " ".join(place(*point) for point in run["validation"] if point[0] and point[1] <= highest)
-        text = f"{name}: lr {run['lr']:g}, {run['tokens']:,} tokens, ends at {run['final_validation_loss']:.3f}"
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{width - 24}" y="{top + 16 + 18 * row}" text-anchor="end" fill="{COLOURS[name]}">{text}</text>'
-        )
+        tokens, loss = step / 5 * most, least + step / 5 * (highest - least)
+        parts.append(f'<path d="M{left} {down(loss)}H{right}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{down(loss)}" dy="4" text-anchor="end">{loss:.2f}</text>')
+        parts.append(f'<text x="{across(tokens)}" y="{bottom + 20}" text-anchor="middle">{tokens:,.0f}</text>')
+    goal = down(lines[0]["final_validation_loss"])
+    parts.append(f'<path d="M{left} {goal}H{right}" stroke="{COLOURS[0]}" stroke-dasharray="4 4"/>')
+    for row, (run, curve, colour) in enumerate(zip(lines, curves_shown, COLOURS, strict=True)):
+        path = " ".join(f"{across(tokens)},{down(loss)}" for tokens, loss in curve)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{across(t)}" cy="{down(loss)}" r="3" fill="{colour}"/>' for t, loss in curve]
+        text = f"{run['optimizer']}, lr {run['lr']:g}, {run['tokens']:,} tokens: {run['final_validation_loss']:.3f}"
+        parts.append(f'<text x="{right - 4}" y="{top + 16 + 18 * row}" text-anchor="end" fill="{colour}">{text}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def main() -> None:
+    """Sweep both, then train Muon at its best rate on all tokens and on half of its part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=204_800, help="tokens of an AdamW run")
     parser.add_argument("--share", type=float, default=0.8, help="part of them that Muon trains on")
     parser.add_argument("--folder", type=Path, default=Path("outputs/muon_against_adamw"), help="where the runs go")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/muon_against_adamw", help="no ending")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "docs/images/muon_against_adamw", help="without an ending"
+    )
     options = parser.parse_args()
     root, tokens = options.folder.resolve(), rounded(options.tokens)
-    fewer = rounded(options.share * options.tokens)
+    part, half = rounded(options.share * options.tokens), rounded(options.share * options.tokens / 2)
 
     adamw, all_adamw = sweep(FIRST_RATES["AdamW"], lambda rate: measure("AdamW", rate, tokens, root))
-    part, all_part = sweep(FIRST_RATES["Muon"], lambda rate: measure("Muon", rate, fewer, root))
-    muon = measure("Muon", part["lr"], tokens, root)
+    muon, all_muon = sweep(FIRST_RATES["Muon"], lambda rate: measure("Muon", rate, part, root))
+    others = [measure("Muon", muon["lr"], budget, root) for budget in (half, tokens)]
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    first = arguments("NAME", 0.0, tokens, Path("FOLDER"))[1:]
-    facts = {"command": " ".join(first).replace(str(ROOT) + "/", ""), "runs": [*all_adamw, *all_part, muon]}
-    options.output.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    lines = {"AdamW": adamw, "Muon on a part": part, "Muon": muon}
-    highest = max(run["validation"][1][1] for run in lines.values())
-    options.output.with_suffix(".svg").write_text(plot(lines, highest))
-    gap = adamw["final_validation_loss"] - part["final_validation_loss"]
-    print(f"Muon on {fewer / tokens:.0%} of the tokens ends {gap:+.4f} nats below AdamW's best on all of them")
+    words = arguments("NAME", 0.0, tokens, Path("FOLDER"))[1:]
+    runs = ",\n  ".join(json.dumps(run) for run in [*all_adamw, *all_muon, *others])
+    command = json.dumps("python " + " ".join(words).replace(f"{ROOT}/", ""))
+    options.output.with_suffix(".json").write_text(f'{{\n "command": {command},\n "runs": [\n  {runs}\n ]\n}}\n')
+    options.output.with_suffix(".svg").write_text(best_curves_svg([adamw, muon, *others]))
+    for run in (muon, *others):
+        gap = adamw["final_validation_loss"] - run["final_validation_loss"]
+        print(f"Muon on {run['tokens'] / tokens:.0%} of the tokens ends {gap:+.4f} nats below AdamW's best on all")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class Optimizer(Section):
     """Muon: one matrix per product and none by Gram sums over ranks, so that every layout gives the same bits for the
     same gradients in half precision too. Slower for small matrices, above all on a GPU."""
 
+    idle_expert: Literal["decay", "skip"] = "decay"
+    """Muon: what becomes of a matrix whose whole gradient is zero, as that of an expert that saw no token. decay: it
+    goes on with its decaying momentum, at full size as always. skip: neither momentum nor weights change."""
+
     replicate_mode: Literal["owner", "redundant"] = "owner"
     """Muon under HSDP: owner has one owner of a matrix in all replicas, redundant one in each, so that no matrix
     crosses the replicas' slower links."""

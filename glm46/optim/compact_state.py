@@ -104,6 +104,11 @@ def local_state(tensors: dict[str, Tensor], signed: bool, view=local_part) -> "T
     return Quantized(view(tensors[".codes"]), view(tensors[".scales"]), signed)
 
 
+def state_parts(state: "Tensor | Quantized") -> tuple[Tensor, ...]:
+    """The tensors that a state is made of."""
+    return (state.codes, state.scales) if isinstance(state, Quantized) else (state,)
+
+
 def load_state(state: "Tensor | Quantized", like: Tensor) -> Tensor:
     """The values in FP32, or in the type of ``like`` if that is wider; a new tensor."""
     wide = torch.promote_types(like.dtype, torch.float32)

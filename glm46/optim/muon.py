@@ -23,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. Each tensor is a matrix
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
-            any option down to ``mesh_invariant``, and may hold ``row_blocks``: the rows of the matrices that its
+            any option down to ``idle_expert``, and may hold ``row_blocks``: the rows of the matrices that its
             tensors fuse along their second to last dimension (gate and up, or heads), each orthogonalised on its own.
             ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``adjust_lr`` and ``update_rms`` of a group may
             change between steps.
@@ -44,6 +44,8 @@ class Muon(torch.optim.Optimizer):
         ns_backend: "eager"; "compile" fuses the normalisation and the iteration; "gram" iterates on X X^T.
         mesh_invariant: one matrix per product and none by Gram sums, so that every mesh gives the same bits in half
             precision too; slower for small matrices, above all on a GPU.
+        idle_expert: of a matrix whose whole gradient is zero, as that of an expert that saw no token: "decay" goes on
+            with the decaying momentum, at full size as always; "skip" changes neither momentum nor weights.
         replicate_mode: of matrices that are both cut and replicated (HSDP): "owner" has one owner in all replicas,
             "redundant" one in each, so that nothing crosses the replicas' slower links.
         state_offload: "cpu" keeps the momentum in host memory and copies it in and out while others are at work.
@@ -82,6 +84,7 @@ class Muon(torch.optim.Optimizer):
         state_dtype: torch.dtype | str | None = None,
         ns_backend: str = "eager",
         mesh_invariant: bool = False,
+        idle_expert: str = "decay",
         replicate_mode: str = "owner",
         state_offload: str | None = None,
         bucket_bytes: int = 256 << 20,
@@ -107,6 +110,7 @@ class Muon(torch.optim.Optimizer):
             state_dtype=state_dtype,
             ns_backend=ns_backend,
             mesh_invariant=mesh_invariant,
+            idle_expert=idle_expert,
             row_blocks=None,
         )
         self._limits = {"bucket_bytes": bucket_bytes, "gram_load": gram_load}
@@ -209,4 +213,7 @@ class Muon(torch.optim.Optimizer):
         update_scale(group["adjust_lr"], group["update_rms"], 1, 1)
         dtype, wire = group["ns_dtype"], group["wire_dtype"]
         travels = Wire(wire or (torch.bfloat16 if dtype == torch.float16 else dtype), wire or dtype)
-        return Request(name, layout, blocks, travels, orthogonalizer(group), self._owner_of_replicas)
+        if group["idle_expert"] not in ("decay", "skip"):
+            raise ValueError(f"idle_expert must be 'decay' or 'skip', not {group['idle_expert']!r}")
+        skips = group["idle_expert"] == "skip"
+        return Request(name, layout, blocks, travels, orthogonalizer(group), self._owner_of_replicas, skips)

@@ -40,6 +40,7 @@ class Request:
     wire: Wire
     settings: Orthogonalizer
     owner_of_replicas: bool
+    skips_idle: bool = False
 
     def flops(self, rows: int, columns: int) -> int:
         """Floating-point operations of one matrix of this parameter."""
@@ -154,6 +155,9 @@ class Plan:
             f"owner: {owned} matrices in {len(self.buckets)} buckets; gram: {len(self.gram)} matrices",
         ]
         flops = self.owned_flops_per_rank()
+        if flops:
+            ratio = max(flops.values()) * len(flops) / sum(flops.values())
+            lines.append(f"fullest rank: {ratio:.2f} of the mean load on owned matrices")
         for rank, received in sorted(self.bytes_per_rank().items()):
             lines.append(f"rank {rank}: receives {received:,} bytes, {flops[rank]:.3e} FLOPs on owned matrices")
         for bucket in self.buckets:

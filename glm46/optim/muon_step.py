@@ -4,6 +4,7 @@ The first buckets leave for their owners, matrices that lie whole on this rank a
 bucket in turn as it arrives. Momenta in host memory come and go in the same order. The order is made once.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -56,6 +57,12 @@ class MuonStep:
         self._entries, self._requests, self._groups = entries, requests, groups
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
+        self._busy: dict[Slice, Tensor] = {}
+        self._cut_units: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
+        cut = [(bucket.ranks, unit) for bucket in plan.buckets for unit in bucket.units] + list(plan.gram)
+        for ranks, unit in cut:
+            if requests[unit.parameter].skips_idle:
+                self._cut_units[ranks].append(unit)
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
         devices = [parameter.device for parameter in self._parameters]
@@ -77,11 +84,12 @@ class MuonStep:
     def run(self) -> None:
         """Update every parameter that has a gradient."""
         self._views = [_local_views(parameter) for parameter in self._parameters]
+        self._busy = self._find_busy()
         self._momenta.begin()
         for action in self._actions:
             action()
         self._momenta.end()
-        self._views = []
+        self._views, self._busy = [], {}
 
     def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]], gram: Iterable) -> None:
         rest = iter(chunks)
@@ -122,7 +130,28 @@ class MuonStep:
         """The views of a part; ``shape`` is that of the whole matrices."""
         number, matrices, rows = part
         parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
-        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
+        busy = self._busy[part] if self._requests[number].skips_idle and gradient is not None else None
+        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape, busy)
+
+    def _find_busy(self) -> dict[Slice, Tensor]:
+        """For each part of ``idle_expert = "skip"`` which matrices have a gradient that is not all zero, [N, 1, 1].
+
+        Of matrices that are cut each rank sees a part: one all-reduce for each set of ranks, a byte for each matrix.
+        """
+        busy: dict[Slice, Tensor] = {}
+        for part in (part for slices in self._taken for part in slices):
+            number, matrices, rows = part
+            gradient = self._views[number][1]
+            if self._requests[number].skips_idle and gradient is not None:
+                busy[part] = gradient[slice(*matrices), slice(*rows)].ne(0).flatten(1).any(1).view(-1, 1, 1)
+        for ranks, units in self._cut_units.items():
+            device = self._parameters[units[0].parameter].device
+            here = [busy.get(self._slice_of(unit)) for unit in units]
+            flags = torch.stack([torch.zeros((), device=device) if b is None else b.float().view(()) for b in here])
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups[ranks])
+            for unit, flag in zip(units, flags, strict=True):
+                busy[self._slice_of(unit)] = flag.view(1, 1, 1) > 0
+        return busy
 
     def _gather(self, exchange: Exchange) -> None:
         with self._momenta.take() as momenta:

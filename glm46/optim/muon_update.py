@@ -7,14 +7,15 @@ Letters: N matrices, R rows, C columns; S and L are the shorter and the longer o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from glm46.optim.compact_state import Quantized, load_state, store_state
+from glm46.optim.compact_state import Quantized, load_state, state_parts, store_state
 from glm46.optim.newton_schulz import Coefficients, iterate_batched, iterate_gram, orthogonalize, step_coefficients
 
 NS_BACKENDS = ("eager", "compile", "gram")
@@ -81,7 +82,8 @@ class Piece:
     """Views of the same part of one parameter, its gradient and its momentum on this rank, all [N, r, c].
 
     ``rows`` and ``columns`` are those of the whole matrices, of which the views may hold a part. Without a gradient
-    there is nothing to contribute and nothing to update.
+    there is nothing to contribute and nothing to update. ``is_busy`` [N, 1, 1] is one for the matrices to update and
+    zero for those to leave alone; absent for all of them.
     """
 
     group: dict
@@ -90,9 +92,14 @@ class Piece:
     momentum: Tensor | Quantized
     rows: int
     columns: int
+    is_busy: Tensor | None = None
 
     def direction(self) -> Tensor:
         """Advance the momentum and return what is orthogonalised, [N, r, c], never a view of gradient or momentum."""
+        with self._idle_kept(*state_parts(self.momentum)):
+            return self._advance()
+
+    def _advance(self) -> Tensor:
         weight = self.group["momentum"]
         gradient = self.gradient
         if isinstance(self.momentum, Tensor) and self.momentum.dtype == gradient.dtype:
@@ -108,11 +115,20 @@ class Piece:
         """Decay the parameter and subtract the scaled ``update`` [N, r, c]."""
         lr = self.group["lr"]
         scale = update_scale(self.group["adjust_lr"], self.group["update_rms"], self.rows, self.columns)
-        self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
-        if isinstance(lr, Tensor):
-            self.parameter.sub_(update.to(self.parameter.dtype) * (lr * scale))
-        else:
-            self.parameter.add_(update, alpha=-lr * scale)
+        with self._idle_kept(self.parameter):
+            self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
+            if isinstance(lr, Tensor):
+                self.parameter.sub_(update.to(self.parameter.dtype) * (lr * scale))
+            else:
+                self.parameter.add_(update, alpha=-lr * scale)
+
+    @contextmanager
+    def _idle_kept(self, *tensors: Tensor) -> Iterator[None]:
+        """Undo what the block does to idle matrices: on the device, because asking it which these are would wait."""
+        before = [] if self.is_busy is None else [tensor.clone() for tensor in tensors]
+        yield
+        for tensor, old in zip(tensors, before, strict=False):
+            tensor.copy_(torch.where(self.is_busy, tensor, old))
 
 
 def canonical(matrices_NRC: Tensor) -> Tensor:

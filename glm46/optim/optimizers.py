@@ -91,6 +91,7 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         ns_dtype=getattr(torch, config.ns_dtype),
         ns_backend=config.ns_backend,
         mesh_invariant=config.mesh_invariant,
+        idle_expert=config.idle_expert,
         replicate_mode=config.replicate_mode,
         state_offload=None if config.state_offload == "none" else config.state_offload,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from glm46.optim.compact_state import Quantized
+from glm46.optim.compact_state import Quantized, state_parts
 
 State = Tensor | Quantized
 
@@ -88,17 +88,13 @@ class StateStream:
             self._left[number % SLOTS] = self._outward.record_event()
 
 
-def _tensors(state: State) -> tuple[Tensor, ...]:
-    return (state.codes, state.scales) if isinstance(state, Quantized) else (state,)
-
-
 def _aligned(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _room(item: Sequence[State]) -> int:
     """Bytes of a slot that holds an item."""
-    return sum(_aligned(tensor) for state in item for tensor in _tensors(state))
+    return sum(_aligned(tensor) for state in item for tensor in state_parts(state))
 
 
 def _views_like(item: Sequence[State], slot: Tensor) -> list[State]:
@@ -107,7 +103,7 @@ def _views_like(item: Sequence[State], slot: Tensor) -> list[State]:
     start = 0
     for state in item:
         parts = []
-        for tensor in _tensors(state):
+        for tensor in state_parts(state):
             size = tensor.numel() * tensor.element_size()
             parts.append(slot[start : start + size].view(tensor.dtype).view(tensor.shape))
             start += _aligned(tensor)
@@ -117,7 +113,7 @@ def _views_like(item: Sequence[State], slot: Tensor) -> list[State]:
 
 def _copy(targets: Sequence[State], sources: Sequence[State]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        for to, of in zip(_tensors(target), _tensors(source), strict=True):
+        for to, of in zip(state_parts(target), state_parts(source), strict=True):
             _copy_tensor(to, of)
 
 

@@ -30,7 +30,7 @@ def figures(request) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == {2: 12, 4: 30}[request.param]
+    assert len(rows) == {2: 13, 4: 32}[request.param]
     return rows
 
 
@@ -96,6 +96,8 @@ def test_t10_gram_over_ranks_equals_the_plain_iteration(figures):
         assert max(row["gram"].values()) <= 1e-4, row
 
 
-def test_t11_planner_that_trusts_is_shard_is_found_out(figures):
+def test_t11_planners_blind_to_strided_shards_are_found_out(figures):
     for row in select(figures, "blind"):
-        assert row["blind"] == "refused" or row["blind"] > 1e-3, row
+        # One is refused, the other gives wrong numbers: far outside T2's bound.
+        assert "not placement" in row["blind"]["is_shard"], row
+        assert row["blind"]["plain"] > 0.1, row

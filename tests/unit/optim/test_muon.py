@@ -8,7 +8,8 @@ import torch
 
 from glm46.optim.muon import Muon
 from glm46.optim.muon_reference import reference_update
-from glm46.optim.newton_schulz import NAMED_COEFFICIENTS, orthogonalize, step_coefficients
+from glm46.optim.muon_update import update_scale
+from glm46.optim.newton_schulz import NAMED_COEFFICIENTS, iterate_gram, orthogonalize, step_coefficients
 
 # FP32 products in another order; five iterations multiply the rounding by a few tens.
 FP32 = 1e-6
@@ -100,11 +101,11 @@ def test_t8_fused_rows_equal_separate_parameters_bitwise():
 
 
 def test_t8_heads_equal_separate_parameters_bitwise():
-    fused, gradients = parameters_with_gradients([(96, 64)])
+    fused, gradients = parameters_with_gradients([(96 * 8, 64)])
     heads = [torch.nn.Parameter(head.clone()) for head in fused[0].detach().split(8)]
     head_gradients = [list(g[0].split(8)) for g in gradients]
     options = dict(lr=0.02, ns_dtype=torch.float32)
-    run_steps(Muon([{"params": fused, "row_blocks": (8,) * 12}], **options), fused, gradients)
+    run_steps(Muon([{"params": fused, "row_blocks": (8,) * 96}], **options), fused, gradients)
     run_steps(Muon(heads, **options), heads, head_gradients)
     assert torch.equal(fused[0].detach(), torch.cat([head.detach() for head in heads]))
 
@@ -199,6 +200,53 @@ def test_t10_gram_form_equals_the_plain_iteration():
     assert relative_error(updates[1], updates[0]) <= 1e-4
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.07), (torch.bfloat16, 0.56)])
+def test_t10_gram_form_needs_its_restart_in_half_precision(monkeypatch, dtype, bound):
+    x, _ = matrix_with_singular_values(torch.arange(1, 65, dtype=torch.float64) ** -1.2, columns=512)
+    coefficients = step_coefficients("keller", 5)
+    expected = orthogonalize(x[None], coefficients, eps=1e-12, dtype=torch.float64)
+    errors = []
+    for restart in (2, 5):
+        monkeypatch.setattr("glm46.optim.newton_schulz.GRAM_RESTART_STEP", restart)
+        out = orthogonalize(x[None], coefficients, eps=1e-12, dtype=dtype, iterate=iterate_gram).double()
+        errors.append(relative_error(out, expected))
+    # The specification's range over spectra; without the restart bfloat16 diverges.
+    assert errors[0] <= bound
+    assert not errors[1] <= 2 * errors[0]
+
+
+def test_scales_of_the_update():
+    # Rows over columns are 4: two, and one for a matrix that is wider than tall.
+    assert update_scale("original", 0.2, 64, 16) == update_scale("spectral", 0.2, 64, 16) == 2.0
+    assert update_scale("original", 0.2, 16, 64) == update_scale(None, 0.2, 16, 64) == 1.0
+    assert update_scale("spectral", 0.2, 16, 64) == 0.5
+    assert update_scale("match_rms_adamw", 0.2, 16, 64) == update_scale("match_rms_adamw", 0.2, 64, 16) == 0.2 * 8
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, "8bit"])
+def test_idle_experts_decay_or_stay_bit_for_bit(state_dtype):
+    results = {}
+    for idle_expert in ("decay", "skip"):
+        parameters, gradients = parameters_with_gradients([(4, 32, 64)])
+        gradients[1][0][[0, 2]] = 0.0
+        optimizer = Muon(parameters, lr=0.02, idle_expert=idle_expert, state_dtype=state_dtype, ns_dtype=torch.float32)
+        run_steps(optimizer, parameters, gradients[:1])
+        states = list(optimizer.state[parameters[0]].values())
+        before = [tensor.detach().clone() for tensor in (*parameters, *states)]
+        run_steps(optimizer, parameters, gradients[1:2])
+        results[idle_expert] = before, [tensor.detach() for tensor in (*parameters, *states)]
+    before, skipped = results["skip"]
+    decayed = results["decay"][1]
+    for old, new, other in zip(before, skipped, decayed, strict=True):
+        assert torch.equal(new[[0, 2]], old[[0, 2]])
+        # The busy ones are updated as ever.
+        assert torch.equal(new[[1, 3]], other[[1, 3]])
+    # An update at full size from a momentum that only decays: what "skip" is for.
+    start = results["decay"][0][0]
+    moved = (decayed[0] - start).norm(dim=(1, 2))
+    assert moved[0].item() == pytest.approx(moved[1].item(), rel=0.2)
+
+
 def test_mesh_invariant_gives_a_matrix_the_same_bits_in_any_company():
     # 160 experts of 8 x 16 are one batched product, alone each is a plain one: in BF16 these round differently.
     together, gradients = parameters_with_gradients([(160, 8, 16)])
@@ -260,6 +308,7 @@ def test_no_parameters_is_legal():
         (dict(momentum=1.0), "momentum"),
         (dict(ns_backend="fast"), "ns_backend"),
         (dict(replicate_mode="all"), "replicate_mode"),
+        (dict(idle_expert="sleep"), "idle_expert"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(options, message):
