@@ -55,7 +55,7 @@ class Optimizer(Section):
 
     mesh_invariant: bool = False
     """Muon: one matrix per product and none by Gram sums over ranks, so that every layout gives the same bits for the
-    same gradients in half precision too. Slower for small matrices, above all on a GPU."""
+    same gradients in half precision too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
 
     idle_expert: Literal["decay", "skip"] = "decay"
     """Muon: what becomes of a matrix whose whole gradient is zero, as that of an expert that saw no token. decay: it

@@ -80,6 +80,9 @@ class Unit:
         """Rows and columns of the whole matrix."""
         return self.rows[1] - self.rows[0], self.columns
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.matrix}, {self.rows[0]}:{self.rows[1]}] {self.shape}"
+
     def size(self, member: int) -> int:
         """Entries that a rank of the group holds."""
         part = self.parts[member]
@@ -162,8 +165,8 @@ class Plan:
             lines.append(f"rank {rank}: receives {received:,} bytes, {flops[rank]:.3e} FLOPs on owned matrices")
         for bucket in self.buckets:
             for unit in bucket.units:
-                lines.append(f"{unit.name}[{unit.matrix}] {unit.shape} -> rank {bucket.ranks[unit.owner]}")
-        lines += [f"{unit.name}[{unit.matrix}] {unit.shape} -> gram over ranks {ranks}" for ranks, unit in self.gram]
+                lines.append(f"{unit} -> rank {bucket.ranks[unit.owner]}")
+        lines += [f"{unit} -> gram over ranks {ranks}" for ranks, unit in self.gram]
         return "\n".join(lines)
 
 

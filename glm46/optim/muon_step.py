@@ -139,6 +139,8 @@ class MuonStep:
         Of matrices that are cut each rank sees a part: one all-reduce for each set of ranks, a byte for each matrix.
         """
         busy: dict[Slice, Tensor] = {}
+        if not any(request.skips_idle for request in self._requests):
+            return busy
         for part in (part for slices in self._taken for part in slices):
             number, matrices, rows = part
             gradient = self._views[number][1]

@@ -292,9 +292,14 @@ def test_state_dict_loads_into_the_live_buffers_in_their_type(state_dtype):
 
 
 def test_no_parameters_is_legal():
+    # A pipeline stage may have none; its plan can be printed like any other.
     optimizer = Muon([])
     optimizer.step()
     assert optimizer.plan().local == ()
+    assert str(optimizer.plan()).splitlines() == [
+        "local: 0 matrices, 0.000e+00 FLOPs",
+        "owner: 0 matrices in 0 buckets; gram: 0 matrices",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,17 @@ def test_t9_all_ranks_of_a_group_have_the_same_plan(plans):
     assert {ranks for ranks, _ in units(plans[3], False)} == {tuple(range(3, WORLD, EP))}
 
 
+def test_plan_prints_owners_bytes_and_load_of_every_matrix(plans):
+    lines = str(plans[0]).splitlines()
+    assert sum("-> rank" in line for line in lines) == LAYERS * (4 + 3 * GLM.n_routed_experts // EP)
+    assert sum(line.startswith("rank ") and "receives" in line for line in lines) == WORLD
+    # Gate and up of one expert are told apart by their rows.
+    narrow = GLM.moe_intermediate_size
+    for rows in (f"0:{narrow}", f"{narrow}:{2 * narrow}"):
+        assert any(line.startswith(f"0.gate_up[0, {rows}] ({narrow}, {GLM.hidden_size})") for line in lines)
+    assert any("of the mean load" in line for line in lines)
+
+
 def test_t9_total_bytes_are_the_lower_bound(plans):
     for bucket_ranks, dense in ((WORLD, True), (WORLD // EP, False)):
         chosen = [(ranks, unit) for ranks, unit in units(plans[0], dense)]
