@@ -16,6 +16,7 @@ from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
+from glm46.training.stop import EXIT_STOPPED, STOPPED
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
@@ -37,7 +38,8 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
         processes: ranks to start; None takes one for each GPU, or a few without GPUs.
 
     Returns:
-        Exit code: 0 trained to the end; 2 refused; 128 + n stopped by signal n; else a rank failed.
+        Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1 after a save;
+        128 + n stopped by signal n otherwise; else a rank failed.
 
     Raises:
         UserError: the run is not sound.
@@ -61,7 +63,12 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     rows = run.training.local_batch_size * resolve_layout(run.parallelism, processes).batch_ranks
     check_epochs(run, manifests, rows)
     share_cores(machine.cores, processes)
-    return _start(processes, ["train", "--config", str(config), *overrides])
+    mark = Path(run.job.dump_folder) / STOPPED
+    mark.unlink(missing_ok=True)
+    code = _start(processes, ["train", "--config", str(config), *overrides])
+    # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
+    stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return EXIT_STOPPED if stopped_by_system and mark.exists() else code
 
 
 def choose_processes(run: Run, machine: Machine) -> int:
@@ -101,6 +108,8 @@ def _start(processes: int, command: Sequence[str]) -> int:
         return _EXIT_SIGNAL + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == EXIT_STOPPED:  # a signal was sent to a rank, not to this process
+            return EXIT_STOPPED
         print(f"error: rank {rank} {_describe_exit(failure.exitcode)}", file=sys.stderr)
         return _EXIT_USER_ERROR if failure.exitcode == _EXIT_USER_ERROR else _EXIT_FAILED_RANK
     return 0

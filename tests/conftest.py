@@ -26,7 +26,11 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def source_folder(tokenizer, tmp_path_factory) -> Path:
     """Repeating sentences, cut into documents, a few of them held out."""
-    folder = tmp_path_factory.mktemp("source")
+    return write_source(tmp_path_factory.mktemp("source"), tokenizer)
+
+
+def write_source(folder: Path, tokenizer: Tokenizer) -> Path:
+    """The prepared source of `source_folder`, for programs that are no tests."""
     splits = {}
     for name, documents in (("train", 60), ("validation", 6)):
         metadata = {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
@@ -40,21 +44,26 @@ def source_folder(tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
+def small_run(source: Path, dump_folder: Path, **tables) -> Run:
+    """A small run; keyword arguments are whole or partial tables of the TOML."""
+    content = {
+        "job": {"dump_folder": str(dump_folder)},
+        "model": TINY,
+        "data": {"document_mask": True, "sources": [{"name": "test", "path": str(source)}]},
+        "training": {"local_batch_size": 2, "seq_len": 16, "steps": 4, "mixed_precision_param": "float32"},
+        "optimizer": {"name": "AdamW", "lr": 1e-2},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+    }
+    for table, keys in tables.items():
+        content[table] = {**content.get(table, {}), **keys}
+    return Run.model_validate_json(json.dumps(content))
+
+
 @pytest.fixture
 def make_run(source_folder, tmp_path):
     """A function that makes a small run; keyword arguments are whole or partial tables of the TOML."""
 
     def make(**tables) -> Run:
-        content = {
-            "job": {"dump_folder": str(tmp_path / "out")},
-            "model": TINY,
-            "data": {"document_mask": True, "sources": [{"name": "test", "path": str(source_folder)}]},
-            "training": {"local_batch_size": 2, "seq_len": 16, "steps": 4, "mixed_precision_param": "float32"},
-            "optimizer": {"name": "AdamW", "lr": 1e-2},
-            "metrics": {"log_freq": 1, "enable_tensorboard": False},
-        }
-        for table, keys in tables.items():
-            content[table] = {**content.get(table, {}), **keys}
-        return Run.model_validate_json(json.dumps(content))
+        return small_run(source_folder, tmp_path / "out", **tables)
 
     return make

@@ -122,11 +122,14 @@ class CheckpointManager:
         self._background.close()
         return self._background.take_ended()
 
-    def newest(self) -> int | None:
+    def newest(self, *, before: int | None = None) -> int | None:
         """The newest step whose every file is whole, or None when nothing was ever saved. Collective.
 
         Node-local saves that were not gathered yet are gathered first. Damaged checkpoints are passed over, and a
         warning says what is wrong with each.
+
+        Args:
+            before: look only at smaller steps than this.
 
         Raises:
             UserError: when there are checkpoints but none is whole. Starting anew is then for a person to decide.
@@ -138,7 +141,7 @@ class CheckpointManager:
             if self._ranks.is_first:
                 if self.folder.is_dir():
                     repair(self.folder)
-                stage.value = published_steps(self.folder)
+                stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
         bad: list[str] = []
         for step in reversed(stage.values[0]):
             faults = self._verify(step)

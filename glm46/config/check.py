@@ -149,6 +149,18 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
             f"checkpoint.load_step = {checkpoint.load_step}: nothing is loaded while checkpoint.enable = false; "
             "set enable = true, or name the step's folder in checkpoint.initial_load_path",
         )
+    if checkpoint.node_local_folder is not None and not checkpoint.enable:
+        yield Fault(
+            ("checkpoint.node_local_folder", "checkpoint.enable"),
+            f"checkpoint.node_local_folder = {show(checkpoint.node_local_folder)}: nothing is saved while "
+            "checkpoint.enable = false; set enable = true, or take it out",
+        )
+    if run.training.max_rollbacks and not checkpoint.enable:
+        yield Fault(
+            ("training.max_rollbacks", "checkpoint.enable"),
+            f"training.max_rollbacks = {run.training.max_rollbacks}: there is nothing to go back to while "
+            "checkpoint.enable = false; set enable = true, or max_rollbacks = 0",
+        )
     if checkpoint.initial_load_model_only and checkpoint.initial_load_path is None:
         yield Fault(
             ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),

@@ -32,6 +32,10 @@ class Checkpoint(Section):
     """async copies the state to host memory, through pinned memory on a GPU, and writes it while training goes on; the
     last save is always waited for. disabled waits for every save."""
 
+    node_local_folder: str | None = None
+    """Folder on a disk of each node that saves go to first; they are gathered in ``folder`` behind training. A local
+    disk that is full or lost costs checkpoints only. Absent: saves go to ``folder`` directly."""
+
     load_step: int = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""
 

@@ -31,7 +31,19 @@ class Training(Section):
     """Largest global gradient norm; gradients above it are scaled down to it."""
 
     max_skipped_steps: int = Field(10, ge=0)
-    """Steps in a row with a non-finite loss or gradient norm that are skipped before the run stops with an error."""
+    """Steps in a row that are skipped, for a spike or a loss or gradient norm that is not finite, before the run rolls
+    back (max_rollbacks) or stops with an error."""
+
+    spike_sigmas: float = Field(10.0, ge=0.0)
+    """A step is skipped whose loss, or gradient norm in its logarithm, lies more than this many robust deviations above
+    the median of the last good steps; 0 finds no spikes."""
+
+    spike_window: int = Field(128, ge=16)
+    """Good steps that make the median; nothing is called a spike before half of them were made."""
+
+    max_rollbacks: int = Field(0, ge=0)
+    """How often the run may go back to the last checkpoint before such a row of skipped steps, and leave their samples
+    out; 0 stops instead."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the master weights. Optimizer states follow ``optimizer.state_dtype``."""

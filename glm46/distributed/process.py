@@ -1,11 +1,18 @@
 """This process among the others. The only file that reads the environment."""
 
+import ctypes
 import datetime
 import os
+import signal
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+
+_PR_SET_PDEATHSIG = 1
+"""Source: linux/prctl.h."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,22 @@ def launched_world_size() -> int | None:
     return None if size is None else int(size)
 
 
+def launched_rank() -> int:
+    """This process's number among those that torchrun started; 0 when it did not start this one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when torchrun, which started it, is gone: without that a rank whose torchrun
+    was killed goes on for ever and keeps its GPU. Only Linux can; does nothing where torchrun did not start this."""
+    if launched_world_size() is None or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it went before it was watched
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def share_cores(cores: int, processes: int) -> None:
     """Give each process that is started from here its share of the cores. Without this torchrun gives each one thread;
     what the user has set stays."""
@@ -45,7 +68,7 @@ def join(timeout_seconds: int) -> Process:
     There is a group even for one process, so that all code after this has one path. CPU tensors always go through gloo:
     token counts and the wish to stop are agreed on without waiting for the GPU.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), launched_world_size() or 1
+    rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

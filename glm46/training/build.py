@@ -122,5 +122,6 @@ def assemble(run: Run, process: Process, tokenizer: Tokenizer, manifests: dict[s
             keep_latest_k=run.checkpoint.keep_latest_k,
             keep_every=run.checkpoint.keep_every,
             keep_best_k=run.checkpoint.keep_best_k,
+            node_local_folder=Path(local) if (local := run.checkpoint.node_local_folder) else None,
         ),
     )

@@ -92,6 +92,7 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
     lines += ["", format_role_table(parts.optimizer.role_table()), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
+        lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
         lines += _config_changes(meta["config"], dump_run(run))
     else:
         lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")

@@ -80,6 +80,29 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     return fresh, _load(parts, path.resolve(), ignored=ignored)
 
 
+def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any]]:
+    """Bring the parts back to the last good checkpoint before a row of skipped steps, whose samples are then left out;
+    collective.
+
+    Raises:
+        UserError: the run may not, or no more, or there is no such checkpoint.
+    """
+    training = parts.run.training
+    cause = (
+        f"training.max_skipped_steps = {training.max_skipped_steps}: {progress.skipped_in_a_row} steps in a row, "
+        f"{progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
+    )
+    remedy = "lower optimizer.lr, or look at the samples named in log.txt"
+    if progress.rollbacks >= training.max_rollbacks:
+        after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
+        raise UserError(f"{cause}{after if progress.rollbacks else ''}; {remedy}")
+    step = parts.checkpoints.newest(before=progress.bad_since_step) if parts.run.checkpoint.enable else None
+    if step is None:
+        raise UserError(f"{cause}, and no checkpoint of an earlier step is there to go back to; {remedy}")
+    meta = _load(parts, step, ignored=())
+    return progress.roll_back(Progress.from_meta(meta["progress"])), meta
+
+
 def _load(parts: Parts, source: int | Path, ignored: tuple[str, ...]) -> dict[str, Any]:
     """Fill the parts from a step of this run, or from the step folder of another."""
     tensors = {name: t for name, t in checkpoint_tensors(parts).items() if not name.startswith(ignored or "\0")}

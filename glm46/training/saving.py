@@ -5,14 +5,16 @@ from glm46.checkpoint.saving import SaveOutcome
 from glm46.observe.report import Report
 from glm46.training.build import Parts
 from glm46.training.resume import checkpoint_meta, checkpoint_tensors
+from glm46.training.spikes import SpikeDetector
 from glm46.training.state import Progress
 
 
 class Saver:
     """Saves every `[checkpoint] interval` steps, behind training if so configured, and once at the end."""
 
-    def __init__(self, parts: Parts, report: Report, progress: Progress):
+    def __init__(self, parts: Parts, report: Report, progress: Progress, spikes: SpikeDetector):
         self._parts, self._report, self._config = parts, report, parts.run.checkpoint
+        self._spikes = spikes
         self._saved_step = progress.step
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
@@ -65,7 +67,8 @@ class Saver:
         self._saved_step = progress.step
 
     def _content(self, progress: Progress, validation: dict[str, float]) -> tuple:
-        return progress.step, checkpoint_tensors(self._parts), checkpoint_meta(self._parts, progress, validation)
+        meta = checkpoint_meta(self._parts, progress, validation) | {"spikes": self._spikes.to_meta()}
+        return progress.step, checkpoint_tensors(self._parts), meta
 
     def _tell_failure(self, progress: Progress, error: CheckpointError) -> None:
         self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")

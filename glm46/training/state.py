@@ -1,6 +1,7 @@
 """How far a run has come: the few numbers that, with weights and optimizer states, are everything a resume needs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 
 @dataclass
@@ -16,12 +17,22 @@ class Progress:
     samples: int = 0
     """Global number of the next sample to read."""
     skipped_steps: int = 0
-    """Steps skipped for a non-finite loss or gradient."""
+    """Steps skipped for a spike, or a loss or gradient that is not finite."""
     skipped_in_a_row: int = 0
     """Of these, the last ones without a good step between."""
+    bad_since_step: int = 0
+    """The first step of this row."""
+    bad_since_sample: int = 0
+    """The first sample of that step."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """Ranges of sample numbers that are not read: first, and the one behind the last."""
 
     def advance(self, *, sequences: int, seq_len: int, was_skipped: bool) -> None:
         """Count one optimizer step."""
+        if was_skipped and not self.skipped_in_a_row:
+            self.bad_since_step, self.bad_since_sample = self.step + 1, self.samples
         self.step += 1
         self.samples += sequences
         self.tokens += sequences * seq_len
@@ -29,11 +40,30 @@ class Progress:
         self.skipped_steps += was_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
 
-    def to_meta(self) -> dict[str, int]:
+    def pass_over(self, sequences: int) -> bool:
+        """Go on behind any range that is left out and that the next `sequences` would touch; whether there was one."""
+        start = self.samples
+        for first, end in sorted(self.left_out):
+            if self.samples < end and first < self.samples + sequences:
+                self.samples = end
+        return self.samples != start
+
+    def roll_back(self, earlier: "Progress") -> "Progress":
+        """The progress of an earlier checkpoint, with the samples of the last bad steps left out from then on."""
+        bad = [self.bad_since_sample, self.samples]
+        return replace(
+            earlier,
+            skipped_steps=self.skipped_steps,
+            skipped_in_a_row=0,
+            rollbacks=self.rollbacks + 1,
+            left_out=[*self.left_out, bad],
+        )
+
+    def to_meta(self) -> dict[str, Any]:
         """For the checkpoint, as JSON."""
         return asdict(self)
 
     @classmethod
-    def from_meta(cls, meta: dict[str, int]) -> "Progress":
+    def from_meta(cls, meta: dict[str, Any]) -> "Progress":
         """From the checkpoint."""
         return cls(**meta)

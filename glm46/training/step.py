@@ -1,5 +1,7 @@
 """One optimizer step, from micro-batches to moved weights."""
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from glm46.model.transformer import LossSums, StageOutput
 from glm46.optim.schedule import schedule_value
 from glm46.training.build import Parts
 from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
+from glm46.training.spikes import NOT_FINITE, sum_over_ranks
 
 
 class StepOutcome(NamedTuple):
@@ -31,12 +34,17 @@ class StepOutcome(NamedTuple):
     """int64 [MoE layers]."""
     grad_norm: Tensor
     """FP32 scalar, before clipping."""
-    was_skipped: bool
-    """The loss or the norm was not finite, and nothing was changed."""
+    fault: str | None
+    """Why the step was skipped, and nothing changed; None if it was made."""
 
 
 def train_step(
-    parts: Parts, micro_batches: list[dict[str, Tensor]], counts: TokenCounts, clock: int, lr_factor: float
+    parts: Parts,
+    micro_batches: list[dict[str, Tensor]],
+    counts: TokenCounts,
+    clock: int,
+    lr_factor: float,
+    judge: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepOutcome:
     """Train on the micro-batches of one step; collective.
 
@@ -45,6 +53,7 @@ def train_step(
         counts: tokens of the whole step over all ranks.
         clock: tokens of the curriculum seen before this step; every schedule is read there.
         lr_factor: learning rate relative to its peak.
+        judge: says of mean loss and gradient norm why the step must be skipped. Figures that are not finite always are.
     """
     moe = parts.run.moe
     weights = LossWeights(
@@ -56,22 +65,23 @@ def train_step(
     parts.optimizer.zero_grad()
     outputs = forward_backward(parts, [to_device(batch, parts) for batch in micro_batches], counts, weights, options)
     sums, counters = _figures(parts, outputs, micro_batches)
-    dist.all_reduce(sums)
+    sums, grad_norm = sum_over_ranks(sums, global_grad_norm(parameters, parts.meshes.pipeline))
     dist.all_reduce(counters)
 
-    grad_norm = global_grad_norm(parameters, parts.meshes.pipeline)
-    # sync: whether to step must be known before the weights change; both numbers are the same on every rank.
-    was_skipped = not bool(torch.isfinite(grad_norm) & torch.isfinite(sums).all())
+    # sync: whether to step must be known before the weights change; the numbers are the same on every rank.
+    figures = [*sums.tolist(), grad_norm.item()]
+    is_finite = all(map(math.isfinite, figures))
+    fault = judge(figures[0] / max(counts.targets, 1), figures[-1]) if is_finite else NOT_FINITE
     experts = parts.shape.n_routed_experts
     tokens_per_expert, overflow = counters[:, :experts], counters[:, experts]
-    if not was_skipped:
+    if fault is None:
         scale_gradients(parameters, (parts.run.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         parts.optimizer.step(lr_factor)
         parts.balance.update(tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
     depths = parts.shape.num_nextn_predict_layers
     loss_sum, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
     return StepOutcome(
-        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, was_skipped
+        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault
     )
 
 

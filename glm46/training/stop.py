@@ -2,6 +2,13 @@
 
 import signal
 
+EXIT_STOPPED = 75
+"""Exit code of a rank that was asked to stop and has saved: start the same command again. Source: EX_TEMPFAIL of
+sysexits.h, which job systems know as a reason to try again."""
+
+STOPPED = "stopped"
+"""File in the dump folder that says after which step a run was stopped by a signal and saved."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -4,17 +4,16 @@ import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.config.run import Run
 from glm46.data.loader import build_train_loader
-from glm46.distributed.process import join, leave
+from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
 from glm46.optim.schedule import batch_sequences, learning_rate_factor
 from glm46.training import resume
@@ -23,11 +22,13 @@ from glm46.training.evaluate import evaluate
 from glm46.training.farewell import farewell
 from glm46.training.figures import Figures, describe_start
 from glm46.training.huggingface import save_weights
+from glm46.training.lock import RunLock
 from glm46.training.loss import TokenCounts, count_tokens
 from glm46.training.saving import Saver
+from glm46.training.spikes import SpikeDetector
 from glm46.training.state import Progress
 from glm46.training.step import train_step
-from glm46.training.stop import StopRequest
+from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.training.text import budget_tokens
 
 
@@ -40,41 +41,62 @@ class Agreement(NamedTuple):
     """Some rank was asked to stop."""
 
 
+class _TooManyBadSteps(Exception):
+    """A row of skipped steps is longer than [training] max_skipped_steps; raised on all ranks together."""
+
+
 def train(run: Run) -> int:
     """Train as `run` says, on this rank of however many there are; collective.
 
     Returns:
-        Exit code: 0 when the budget is spent or a signal stopped the run after a save.
+        Exit code: 0 when the budget is spent, EXIT_STOPPED when a signal stopped the run after a save.
     """
+    die_with_parent()
+    dump_folder = Path(run.job.dump_folder)
+    # Before the ranks meet: one that is refused then is no rank that the others wait for.
+    lock = RunLock(dump_folder) if launched_rank() == 0 else None
     process = join(run.comm.init_timeout_seconds)
     stop = StopRequest()
     try:
         parts = build(run, process)
-        dump_folder = Path(run.job.dump_folder)
         if process.is_main:
-            dump_folder.mkdir(parents=True, exist_ok=True)
             (dump_folder / "config.toml").write_text(dump_run(run), encoding="utf-8")
         progress, meta = resume.start(parts)
-        report = Report(
-            dump_folder,
-            is_main=process.is_main,
-            enable_tensorboard=run.metrics.enable_tensorboard,
-            total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
-            resumed_step=progress.step or None,
-        )
-        try:
-            if run.job.print_config:
-                report.message(dump_run(run))
-            report.message(describe_start(parts, progress, meta))
-            return _train(parts, progress, stop, report)
-        finally:
-            report.close()
+        while True:
+            try:
+                return _train_from(parts, progress, meta, stop)
+            except _TooManyBadSteps:
+                progress, meta = resume.roll_back(parts, progress)
     finally:
         stop.restore()
         leave()
+        if lock is not None:
+            lock.release()
 
 
-def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) -> int:
+def _train_from(parts: Parts, progress: Progress, meta: dict[str, Any] | None, stop: StopRequest) -> int:
+    """Train from where the parts are; what the files say of later steps is cut."""
+    run = parts.run
+    report = Report(
+        Path(run.job.dump_folder),
+        is_main=parts.process.is_main,
+        enable_tensorboard=run.metrics.enable_tensorboard,
+        total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
+        resumed_step=progress.step or None,
+    )
+    try:
+        if run.job.print_config:
+            report.message(dump_run(run))
+        report.message(describe_start(parts, progress, meta))
+        spikes = SpikeDetector(run.training.spike_sigmas, run.training.spike_window)
+        if meta is not None and progress.step:
+            spikes.restore(meta["spikes"])
+        return _train(parts, progress, stop, report, spikes)
+    finally:
+        report.close()
+
+
+def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report, spikes: SpikeDetector) -> int:
     run = parts.run
     budget = budget_tokens(run, parts.rows_per_micro_batch)
     loader = _open_loader(parts, progress)
@@ -84,12 +106,14 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
     figures = Figures(parts)
     gc.collect()
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
-    saver = Saver(parts, report, progress)
+    saver = Saver(parts, report, progress, spikes)
     while progress.tokens < budget:
         sequences = batch_sequences(
             run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
         )
         fetched = time.perf_counter()
+        if progress.pass_over(sequences):
+            loader = _open_loader(parts, progress)
         micro_batches = [next(loader) for _ in range(sequences // parts.rows_per_micro_batch)]
         data_seconds = time.perf_counter() - fetched
         agreement = agree(count_tokens(micro_batches), stop, parts.readers_of_a_batch)
@@ -99,15 +123,18 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
         lr_factor = learning_rate_factor(clock, run.lr_scheduler, run.lr_scheduler.start_tokens + budget)
 
         # single training step
-        outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor)
-        progress.advance(sequences=sequences, seq_len=run.training.seq_len, was_skipped=outcome.was_skipped)
+        outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
+        was_skipped = outcome.fault is not None
+        progress.advance(sequences=sequences, seq_len=run.training.seq_len, was_skipped=was_skipped)
         figures.meter.add_step(sequences * run.training.seq_len, data_seconds)
 
         is_last = progress.tokens >= budget
-        if outcome.was_skipped:
-            _report_skip(progress, micro_batches, report, run.training.max_skipped_steps)
+        if was_skipped:
+            _report_skip(progress, outcome.fault, sequences, report)
         if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
             report.train(figures.training_row(progress, outcome, agreement.counts, lr_factor))
+        if progress.skipped_in_a_row > run.training.max_skipped_steps:
+            raise _TooManyBadSteps
         if progress.step % run.training.gc_freq == 0:
             gc.collect()
         with figures.meter.left_out():
@@ -116,10 +143,15 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report) 
             saver.after_step(progress, validation)
     gc.enable()
     saver.finish(progress, validation)
-    if run.checkpoint.last_save_in_hf and progress.tokens >= budget:
+    is_finished = progress.tokens >= budget
+    if run.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
-    report.message(farewell(parts, progress, stop.signal_name, is_finished=progress.tokens >= budget))
-    return 0
+    report.message(farewell(parts, progress, stop.signal_name, is_finished=is_finished))
+    if is_finished:
+        return 0
+    if parts.process.is_main and run.checkpoint.enable:
+        (Path(run.job.dump_folder) / STOPPED).write_text(f"{progress.step}\n")
+    return EXIT_STOPPED
 
 
 def agree(counts: TokenCounts, stop: StopRequest, readers_of_a_batch: int) -> Agreement:
@@ -168,13 +200,6 @@ def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, flo
     return row
 
 
-def _report_skip(progress: Progress, micro_batches: list[dict], report: Report, limit: int) -> None:
-    numbers = torch.cat([batch["sample_numbers"] for batch in micro_batches])
-    report.message(
-        f"step {progress.step} skipped: loss or gradient norm is not finite; samples from {int(numbers.min())} on"
-    )
-    if progress.skipped_in_a_row > limit:
-        raise UserError(
-            f"training.max_skipped_steps = {limit}: {progress.skipped_in_a_row} steps in a row had a non-finite loss "
-            f"or gradient norm, up to step {progress.step}; lower optimizer.lr, or look at the samples named in log.txt"
-        )
+def _report_skip(progress: Progress, fault: str, sequences: int, report: Report) -> None:
+    first = progress.samples - sequences
+    report.message(f"step {progress.step} skipped: {fault}; samples {first} to {progress.samples - 1}")

@@ -257,6 +257,20 @@ BAD = {
             "the step's folder in checkpoint.initial_load_path"
         ],
     ),
+    "node-local folder without saves": (
+        ("[training]", '[checkpoint]\nenable = false\nnode_local_folder = "local"\n[training]'),
+        [
+            'checkpoint.node_local_folder = "local": nothing is saved while checkpoint.enable = false; set enable = '
+            "true, or take it out"
+        ],
+    ),
+    "rollback without checkpoints": (
+        ("[training]", "[checkpoint]\nenable = false\n[training]\nmax_rollbacks = 1"),
+        [
+            "training.max_rollbacks = 1: there is nothing to go back to while checkpoint.enable = false; set enable = "
+            "true, or max_rollbacks = 0"
+        ],
+    ),
     "model only of nothing": (
         ("[training]", "[checkpoint]\ninitial_load_model_only = true\n[training]"),
         [

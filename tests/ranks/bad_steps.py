@@ -1,0 +1,111 @@
+"""Two ranks train while a NaN appears at one place on one of them; a program that prints what came of it as JSON."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import glm46.training.step as step_module
+from glm46.data.tokenizer import load_tokenizer
+from glm46.training import trainer
+from tests.conftest import small_run, write_source
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+
+LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
+SITES = ("gradient", "gradient shard", "activation", "router", "loss")
+BAD = {2 * (1 + i): (site, victim) for i, (site, victim) in enumerate((s, v) for s in SITES for v in (0, 1))}
+"""Every second step: where the NaN appears, and on which rank."""
+STEPS = max(BAD) + 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def poison(hit) -> None:
+    """Put a NaN at a place of the step whenever ``hit(place)``."""
+    objective, norm, build = step_module.objective, step_module.global_grad_norm, trainer.build
+    nan = float("nan")
+
+    def poisoned_norm(parameters, *arguments):
+        # After the gradients were summed: only the ranks of this shard, or of this copy, can see it.
+        parameters = list(parameters)
+        if hit("gradient shard"):
+            next(g for g in (local(p.grad) for p in parameters) if g.numel()).view(-1)[0] = nan
+        return norm(parameters, *arguments)
+
+    def poisoned_build(*arguments):
+        parts = build(*arguments)
+        model = getattr(parts, "models", None) or [parts.model]
+        layer = model[0].get_submodule("layers.1")
+        for site, module in (("activation", layer), ("router", layer.mlp.router)):
+            module.register_forward_pre_hook(
+                lambda _, inputs, site=site: (inputs[0] * nan, *inputs[1:]) if hit(site) else None
+            )
+        layer.self_attn.q_proj.register_forward_hook(
+            lambda _, __, output: output.register_hook(lambda g: g * nan) and None if hit("gradient") else None
+        )
+        return parts
+
+    step_module.objective = lambda *arguments: objective(*arguments) * (nan if hit("loss") else 1.0)
+    step_module.global_grad_norm, trainer.build = poisoned_norm, poisoned_build
+
+
+def work(rank: int, run, out: Path) -> int:
+    torch.set_num_threads(1)
+    step, pending, kept = 0, None, []
+    original = trainer.train_step
+
+    def recorded(parts, *arguments):
+        nonlocal step, pending
+        step += 1
+        site, victim = BAD.get(step, (None, None))
+        pending = site if rank == victim else None
+        named = parts.parameters | parts.optimizer.state_tensors() | parts.balance.state_tensors()
+        named |= {f"bias{i}": r.e_score_correction_bias for i, r in enumerate(parts.balance.routers.values())}
+        before = {name: local(t.detach()).clone() for name, t in named.items()}
+        outcome = original(parts, *arguments)
+        after = {name: local(t.detach()) for name, t in named.items()}
+        assert pending is None, pending
+        assert all(t.isfinite().all() for t in after.values())
+        kept.append(all(torch.equal(before[n], after[n]) for n in before))
+        return outcome
+
+    def hit(site: str) -> bool:
+        nonlocal pending
+        is_due = pending == site
+        pending = None if is_due else pending
+        return is_due
+
+    trainer.train_step = recorded
+    poison(hit)
+    trainer.train(run)
+    out.write_text(json.dumps(kept))
+    return 0
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        for layout, degrees in LAYOUTS.items():
+            run = small_run(
+                source, base / layout, training={"steps": STEPS}, parallelism=degrees, checkpoint={"enable": False},
+                moe={"balance": "proportional", "bias_update_rate": 0.01},
+            )  # fmt: skip
+            log, outs = base / f"log-{layout}-", [base / f"out-{layout}-{rank}" for rank in range(2)]
+            children = start_ranks(2, log, lambda rank, run=run, outs=outs: work(rank, run, outs[rank]))
+            if await_ranks(children, 120) != [0, 0]:
+                sys.exit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+            rows = map(json.loads, (base / layout / "metrics.jsonl").read_text().splitlines())
+            row = {"layout": layout, "bad": list(BAD), "skipped": [row["skipped_steps"] for row in rows]}
+            row["log"] = (base / layout / "log.txt").read_text()
+            print(json.dumps(row | {"kept": [json.loads(out.read_text()) for out in outs]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Ranks of a small run by fork: the imports are paid once, so that hundreds of starts and ends take minutes."""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
+    """Fork ranks that see the variables of torchrun and end with what ``work(rank)`` returns; their process ids."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                descriptor = os.open(log.with_name(f"{log.name}{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+                code = work(rank)
+            except BaseException:  # the child must end here, whatever happened
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    return children
+
+
+def await_ranks(children: list[int], seconds: float) -> list[int]:
+    """Exit codes of all ranks, -9 for those that had to be killed because one ended by a signal, or after the time."""
+    codes: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while len(codes) < len(children):
+        for child in set(children) - codes.keys():
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            for child in set(children) - codes.keys():
+                os.kill(child, signal.SIGKILL)
+            end += 60
+        time.sleep(0.002)
+    return [codes[child] for child in children]
