@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-
 _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
 

@@ -16,8 +16,8 @@ _PATIENCE_SECONDS = 5.0
 class RunLock:
     """Holds a folder for this process until it is let go, or the process ends in whatever way.
 
-    It is a lock of `fcntl`, not of `flock`: worker processes do not inherit it, and network file systems that have locks
-    at all share it between nodes.
+    It is a lock of `fcntl`, not of `flock`: worker processes do not inherit it, and network file systems that have
+    locks at all share it between nodes.
 
     Raises:
         UserError: another process holds the folder.

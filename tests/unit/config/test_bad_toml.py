@@ -32,7 +32,8 @@ BAD = {
         ("steps = 10", "steps = 10\nzzz = 5"),
         [
             "training.zzz: unknown key; valid keys are local_batch_size, global_batch_size, seq_len, tokens, steps, "
-            "max_norm, max_skipped_steps, dtype, mixed_precision_param, mixed_precision_reduce, gc_freq"
+            "max_norm, max_skipped_steps, spike_sigmas, spike_window, max_rollbacks, dtype, mixed_precision_param, "
+            "mixed_precision_reduce, gc_freq"
         ],
     ),
     "unknown section": (
