@@ -57,10 +57,11 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     run = load_run(config, overrides, world_size=processes)
     # Not before: it loads the whole program, and a refusal needs little of it.
     from glm46.prepare import prepare_run
-    from glm46.training.text import check_epochs
+    from glm46.training.text import check_epochs, describe_sources
 
     manifests = prepare_run(run, report=lambda line: print(line, flush=True))
     rows = run.training.local_batch_size * resolve_layout(run.parallelism, processes).batch_ranks
+    print("\n".join(describe_sources(run, manifests, rows)), flush=True)
     check_epochs(run, manifests, rows)
     share_cores(machine.cores, processes)
     mark = Path(run.job.dump_folder) / STOPPED

@@ -19,6 +19,7 @@ from glm46.training.build import Parts
 from glm46.training.loss import TokenCounts
 from glm46.training.state import Progress
 from glm46.training.step import StepOutcome
+from glm46.training.text import describe_sources
 
 _LARGEST_EXPONENT = 700.0
 """exp of more is infinite in FP64."""
@@ -86,9 +87,7 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
         f"model        {run.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
         f"ranks        {_layout_line(layout)} on {parts.process.device.type}",
     ]
-    for source in run.data.sources:
-        split = parts.manifests[source.name].splits["train"]
-        lines.append(f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents")
+    lines += describe_sources(run, parts.manifests, parts.rows_per_micro_batch)
     lines += ["", format_role_table(parts.optimizer.role_table()), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")

@@ -1,6 +1,7 @@
 """The text of a run: tokenizer and sources, checked against each other, the model and the budget. Needs no torch."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
@@ -9,6 +10,16 @@ from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.optim.schedule import batch_sequences
+
+
+class SourcePlan(NamedTuple):
+    """What a run takes from one source."""
+
+    name: str
+    tokens: float
+    """Of the run's budget, its share."""
+    epochs: float
+    """Passes over the source; infinite if it has no whole row."""
 
 
 def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
@@ -54,26 +65,46 @@ def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
     return total
 
 
+def plan_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
+    """What the budget of this run takes from each source, in the order of data.sources."""
+    seq_len, depth = run.training.seq_len, resolve_shape(run.model).num_nextn_predict_layers
+    budget = budget_tokens(run, rows_per_micro_batch)
+    total_weight = sum(source.weight for source in run.data.sources)
+    plans = []
+    for source in run.data.sources:
+        rows = full_rows(manifests[source.name].splits["train"].tokens, seq_len, depth)
+        tokens = budget * source.weight / total_weight
+        plans.append(SourcePlan(source.name, tokens, tokens / (rows * seq_len) if rows else float("inf")))
+    return plans
+
+
+def describe_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[str]:
+    """One line per source: what it holds, and what this run will take from it."""
+    lines = []
+    for plan in plan_sources(run, manifests, rows_per_micro_batch):
+        split = manifests[plan.name].splits["train"]
+        lines.append(
+            f"source       {plan.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
+            f"{plan.tokens:,.0f} planned, {plan.epochs:.3g} epochs"
+        )
+    return lines
+
+
 def check_epochs(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
     """Refuse a run that would read a source more often than its ``max_epochs`` allows.
 
     Raises:
         UserError: one fault for each such source.
     """
-    limited = [(index, source) for index, source in enumerate(run.data.sources) if source.max_epochs is not None]
-    if not limited:
-        return
-    seq_len, depth = run.training.seq_len, resolve_shape(run.model).num_nextn_predict_layers
-    budget = budget_tokens(run, rows_per_micro_batch)
-    total_weight = sum(source.weight for source in run.data.sources)
     faults = []
-    for index, source in limited:
-        rows = full_rows(manifests[source.name].splits["train"].tokens, seq_len, depth)
-        epochs = budget * source.weight / total_weight / (rows * seq_len) if rows else float("inf")
-        if epochs > source.max_epochs:
+    for index, (source, plan) in enumerate(
+        zip(run.data.sources, plan_sources(run, manifests, rows_per_micro_batch), strict=True)
+    ):
+        if source.max_epochs is not None and plan.epochs > source.max_epochs:
             faults.append(
-                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read {epochs:.3g} "
-                f"times in {budget:,} tokens; train on fewer tokens, lower its weight, or add text"
+                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read "
+                f"{plan.epochs:.3g} times in {budget_tokens(run, rows_per_micro_batch):,} tokens; train on fewer "
+                "tokens, lower its weight, or add text"
             )
     if faults:
         raise UserError(*faults)

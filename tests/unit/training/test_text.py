@@ -2,8 +2,10 @@
 
 import pytest
 
+from glm46.cli import main
 from glm46.config.errors import UserError
-from glm46.training.text import budget_tokens, check_epochs, load_text
+from glm46.config.loader import dump_run
+from glm46.training.text import budget_tokens, check_epochs, describe_sources, load_text, plan_sources
 
 
 def test_budget_in_steps_follows_the_ramp(make_run):
@@ -25,6 +27,29 @@ def test_source_may_not_be_read_more_often_than_it_allows(make_run, source_folde
     too_few = make_run(data={"sources": [source | {"max_epochs": 1.9}]}, training=training)
     with pytest.raises(UserError, match=r"max_epochs = 1\.9: test would be read 2 times in"):
         check_epochs(too_few, manifests, 2)
+
+
+def test_planned_tokens_and_epochs_are_told_per_source(make_run, source_folder):
+    source = {"name": "test", "path": str(source_folder)}
+    run = make_run(data={"sources": [source, source | {"name": "more", "weight": 3.0}]}, training={"steps": 10})
+    manifests = load_text(run)[1]
+    plans = plan_sources(run, manifests, 2)
+    assert [plan.tokens for plan in plans] == [10 * 2 * run.training.seq_len / 4, 10 * 2 * run.training.seq_len * 3 / 4]
+    assert plans[1].epochs == pytest.approx(3 * plans[0].epochs, rel=1e-12)
+    line = describe_sources(run, manifests, 2)[1]
+    assert "source       more: " in line and f"{plans[1].tokens:,.0f} planned, {plans[1].epochs:.3g} epochs" in line
+
+
+def test_one_command_tells_the_plan_and_refuses_too_many_epochs(make_run, source_folder, tmp_path, capfd):
+    source = {"name": "test", "path": str(source_folder), "max_epochs": 0.01}
+    file = tmp_path / "run.toml"
+    file.write_text(dump_run(make_run(data={"sources": [source]})))
+    assert main(["launch", "--config", str(file), "--nproc", "1"]) == 2
+    shown = capfd.readouterr()
+    assert "tokens in 60 documents; 128 planned, " in shown.out
+    assert (
+        "max_epochs = 0.01: test would be read" in shown.err and "train on fewer tokens, lower its weight" in shown.err
+    )
 
 
 def test_vocabulary_that_is_too_small_and_missing_source_are_said_together(make_run, tmp_path):
