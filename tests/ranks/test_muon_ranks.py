@@ -76,7 +76,7 @@ def test_t3_torch_muon_in_fp64_agrees(figures):
 
 def test_t7_states_move_between_meshes(figures):
     for row in select(figures, "resume"):
-        assert len(row["resume"]) == 6
+        assert len(row["resume"]) == 8
         assert max(row["resume"].values()) <= EXACT, row
 
 
