@@ -54,3 +54,19 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+
+
+def clone_store() -> dist.Store:
+    """A second connection to the store of the default process group, for a thread beside the one that uses the first.
+    The store of a group has no public name."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
+def flight_recorder_json() -> str:
+    """The collectives that this process has started, as JSON; empty where torch has no flight recorder. It is reached
+    through a private module only; TORCH_FR_BUFFER_SIZE switches it on."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    found = dump()
+    return found.decode() if isinstance(found, bytes) else found

@@ -16,7 +16,7 @@ from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
-from glm46.training.stop import EXIT_STOPPED, STOPPED
+from glm46.training.stop import EXIT_HANG, EXIT_STOPPED, STOPPED
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
@@ -109,6 +109,8 @@ def _start(processes: int, command: Sequence[str]) -> int:
         return _EXIT_SIGNAL + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if any(each.exitcode == EXIT_HANG for each in error.failures.values()):
+            return EXIT_HANG  # the rank that found it has said what it found
         if failure.exitcode == EXIT_STOPPED:  # a signal was sent to a rank, not to this process
             return EXIT_STOPPED
         print(f"error: rank {rank} {_describe_exit(failure.exitcode)}", file=sys.stderr)

@@ -82,6 +82,10 @@ class Comm(Section):
     init_timeout_seconds: int = Field(300, ge=1)
     """Longest wait for all ranks to join and finish the first step."""
 
+    hang_seconds: float = Field(10.0, ge=0.0)
+    """A rank that is silent within a step for five times the 99th percentile of step times, and for this long, is a
+    hang: it is named, every rank's stacks are kept, and the run ends with exit code 76. 0 watches nothing."""
+
 
 class Compile(Section):
     """[compile]: torch.compile of each transformer block."""

@@ -14,6 +14,10 @@ _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
 
 
+_RECORDED_COLLECTIVES = 2000
+"""What the flight recorder keeps: some steps, to see who is behind."""
+
+
 @dataclass(frozen=True)
 class Process:
     """Who this process is and where it computes."""
@@ -69,6 +73,7 @@ def join(timeout_seconds: int) -> Process:
     """
     rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

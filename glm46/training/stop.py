@@ -6,6 +6,9 @@ EXIT_STOPPED = 75
 """Exit code of a rank that was asked to stop and has saved: start the same command again. Source: EX_TEMPFAIL of
 sysexits.h, which job systems know as a reason to try again."""
 
+EXIT_HANG = 76
+"""Exit code of a run that was ended because a rank had gone silent."""
+
 STOPPED = "stopped"
 """File in the dump folder that says after which step a run was stopped by a signal and saved."""
 

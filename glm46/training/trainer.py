@@ -30,6 +30,7 @@ from glm46.training.state import Progress
 from glm46.training.step import train_step
 from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.training.text import budget_tokens
+from glm46.training.watchdog import Watchdog
 
 
 class Agreement(NamedTuple):
@@ -57,6 +58,12 @@ def train(run: Run) -> int:
     lock = RunLock(dump_folder) if launched_rank() == 0 else None
     process = join(run.comm.init_timeout_seconds)
     stop = StopRequest()
+    watchdog = Watchdog(
+        process,
+        dump_folder / "hang",
+        shortest_seconds=run.comm.hang_seconds,
+        start_seconds=run.comm.init_timeout_seconds,
+    )
     try:
         parts = build(run, process)
         if process.is_main:
@@ -64,17 +71,20 @@ def train(run: Run) -> int:
         progress, meta = resume.start(parts)
         while True:
             try:
-                return _train_from(parts, progress, meta, stop)
+                return _train_from(parts, progress, meta, stop, watchdog)
             except _TooManyBadSteps:
                 progress, meta = resume.roll_back(parts, progress)
     finally:
+        watchdog.close()
         stop.restore()
         leave()
         if lock is not None:
             lock.release()
 
 
-def _train_from(parts: Parts, progress: Progress, meta: dict[str, Any] | None, stop: StopRequest) -> int:
+def _train_from(
+    parts: Parts, progress: Progress, meta: dict[str, Any] | None, stop: StopRequest, watchdog: Watchdog
+) -> int:
     """Train from where the parts are; what the files say of later steps is cut."""
     run = parts.run
     report = Report(
@@ -91,12 +101,19 @@ def _train_from(parts: Parts, progress: Progress, meta: dict[str, Any] | None, s
         spikes = SpikeDetector(run.training.spike_sigmas, run.training.spike_window)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])
-        return _train(parts, progress, stop, report, spikes)
+        return _train(parts, progress, stop, report, spikes, watchdog)
     finally:
         report.close()
 
 
-def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report, spikes: SpikeDetector) -> int:
+def _train(
+    parts: Parts,
+    progress: Progress,
+    stop: StopRequest,
+    report: Report,
+    spikes: SpikeDetector,
+    watchdog: Watchdog,
+) -> int:
     run = parts.run
     budget = budget_tokens(run, parts.rows_per_micro_batch)
     loader = _open_loader(parts, progress)
@@ -111,11 +128,13 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report, 
         sequences = batch_sequences(
             run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
         )
+        watchdog.step_begins(progress.step + 1)
         fetched = time.perf_counter()
         if progress.pass_over(sequences):
             loader = _open_loader(parts, progress)
         micro_batches = [next(loader) for _ in range(sequences // parts.rows_per_micro_batch)]
         data_seconds = time.perf_counter() - fetched
+        watchdog.operation("agreeing on the step")
         agreement = agree(count_tokens(micro_batches), stop, parts.readers_of_a_batch)
         if agreement.stop:
             break
@@ -123,6 +142,7 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report, 
         lr_factor = learning_rate_factor(clock, run.lr_scheduler, run.lr_scheduler.start_tokens + budget)
 
         # single training step
+        watchdog.operation("training step")
         outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
         was_skipped = outcome.fault is not None
         progress.advance(sequences=sequences, seq_len=run.training.seq_len, was_skipped=was_skipped)
@@ -137,11 +157,12 @@ def _train(parts: Parts, progress: Progress, stop: StopRequest, report: Report, 
             raise _TooManyBadSteps
         if progress.step % run.training.gc_freq == 0:
             gc.collect()
-        with figures.meter.left_out():
+        with figures.meter.left_out(), watchdog.unwatched("validation and saves"):
             if run.validation.enable and (progress.step % run.validation.freq == 0 or is_last):
                 validation = _validate(parts, progress, report)
             saver.after_step(progress, validation)
     gc.enable()
+    watchdog.close()
     saver.finish(progress, validation)
     is_finished = progress.tokens >= budget
     if run.checkpoint.last_save_in_hf and is_finished:

@@ -2,19 +2,23 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
+_STORES: list[dist.Store] = []
+
 
 def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     """Fork ranks that see the variables of torchrun and end with what ``work(rank)`` returns; their process ids."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    # As torchrun does, the parent holds the store, so that it outlives each rank.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    _STORES.append(store)
+    del _STORES[:-2]
     children = []
     for rank in range(count):
         child = os.fork()
@@ -25,7 +29,8 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port))
+                os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
                 code = work(rank)
             except BaseException:  # the child must end here, whatever happened
                 traceback.print_exc()

@@ -1,0 +1,50 @@
+"""A silent rank is found in time, named with what it does, every rank's stacks are kept, and the run ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from glm46.training.silence import find_culprits
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_silent_rank_is_found_named_and_ended():
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("hangs.py"))],
+        capture_output=True, text=True, timeout=400, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["hang"] for row in rows] == ["asleep", "stopped", "blocked"]
+    for row in rows:
+        victim, other = row["victim"], 1 - row["victim"]
+        # One that cannot run is killed by the other.
+        assert row["codes"][other] == 76 and row["codes"][victim] == (76 if row["hang"] == "asleep" else -9), row
+        # The limit, one look at the alarm, the time to answer, the end of the process; twice that on a busy machine.
+        limit = max(2.0, 5 * row["slowest_step"])
+        assert row["seconds"] < limit + 2 * (1.0 + 3.0 + 2.0), row
+        assert "training has stood still for" in row["said"], row
+        if row["hang"] == "asleep":
+            assert f"rank {victim} holds the others up: training step, step 30, in" in row["said"], row
+        else:
+            assert f"rank {victim} does not answer" in row["said"], row
+        assert f"rank {other} waits: training step, step 30, after gloo:" in row["said"], row
+        assert {"hang.txt", f"stacks-rank{other}.txt", f"flight-rank{other}.json"} <= row["files"].keys(), row
+        assert "in train_step" in row["stacks"], row  # the victim's own, even where its interpreter is blocked
+
+
+def answer(place: str = "torch/x.py:1 wait", **collectives: int) -> dict:
+    return {"place": [place], "collectives": {name: [number, "op"] for name, number in collectives.items()}}
+
+
+def test_the_rank_that_waits_for_nobody_is_the_culprit():
+    # 1 has not come to the collective that 0 waits in, and waits itself for 3, in another group.
+    waiting = {0: answer(a=7), 1: answer(a=6, b=4), 2: answer(c=1), 3: answer(b=3, c=1)}
+    assert find_culprits(waiting, 4) == [3]
+    assert find_culprits(waiting, 5) == [4]  # the one without an answer
+    # Without a recorder: whoever is not inside torch.
+    assert find_culprits({0: answer(), 1: answer("glm46/data/loader.py:9 read")}, 2) == [1]
