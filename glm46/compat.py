@@ -26,6 +26,18 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
+def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Concatenate the parts of all ranks of a group along the first dimension into `out`; renamed in torch 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+def scatter_row_sums(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part, along the first dimension, of the sum of `whole` over a group; renamed in torch 2.13."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, whole, group=group)
+
+
 def start_exchange(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows that arrive while other work goes on; nobody may read them before `wait_for_exchange`.
 

@@ -103,7 +103,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.group, ranks = group, dist.get_world_size(group)
         x = x.contiguous()
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x, group=group)
+        compat.gather_rows(out, x, group)
         return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
@@ -111,7 +111,7 @@ class _GatherSequence(torch.autograd.Function):
         ranks = dist.get_world_size(ctx.group)
         parts = grad.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         out = parts.new_empty(grad.shape[0], *parts.shape[1:])
-        dist.reduce_scatter_tensor(out, parts, group=ctx.group)
+        compat.scatter_row_sums(out, parts, ctx.group)
         return out, None
 
 
@@ -133,14 +133,14 @@ class _ScatterSum(torch.autograd.Function):
         ctx.group, ranks = group, dist.get_world_size(group)
         parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
         out = parts.new_empty(x.shape[0], *parts.shape[1:])
-        dist.reduce_scatter_tensor(out, parts, group=group)
+        compat.scatter_row_sums(out, parts, group)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad, ranks = grad.contiguous(), dist.get_world_size(ctx.group)
         out = grad.new_empty(ranks * grad.shape[0], *grad.shape[1:])
-        dist.all_gather_into_tensor(out, grad, group=ctx.group)
+        compat.gather_rows(out, grad, ctx.group)
         return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2), None
 
 

@@ -107,6 +107,16 @@ def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: Optimize
     return rows
 
 
+def add_role_rows(tables: Sequence[Sequence[RoleRow]]) -> list[RoleRow]:
+    """One table for the parameters of several, such as those of pipeline stages."""
+    totals: dict[tuple, list[int]] = {}
+    for row in (row for table in tables for row in table):
+        total = totals.setdefault((row.rule, row.optimizer, row.weight_decay), [0, 0])
+        total[0] += row.tensors
+        total[1] += row.parameters
+    return [RoleRow(*key, *total) for key, total in totals.items()]
+
+
 def format_role_table(rows: Sequence[RoleRow]) -> str:
     """The table as plain text."""
     cells = [("rule", "optimizer", "weight decay", "tensors", "parameters")]

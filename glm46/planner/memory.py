@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import Optimizer
+from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.presets import resolve_shape
+from glm46.config.rules_layout import values_of
 from glm46.config.run import Run
 from glm46.planner.activations import (
     FP32,
@@ -28,6 +30,7 @@ from glm46.planner.params import (
     moe_layer_kinds,
     mtp_layer_kinds,
 )
+from glm46.planner.stages import split_layers, stages_of_rank
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
 """Bytes per element; 8bit has an FP32 scale per block of 64, which a test holds to `optim/compact_state.py`."""
@@ -94,8 +97,8 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
         UserError: the degrees do not multiply to `world_size`.
     """
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
-    stages = _stages(shape, layout, int(_BYTES[run.training.mixed_precision_param]), device)
-    plans = [_stage_plan(run, shape, layout, number, stage) for number, stage in enumerate(stages)]
+    ranks = _layers_of_ranks(run, shape, layout, device)
+    plans = [_rank_plan(run, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
     largest = max(plans, key=lambda plan: plan.total)
     if device == "cpu":
         # There is one memory: states that wait in it take their place too.
@@ -103,8 +106,9 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
     return replace(largest, process=PROCESS_BYTES[device])
 
 
-def _stages(shape: ModelShape, layout: Layout, width: int, device: str) -> list[list[_Layer]]:
-    """Decoder layers spread evenly by number over the stages, the ends with embedding, head and MTP layers."""
+def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout, device: str) -> list[list[_Layer]]:
+    """What each rank of a pipeline holds: its stages, the ends with embedding, head and MTP layers."""
+    width = int(_BYTES[run.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
     of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width, device)
@@ -115,16 +119,21 @@ def _stages(shape: ModelShape, layout: Layout, width: int, device: str) -> list[
     mtp = _Layer(mtp_layer_kinds(shape), of_mtp, both + of_mtp - of_moe)
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
-    bounds = [round(stage * len(layers) / layout.pp) for stage in range(layout.pp + 1)]
-    stages = [layers[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    split = split_layers(shape, run.parallelism.stages, run.training.seq_len) if layout.pp > 1 else [slice(None)]
+    stages = [layers[part.start : part.stop] for part in split]
     hidden = 2 * shape.hidden_size * width
     stages[0] = [_Layer(embedding_kinds(shape), INDEX), *stages[0]]
     stages[-1] = [*stages[-1], *[mtp] * shape.num_nextn_predict_layers, _Layer(head_kinds(shape), hidden)]
-    return stages
+    if layout.pp == 1:
+        return stages
+    return [
+        [layer for stage in stages_of_rank(run.parallelism, rank) for layer in stages[stage]]
+        for rank in range(layout.pp)
+    ]
 
 
-def _stage_plan(run: Run, shape: ModelShape, layout: Layout, number: int, stage: list[_Layer]) -> MemoryPlan:
-    kinds = [kind for layer in stage for kind in layer.kinds]
+def _rank_plan(run: Run, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
+    kinds = [kind for layer in layers for kind in layer.kinds]
     held = sum(_held(kind, layout) for kind in kinds)
     width = _BYTES[run.optimizer.state_dtype]
     sizes = [_held(kind, layout) * _states(kind, run.optimizer) * width for kind in kinds if kind.trained]
@@ -137,9 +146,9 @@ def _stage_plan(run: Run, shape: ModelShape, layout: Layout, number: int, stage:
         weights=held * master,
         gradients=held * master,
         optimizer=on_device,
-        gathered=_gathered(run, layout, stage),
-        activations=_activations(run, shape, layout, number, stage),
-        loss=_loss(run, shape, layout) if number == layout.pp - 1 else 0.0,
+        gathered=_gathered(run, layout, layers),
+        activations=_activations(run, shape, layout, rank, layers),
+        loss=_loss(run, shape, layout) if any(kind.name == "lm_head.weight" for kind in kinds) else 0.0,
         process=0.0,
         host=sum(sizes) if run.optimizer.state_offload == "cpu" else 0.0,
     )
@@ -191,10 +200,26 @@ def _gathered(run: Run, layout: Layout, stage: list[_Layer]) -> float:
     return (weights + root) * param + gradient
 
 
-def _activations(run: Run, shape: ModelShape, layout: Layout, number: int, stage: list[_Layer]) -> float:
+def _in_flight(run: Run, layout: Layout, rank: int) -> float:
+    """Micro-batches whose activations a rank of a pipeline holds at once, averaged over its stages."""
+    ranks, each = layout.pp, run.parallelism.stages_per_rank
+    schedule = PIPELINE_SCHEDULES[run.parallelism.pipeline_parallel_schedule]
+    batch = max(values_of(run.training.global_batch_size), default=0.0)
+    micro_batches = max(batch // (run.training.local_batch_size * layout.batch_ranks), 1.0)
+    if run.parallelism.pipeline_parallel_schedule == "GPipe":
+        most = micro_batches
+    elif schedule.is_v_shaped:
+        most = ranks  # the stage at the start of the V keeps most, the one at its end least
+    else:
+        # What is computed ahead before the first backward reaches the rank: Narayanan et al., arXiv 2104.04473.
+        ahead = ranks - rank - 1
+        most = ahead + 1 if each == 1 else (2 * ahead + (each - 1) * ranks + 1) / each
+    return min(most, micro_batches)
+
+
+def _activations(run: Run, shape: ModelShape, layout: Layout, rank: int, stage: list[_Layer]) -> float:
     tokens = run.training.local_batch_size * run.training.seq_len / (layout.cp * layout.tp)
-    # 1F1B: a stage holds as many micro-batches as there are stages behind it, itself included.
-    in_flight = layout.pp - number
+    in_flight = _in_flight(run, layout, rank) if layout.pp > 1 else 1
     if run.activation_checkpoint.mode == "none":
         return in_flight * tokens * sum(layer.activation for layer in stage)
     kept = len(stage) * shape.hidden_size * _BYTES[run.training.mixed_precision_param]

@@ -18,7 +18,9 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
         reason = f"{signal_name} " if signal_name else ""
         lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
     elif run.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
-        lines.append(f"To see text: python -m glm46 generate --checkpoint {checkpoint} --prompt '...'")
+        # The ranks hold parts of a sequence or of the layers, which generation does not work with.
+        if run.checkpoint.enable:
+            lines.append(f"To see text: python -m glm46 generate --checkpoint {checkpoint} --prompt '...'")
     elif run.inference.prompt:
         lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts), ""]
     lines += [

@@ -13,9 +13,9 @@ from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.optim.schedule import schedule_value
 from glm46.planner.flops import training_flops_per_token
-from glm46.planner.layout import Layout
 from glm46.planner.params import count_parameters
 from glm46.training.build import Parts
+from glm46.training.layout_report import describe_layout, whole_role_table
 from glm46.training.loss import TokenCounts
 from glm46.training.state import Progress
 from glm46.training.step import StepOutcome
@@ -80,15 +80,15 @@ def _mtp_columns(outcome: StepOutcome, counts: TokenCounts) -> dict[str, float]:
 
 
 def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None) -> str:
-    """The first message of a run: what is trained, on what, from where."""
-    run, layout, count = parts.run, parts.layout, count_parameters(parts.shape)
+    """The first message of a run: what is trained, on what, from where; collective."""
+    run, count = parts.run, count_parameters(parts.shape)
     lines = [
         f"{run.job.description}",
         f"model        {run.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
-        f"ranks        {_layout_line(layout)} on {parts.process.device.type}",
+        *describe_layout(parts),
     ]
     lines += describe_sources(run, parts.manifests, parts.rows_per_micro_batch)
-    lines += ["", format_role_table(parts.optimizer.role_table()), ""]
+    lines += ["", format_role_table(whole_role_table(parts)), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
         lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
@@ -96,13 +96,6 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
     else:
         lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")
     return "\n".join(lines)
-
-
-def _layout_line(layout: Layout) -> str:
-    degrees = {"copies": layout.dp_replicate, "shards": layout.dp_shard, "parts of a sequence": layout.cp}
-    product = " x ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1)
-    experts = f", experts over {layout.ep}" if layout.ep > 1 else ""
-    return f"{layout.world_size}{' = ' + product if product else ''}{experts}"
 
 
 def _config_changes(before: str, now: str) -> list[str]:

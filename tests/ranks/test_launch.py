@@ -111,6 +111,8 @@ LAYOUTS = {
     "copies": {"parallelism__data_parallel_replicate_degree": 2},
     "experts": {"parallelism__expert_parallel_degree": 2},
     "context": {"parallelism__context_parallel_degree": 2},
+    "matrices": {"parallelism__tensor_parallel_degree": 2},
+    "layers": {"parallelism__pipeline_parallel_degree": 2},
 }
 
 
@@ -120,6 +122,7 @@ def test_two_ranks_report_what_one_process_reports(make_run, tmp_path, layout):
         training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
         validation={"enable": True, "freq": 5},
         optimizer={"name": "Muon", "ns_dtype": "float32"},
+        model={"num_key_value_heads": 2},
     )
     one = make_run(job={"dump_folder": str(tmp_path / "one")}, **settings)
     assert train(one) == 0

@@ -1,0 +1,94 @@
+"""How a run lies on its ranks, for the first message: who shares what, and what each rank holds."""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from glm46.optim.roles import RoleRow, add_role_rows
+from glm46.training.build import Parts
+
+_RANKS_SHOWN = 4
+
+
+def describe_layout(parts: Parts) -> list[str]:
+    """Lines about the mesh and the memory of the ranks; collective."""
+    layout, parallelism = parts.layout, parts.run.parallelism
+    axes = [
+        ("pp", layout.pp, layout.world_size // layout.pp, f"other layers, schedule {_schedule(parts)}"),
+        ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "copies of the same parameters"),
+        ("dp_shard", layout.dp_shard, layout.ranks_of_a_batch, "other parts of each parameter, other sequences"),
+        ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
+        ("tp", layout.tp, 1, "other parts of each matrix, and of the sequence between the matrices"),
+        ("ep", layout.ep, 1, "other experts; borrowed from dp_shard, cp and tp"),
+    ]
+    used = [axis for axis in axes if axis[1] > 1]
+    product = " x ".join(f"{name} {degree}" for name, degree, *_ in used if name != "ep")
+    lines = [f"ranks        {layout.world_size}{' = ' + product if product else ''} on {parts.process.device.type}"]
+    for name, degree, stride, meaning in used:
+        ranks = [str(index * stride) for index in range(degree)]
+        if degree > _RANKS_SHOWN:
+            ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
+        lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
+    held = [None] * layout.world_size
+    dist.all_gather_object(held, _held(parts))
+    return lines + _memory_lines(held, parallelism.pipeline_parallel_degree)
+
+
+def whole_role_table(parts: Parts) -> list[RoleRow]:
+    """The optimizer's rules over the parameters of all pipeline stages; collective of the ranks of a pipeline."""
+    table = parts.optimizer.role_table()
+    if parts.meshes.pipeline is None:
+        return table
+    tables: list = [None] * dist.get_world_size(parts.meshes.pipeline)
+    dist.all_gather_object(tables, table, group=parts.meshes.pipeline)
+    return add_role_rows(tables)
+
+
+def _schedule(parts: Parts) -> str:
+    parallelism = parts.run.parallelism
+    several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
+    return parallelism.pipeline_parallel_schedule + several
+
+
+def _held(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
+    """First and last layer of each stage of this rank, its parameters, their bytes, those of the optimizer's states."""
+    layers = [[int(number) for number in model.layers] for model in parts.models]
+    parameters = [_local(parameter) for parameter in parts.parameters.values()]
+    states = [_local(state) for state in parts.optimizer.state_tensors().values()]
+    return (
+        [(numbers[0], numbers[-1]) for numbers in layers],
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters),
+        sum(state.nbytes for state in states),
+    )
+
+
+def _memory_lines(held: list, stages: int) -> list[str]:
+    """One line per pipeline rank: its layers, and the least and most that a rank of it holds."""
+    per_stage, lines = len(held) // stages, []
+    for stage in range(stages):
+        ranks = held[stage * per_stage : (stage + 1) * per_stage]
+        where = (
+            f"rank {stage * per_stage}"
+            if per_stage == 1
+            else f"ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
+        )
+        layers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranks[0][0])
+        counts, weights, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
+        # A gradient has the type of its parameter.
+        with_gradients = _span([2 * size for size in weights], 2**20)
+        lines.append(
+            f"  {where:<12} layers {layers}: {_span(counts)} parameters each, {with_gradients} MiB with gradients, "
+            f"{_span(states, 2**20)} MiB of optimizer states"
+        )
+    return lines
+
+
+def _span(values: list[int], unit: int = 1) -> str:
+    """The least and the most, once if they are shown alike."""
+    shown = [f"{value / unit:,.1f}" if unit > 1 else f"{value:,}" for value in (values[0], values[-1])]
+    return shown[0] if shown[0] == shown[1] else f"{shown[0]} to {shown[1]}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
