@@ -212,15 +212,17 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
         for n, w in final.items()
         if not n.endswith("k_proj.bias")
     }
+    apart = {n: ((w - final0[n]).norm() / final0[n].norm()).item() for n, w in final.items() if not n.endswith("bias")}
     here = (
         all(torch.equal(w, initial0[n]) for n, w in initial.items()),
         max((error, name) for name, error in errors.items()),
         max((error, name) for name, error in moved.items()),
+        max((error, name) for name, error in apart.items()),
         set(initial),
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
-    equal, gradient_errors, update_errors, names = zip(*ranks, strict=True)
+    equal, gradient_errors, update_errors, weight_errors, names = zip(*ranks, strict=True)
     return {
         "layout": layout._asdict(),
         "initial_weights_equal": all(equal) and set.union(*names) == set(initial0),
@@ -229,6 +231,7 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
         "counts_equal": all(torch.equal(a[1], b[1]) for a, b in zip(figures, figures0, strict=True)),
         "gradient_error": max(gradient_errors),
         "update_error": max(update_errors),
+        "weight_error": max(weight_errors),
     }
 
 

@@ -40,3 +40,5 @@ def test_every_layout_equals_one_process(figures):
         assert row["gradient_error"][0] < 1e-5, row
         # AdamW's first steps divide a gradient by its own size, which amplifies rounding where a gradient is tiny.
         assert row["update_error"][0] < 1e-3, row
+        # Of the weights themselves; biases start at zero, so that they are nothing but their update.
+        assert row["weight_error"][0] < 1e-5, row
