@@ -91,7 +91,7 @@ LAYOUTS = {
         Layout(pipeline=4, tensor=2, micro_batches=4, checkpointing="full"),
         Layout(replicate=2, tensor=2, context=2, experts_over=4, num_experts=12),
         Layout(tensor=4, context=2, experts_over=8, num_experts=16),
-        Layout(replicate=2, context=2, experts_over=4, num_experts=12), Layout(num_experts=16),
+        Layout(replicate=2, context=2, experts_over=4, num_experts=12), Layout(num_experts=16, micro_batches=1),
     ],
 }  # fmt: skip
 ROWS, SEQ_LEN = 8, 24
