@@ -35,12 +35,17 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
 
 def _mask(shard: SequenceShard, document_ids: Tensor | None, positions: Tensor, sliding_window: int | None) -> Tensor:
     """`attention_mask` of this rank's queries (rows) and the gathered keys (columns, in the order of the ranks)."""
-    places = [part.to(positions.device) for part in shard.places(positions.shape[1] * shard.ranks)]
-    distance = places[shard.rank].unsqueeze(1) - torch.cat(places).unsqueeze(0)
-    mask = (distance >= 0).unsqueeze(0)
+    if document_ids is None:
+        # Not from the positions: without document masks those of padding say nothing.
+        places = [part.to(positions.device) for part in shard.places(positions.shape[1] * shard.ranks, sliding_window)]
+        distance = (places[shard.rank].unsqueeze(1) - torch.cat(places).unsqueeze(0)).unsqueeze(0)
+        mask = distance >= 0
+    else:
+        # Which tokens a rank holds depends on the documents, but inside one document positions tell the order.
+        queries = torch.stack([document_ids, positions], dim=-1).to(torch.int32)
+        keys = gather_sequence(queries, shard.group)
+        of_document, distance = (queries.unsqueeze(2) - keys.unsqueeze(1)).unbind(-1)
+        mask = (of_document == 0) & (distance >= 0)
     if sliding_window is not None:
         mask = mask & (distance < sliding_window)
-    if document_ids is not None:
-        keys = gather_sequence(document_ids, shard.group)
-        mask = mask & (document_ids.unsqueeze(2) == keys.unsqueeze(1))
     return mask.unsqueeze(1)

@@ -133,8 +133,10 @@ def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         names.append("document_ids")
     if parts.shape.num_nextn_predict_layers:
         names += ["mtp_input_ids", "mtp_labels"]
-    take = (lambda x: x) if parts.meshes.sequence is None else parts.meshes.sequence.take
-    return {name: take(batch[name]).to(parts.process.device, non_blocking=True) for name in names}
+    arguments = {name: batch[name] for name in names}
+    if parts.meshes.sequence is not None:
+        arguments = parts.meshes.sequence.cut(arguments, parts.shape.sliding_window)
+    return {name: tensor.to(parts.process.device, non_blocking=True) for name, tensor in arguments.items()}
 
 
 @torch.no_grad()
@@ -145,7 +147,8 @@ def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Te
         return result.mtp_losses.new_zeros(0, dtype=torch.float64)
     predictions, labels = result.predictions, batch["mtp_labels"].to(result.predictions.device)
     if parts.meshes.sequence is not None:
-        predictions = parts.meshes.sequence.restore(predictions)
+        document_ids = batch["document_ids"] if parts.run.data.document_mask else None
+        predictions = parts.meshes.sequence.restore(predictions, document_ids, parts.shape.sliding_window)
     return accepted_drafts(predictions, labels).double() / parts.layout.ranks_of_a_batch
 
 

@@ -74,7 +74,7 @@ def expected(row: dict, size: Sizes) -> tuple[dict, dict]:
         forwards = 1 if case["checkpointing"] == "none" else 2
         keys = shape.num_key_value_heads * shape.head_dim * rows * row["seq_len"] * FP32
         calls["all_gather"] += 2 * size.num_layers * forwards + 1
-        sent["all_gather"] += 2 * size.num_layers * forwards * keys + rows * row["seq_len"] * INT32
+        sent["all_gather"] += 2 * size.num_layers * forwards * keys + rows * row["seq_len"] * 2 * INT32
         calls["reduce_scatter"] += 2 * size.num_layers
         sent["reduce_scatter"] += 2 * size.num_layers * keys
         sums = size.num_moe * (forwards + 1)

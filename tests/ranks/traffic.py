@@ -130,7 +130,7 @@ def measure(process: Process, case: Case) -> dict:
     rows = slice(process.rank // case.context * ROWS // readers, (process.rank // case.context + 1) * ROWS // readers)
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if meshes.sequence is not None:
-        batch = {name: meshes.sequence.take(tensor) for name, tensor in batch.items()}
+        batch = meshes.sequence.cut(batch, SHAPE.sliding_window)
     with Traffic() as traffic:
         sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
         objective(sums, counts, LossWeights(mtp=0.3, balance=0.01, z=0.001)).backward()
