@@ -36,11 +36,28 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
         fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **options)
     # The root's parameters are used first and last, and by every prediction depth: gathered once per step.
     fully_shard(model, mesh=meshes.dense, mp_policy=policy, reshard_after_forward=False)
+    _prefetch(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Without this, gloo refuses the reduction that a divide factor asks for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _prefetch(model: Transformer) -> None:
+    """Gather the next layer while this one computes, in both directions.
+
+    FSDP2 alone gathers ahead in backward only, and not the experts when they are units of their own; and where a layer
+    waits for the host, as an exchange of tokens does, it comes too late.
+    """
+    blocks = (*model.layers.values(), *model.mtp.values())
+    units = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in blocks]
+    for unit, following in zip([model, *blocks], [*units, []], strict=True):
+        unit.set_modules_to_forward_prefetch(following)
+    # Not the root in backward: it is called for each result of the model, for some after the last layers are done.
+    for number, block in enumerate(blocks):
+        own_experts = units[number][1:] if block is blocks[-1] else []
+        block.set_modules_to_backward_prefetch([*own_experts, *(units[number - 1] if number else [])])
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
