@@ -54,10 +54,10 @@ def _prefetch(model: Transformer) -> None:
     units = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in blocks]
     for unit, following in zip([model, *blocks], [*units, []], strict=True):
         unit.set_modules_to_forward_prefetch(following)
-    # Not the root in backward: it is called for each result of the model, for some after the last layers are done.
-    for number, block in enumerate(blocks):
-        own_experts = units[number][1:] if block is blocks[-1] else []
-        block.set_modules_to_backward_prefetch([*own_experts, *(units[number - 1] if number else [])])
+    # In backward a unit is called once for each of its results, for some after what it leads to is done: so neither the
+    # root, which would gather the last layer again, nor a layer for its own experts.
+    for block, before in zip(blocks[1:], units, strict=False):
+        block.set_modules_to_backward_prefetch(before)
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

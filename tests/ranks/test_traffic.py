@@ -36,65 +36,96 @@ def figures(request) -> list[dict]:
 class Sizes:
     """Parameters of the model by FSDP unit, from its real shapes."""
 
-    def __init__(self, shape: dict):
+    def __init__(self, shape: dict, tensor: int):
         self.shape = PRESETS["debug"].model_copy(update=shape)
         with torch.device("meta"):
             named = dict(Transformer(self.shape).named_parameters())
         experts = {name for name in named if ".mlp.experts." in name}
+        # Norms, routers and what joins a prediction layer's inputs are whole on the ranks of tensor parallelism.
+        self.whole = [p.numel() for name, p in named.items() if "norm" in name or "router" in name or "eh_proj" in name]
         layers = {name for name in named if name.startswith(("layers.", "mtp."))}
         self.experts = sum(named[name].numel() for name in experts)
-        self.layers = sum(named[name].numel() for name in layers - experts)
-        self.root = sum(named[name].numel() for name in named.keys() - layers)
+        of_layers = sum(named[name].numel() for name in layers - experts)
+        of_root = sum(named[name].numel() for name in named.keys() - layers)
+        root_norm = named["norm.weight"].numel()
+        self.layers = (of_layers - sum(self.whole) + root_norm) // tensor + sum(self.whole) - root_norm
+        self.root = (of_root - root_norm) // tensor + root_norm
         self.num_layers = self.shape.num_hidden_layers + self.shape.num_nextn_predict_layers
         self.num_moe = self.num_layers - self.shape.first_k_dense_replace
+        self.num_heads = 1 + self.shape.num_nextn_predict_layers
 
 
-def expected(row: dict, size: Sizes) -> tuple[dict, dict]:
+class Expected:
     """Calls and bytes per rank of all but the exchange of tokens; the table of docs/parallelism.md."""
-    case, shape = row["case"], size.shape
-    shards = row["ranks"] // case["replicate"]
-    expert_shards = shards // case["experts_over"]
-    calls, sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0), {}
-    sent = dict(calls)
-    own_unit = case["experts_over"] > 1
-    # (units in layers, their parameters, parameters of the root, shards)
-    dense = (size.num_layers, size.layers + (0 if own_unit else size.experts), size.root, shards)
-    experts = (size.num_moe, size.experts // case["experts_over"], 0, expert_shards)
-    for units, parameters, root, over in (dense, experts) if own_unit else (dense,):
-        if over > 1:
-            calls["all_gather"] += 2 * units + bool(root)
-            sent["all_gather"] += (2 * parameters + root) * FP32
-            calls["reduce_scatter"] += units + bool(root)
-            sent["reduce_scatter"] += (parameters + root) * FP32
-        if case["replicate"] > 1:
-            calls["all_reduce"] += units + bool(root)
-            sent["all_reduce"] += (parameters + root) // over * FP32
-    if case["context"] > 1:
-        rows = row["rows"] * case["context"] // row["ranks"]
-        forwards = 1 if case["checkpointing"] == "none" else 2
-        keys = shape.num_key_value_heads * shape.head_dim * rows * row["seq_len"] * FP32
-        calls["all_gather"] += 2 * size.num_layers * forwards + 1
-        sent["all_gather"] += 2 * size.num_layers * forwards * keys + rows * row["seq_len"] * 2 * INT32
-        calls["reduce_scatter"] += 2 * size.num_layers
-        sent["reduce_scatter"] += 2 * size.num_layers * keys
-        sums = size.num_moe * (forwards + 1)
-        calls["all_reduce"] += sums
-        sent["all_reduce"] += sums * rows * (2 * shape.n_routed_experts + 1) * FP32
-    return calls, sent
+
+    def __init__(self, row: dict, size: Sizes):
+        self.calls = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+        self.bytes = dict(self.calls)
+        self._row, self._size, self._case = row, size, row["case"]
+        self._rows = row["rows"] * self._case["context"] * self._case["tensor"] // row["ranks"]
+        self._forwards = 1 if self._case["checkpointing"] == "none" else 2
+        self._shards()
+        if self._case["context"] > 1:
+            self._context()
+        if self._case["tensor"] > 1:
+            self._tensor()
+
+    def _add(self, name: str, calls: int, sent: int) -> None:
+        """So many calls of so many bytes in all."""
+        self.calls[name] += calls
+        self.bytes[name] += sent
+
+    def _shards(self) -> None:
+        case, size = self._case, self._size
+        shards = self._row["ranks"] // case["replicate"] // case["tensor"]
+        own_unit = case["experts_over"] * case["tensor"] > 1
+        expert_shards = shards * case["tensor"] // case["experts_over"]
+        # (units in layers, their parameters, parameters of the root, shards)
+        dense = (size.num_layers, size.layers + (0 if own_unit else size.experts), size.root, shards)
+        experts = (size.num_moe, size.experts // case["experts_over"], 0, expert_shards)
+        for units, parameters, root, over in (dense, experts) if own_unit else (dense,):
+            if over > 1:
+                self._add("all_gather", 2 * units + bool(root), (2 * parameters + root) * FP32)
+                self._add("reduce_scatter", units + bool(root), (parameters + root) * FP32)
+            if case["replicate"] > 1:
+                self._add("all_reduce", units + bool(root), (parameters + root) // over * FP32)
+
+    def _context(self) -> None:
+        size, tokens = self._size, self._rows * self._row["seq_len"]
+        # Tensor parallelism has split the heads.
+        keys = size.shape.num_key_value_heads // self._case["tensor"] * size.shape.head_dim * tokens * FP32
+        gathers = 2 * size.num_layers * self._forwards
+        self._add("all_gather", gathers + 1, gathers * keys + tokens * 2 * INT32)
+        self._add("reduce_scatter", 2 * size.num_layers, 2 * size.num_layers * keys)
+        self._balance()
+
+    def _tensor(self) -> None:
+        size, tokens = self._size, self._rows * self._row["seq_len"] // self._case["context"]
+        around = 4 * size.num_layers + 2 * size.num_heads
+        for name in ("all_gather", "reduce_scatter"):
+            self._add(name, around, around * tokens * size.shape.hidden_size * FP32)
+        # Largest logit, prediction, and two sums, of each token and head.
+        self._add("all_reduce", 3 * size.num_heads, size.num_heads * tokens * (FP32 + INT64 + 2 * FP32))
+        self._add("all_reduce", len(size.whole), sum(size.whole) * FP32)
+        self._balance()
+
+    def _balance(self) -> None:
+        sums = self._size.num_moe * (self._forwards + 1)
+        self._add("all_reduce", sums, sums * self._rows * (2 * self._size.shape.n_routed_experts + 1) * FP32)
 
 
 def test_collectives_and_bytes_are_those_of_the_table(figures):
     for row in figures:
-        calls, sent = expected(row, Sizes(row["shape"]))
-        for name in calls:
-            assert row["calls"].get(name, 0) == calls[name], (name, row["case"])
-            assert {rank.get(name, 0) for rank in row["bytes"]} == {sent[name]}, (name, row["case"])
+        expected = Expected(row, Sizes(row["shape"], row["case"]["tensor"]))
+        for name in expected.calls:
+            assert row["calls"].get(name, 0) == expected.calls[name], (name, row["case"])
+            assert {rank.get(name, 0) for rank in row["bytes"]} == {expected.bytes[name]}, (name, row["case"])
 
 
 def test_tokens_travel_exactly_as_routing_requires(figures):
     """Every assignment goes to its expert and back, forward and backward, with its weight; padding stays at home."""
     for row in figures:
-        size, case = Sizes(row["shape"]), row["case"]
+        size, case = Sizes(row["shape"], 1), row["case"]
         exchanged = sum(rank.get("all_to_all", 0) for rank in row["bytes"])
         if case["experts_over"] == 1:
             assert exchanged == 0

@@ -38,16 +38,18 @@ class Case(NamedTuple):
     replicate: int = 1
     experts_over: int = 1
     context: int = 1
+    tensor: int = 1
     checkpointing: str = "none"
 
 
 CASES = {
     2: [
-        Case(), Case(replicate=2), Case(context=2),
+        Case(), Case(replicate=2), Case(context=2), Case(tensor=2),
         *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
     ],
     4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
-        Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective")],
+        Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
+        Case(tensor=2), Case(tensor=2, experts_over=4), Case(tensor=2, context=2)],
 }  # fmt: skip
 
 
@@ -69,14 +71,15 @@ class Traffic(TorchDispatchMode):
             "c10d::_reduce_scatter_base_": "reduce_scatter",
             "c10d::allreduce_": "all_reduce",
             "c10d::alltoall_base_": "all_to_all",
+            "_c10d_functional::all_reduce": "all_reduce",
             "_c10d_functional::all_to_all_single": "all_to_all",
         }.get(function.name().split(".")[0])
         if name is not None:
             whole, part = arguments[:2]
-            if name == "all_reduce":
-                part = whole = whole[0]
-            elif function.name().startswith("_c10d"):
+            if function.name().startswith("_c10d"):
                 part = whole
+            elif name == "all_reduce":
+                part = whole = whole[0]
             self.calls[name] += 1
             # An exchange sends `part` and receives `whole`; of the others one holds the other.
             sent = part if name == "all_to_all" else max(part, whole, key=Tensor.numel)
@@ -115,6 +118,7 @@ def measure(process: Process, case: Case) -> dict:
                     "data_parallel_replicate_degree": case.replicate,
                     "expert_parallel_degree": case.experts_over,
                     "context_parallel_degree": case.context,
+                    "tensor_parallel_degree": case.tensor,
                 },
             }
         )
@@ -126,8 +130,9 @@ def measure(process: Process, case: Case) -> dict:
     parameters = dict(model.named_parameters())
     batch = make_batch()
     counts = count_tokens([batch])
-    readers = process.world_size // case.context
-    rows = slice(process.rank // case.context * ROWS // readers, (process.rank // case.context + 1) * ROWS // readers)
+    sharers = case.context * case.tensor
+    per_reader = ROWS * sharers // process.world_size
+    rows = slice(process.rank // sharers * per_reader, (process.rank // sharers + 1) * per_reader)
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     if meshes.sequence is not None:
         batch = meshes.sequence.cut(batch, SHAPE.sliding_window)
