@@ -71,6 +71,7 @@ class Traffic(TorchDispatchMode):
             "c10d::_reduce_scatter_base_": "reduce_scatter",
             "c10d::allreduce_": "all_reduce",
             "c10d::alltoall_base_": "all_to_all",
+            "c10d::send": "send",
             "_c10d_functional::all_reduce": "all_reduce",
             "_c10d_functional::all_to_all_single": "all_to_all",
         }.get(function.name().split(".")[0])
@@ -78,7 +79,7 @@ class Traffic(TorchDispatchMode):
             whole, part = arguments[:2]
             if function.name().startswith("_c10d"):
                 part = whole
-            elif name == "all_reduce":
+            elif name in ("all_reduce", "send"):
                 part = whole = whole[0]
             self.calls[name] += 1
             # An exchange sends `part` and receives `whole`; of the others one holds the other.

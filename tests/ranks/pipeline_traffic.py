@@ -1,0 +1,43 @@
+"""Run under torchrun with 4 processes: count what a step of each pipeline sends, and print it from rank 0."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_run, micro_batches
+from traffic import Traffic
+
+from glm46.distributed.process import join, leave
+from glm46.training.build import assemble
+from glm46.training.loss import count_tokens
+from glm46.training.step import train_step
+
+CASES = [
+    Layout(pipeline=2),
+    Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
+    Layout(pipeline=2, tensor=2, micro_batches=4),
+]
+
+
+def main() -> None:
+    """Measure the second step: the first one also agrees on shapes."""
+    torch.set_num_threads(1)
+    process = join(60)
+    for layout in CASES:
+        parts = assemble(make_run(layout), process, None, {})
+        counts = count_tokens([make_batch(0)])
+        for _ in range(2):
+            with Traffic() as traffic:
+                train_step(parts, micro_batches(parts, 0, layout.micro_batches), counts, 0, 1.0)
+        figures = {"calls": dict(traffic.calls), "bytes": dict(traffic.bytes)}
+        figures["parameters"] = sum(parameter.to_local().numel() for parameter in parts.parameters.values())
+        ranks: list = [None] * process.world_size
+        dist.all_gather_object(ranks, figures)
+        if process.is_main:
+            case = {"layout": layout._asdict(), "rows": ROWS, "seq_len": SEQ_LEN, "shape": SHAPE, "ranks": ranks}
+            print(json.dumps(case), flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
