@@ -26,6 +26,7 @@ from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.placement import global_indices
 from glm46.model.transformer import Transformer
+from glm46.parallelize.pipeline import split_model
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import resolve_layout
 
@@ -33,7 +34,7 @@ WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
 SHAPE = PRESETS["GLM-4.5"].model_copy(
     update=dict(
-        vocab_size=50, hidden_size=28, num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=36,
+        vocab_size=50, hidden_size=28, num_hidden_layers=4, first_k_dense_replace=1, intermediate_size=36,
         moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )
@@ -101,13 +102,19 @@ def on_fsdp_over_tensor_parallel() -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def of_training(**degrees: int) -> dict[str, torch.Tensor]:
+def of_training(**degrees: int | str) -> dict[str, torch.Tensor]:
     """Exactly what a run has: the transforms of parallelize/plan.py, the expert axis included."""
     run = Run.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
-    with torch.device("meta"):
-        model = Transformer(SHAPE)
-    parallelize(model, build_meshes(resolve_layout(run.parallelism, WORLD), "cpu"), run, torch.device("cpu"))
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    meshes = build_meshes(resolve_layout(run.parallelism, WORLD), "cpu")
+    if meshes.pipeline is None:
+        with torch.device("meta"):
+            models = [Transformer(SHAPE)]
+    else:
+        models = [stage.model for stage in split_model(SHAPE, run, meshes.pipeline)]
+    tensors: dict[str, torch.Tensor] = {}
+    for model in models:
+        parallelize(model, meshes, run, torch.device("cpu"))
+        tensors |= dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -130,6 +137,19 @@ MESHES = {
         expert_parallel_degree=2, data_parallel_replicate_degree=2
     ),
     "training, context parallel": lambda: of_training(context_parallel_degree=2),
+    "training, tensor parallel": lambda: of_training(tensor_parallel_degree=2),
+    "training, tensor and expert parallel": lambda: of_training(tensor_parallel_degree=2, expert_parallel_degree=2),
+    "training, tensor and context parallel": lambda: of_training(tensor_parallel_degree=2, context_parallel_degree=2),
+    "training, pipeline": lambda: of_training(pipeline_parallel_degree=2),
+    "training, pipeline of four": lambda: of_training(pipeline_parallel_degree=4),
+    # A rank holds the first and the last layers, the other those between.
+    "training, V-shaped pipeline": lambda: of_training(
+        pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"
+    ),
+    "training, pipeline and tensor parallel": lambda: of_training(pipeline_parallel_degree=2, tensor_parallel_degree=2),
+    "training, V-shaped pipeline and expert parallel": lambda: of_training(
+        pipeline_parallel_degree=2, expert_parallel_degree=2, pipeline_parallel_schedule="DualPipeV"
+    ),
 }
 SHARDED_EVENLY = ("rows", "rows twice", "columns")
 
@@ -191,14 +211,14 @@ def faults_reach_every_rank(folder: Path, rank: int) -> None:
     # A copy differs in a row that only the last rank reads.
     if rank == 0:
         changed = published()
-        changed["model.layers.3.embed_tokens.weight"][49, 3] += 1
+        changed["model.layers.4.embed_tokens.weight"][49, 3] += 1
         (folder / "changed").mkdir()
         (folder / "changed/config.json").write_text(json.dumps(CONFIG))
         safetensors.torch.save_file(changed, folder / "changed/model.safetensors", {"format": "pt"})
     dist.barrier()
     tensors = MESHES["rows"]()
     error = error_of(lambda: import_weights(folder / "changed", SHAPE, tensors, global_indices))
-    assert isinstance(error, UserError) and "model.layers.3.embed_tokens.weight differs" in str(error)
+    assert isinstance(error, UserError) and "model.layers.4.embed_tokens.weight differs" in str(error)
     # One rank's memory is of another shape; one rank lacks a tensor that it should hold.
     import_weights(source, SHAPE, tensors, global_indices)
     broken = dict(tensors) | ({"norm.weight": tensors["norm.weight"].to_local()} if rank == 2 else {})
@@ -231,4 +251,4 @@ def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(worker, (port, tmp_path), nprocs=WORLD)
-    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 16
+    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 24
