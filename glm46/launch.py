@@ -6,8 +6,10 @@ says it as often as there are ranks. What torchrun does is then done by torchrun
 
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from glm46.config.check import check_run
@@ -15,6 +17,7 @@ from glm46.config.loader import load_run
 from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.nodes import VARIABLES, Nodes, detect_nodes
 from glm46.planner.requirement import describe_requirement
 from glm46.training.stop import EXIT_HANG, EXIT_STOPPED, STOPPED
 
@@ -26,16 +29,19 @@ _PROCESSES_WITHOUT_GPU = 2
 """Enough that sharding and collectives are real; more would only split the same cores further."""
 _SAVE_SECONDS = 600
 """How long ranks may take to save and leave after a signal before they are killed."""
+_PREPARE_SECONDS = 3600
+"""How long other nodes wait for the first, which may have data to prepare."""
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int:
+def launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int = 0) -> int:
     """Train the run of a TOML file on this node.
 
     Args:
         config: the TOML file.
         overrides: tokens of the command line, see `load_run`.
-        processes: ranks to start; None takes one for each GPU, or a few without GPUs.
+        processes: ranks to start on this node; None takes one for each GPU, or a few without GPUs.
+        max_restarts: how often all ranks are started again, from the newest checkpoint, after one of them failed.
 
     Returns:
         Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1 after a save;
@@ -46,30 +52,54 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     """
     run = load_run(config, overrides, world_size=None)
     # Torch takes seconds to import and is needed from here on only: the file is sound.
-    from glm46.distributed.process import share_cores, visible_gpus
+    from glm46.distributed.process import set_variables, share_cores, visible_gpus
 
-    machine = detect_machine(visible_gpus())
-    refusal = _refuse(run, machine, processes)
+    nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    machine = replace(detect_machine(visible_gpus()), nodes=nodes.count)
+    refusal = _refuse(run, machine, processes and processes * nodes.count)
     if refusal:
         print(refusal, file=sys.stderr)
         return _EXIT_USER_ERROR
-    processes = processes or choose_processes(run, machine)
-    run = load_run(config, overrides, world_size=processes)
+    processes = processes or max(choose_processes(run, machine) // nodes.count, 1)
+    run = load_run(config, overrides, world_size=processes * nodes.count)
+    if nodes.rank == 0:
+        _prepare(run, processes * nodes.count)
+    share_cores(machine.cores, processes)
+    mark = Path(run.job.dump_folder) / STOPPED
+    mark.unlink(missing_ok=True)
+    code = _start(_meeting(nodes, processes, max_restarts), ["train", "--config", str(config), *overrides])
+    # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
+    stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return EXIT_STOPPED if stopped_by_system and mark.exists() else code
+
+
+def _prepare(run: Run, world_size: int) -> None:
+    """Make the shards that are missing, and say what the run will read. The other nodes find them in the same place:
+    they wait where all ranks meet."""
     # Not before: it loads the whole program, and a refusal needs little of it.
     from glm46.prepare import prepare_run
     from glm46.training.text import check_epochs, describe_sources
 
     manifests = prepare_run(run, report=lambda line: print(line, flush=True))
-    rows = run.training.local_batch_size * resolve_layout(run.parallelism, processes).batch_ranks
+    rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
     print("\n".join(describe_sources(run, manifests, rows)), flush=True)
     check_epochs(run, manifests, rows)
-    share_cores(machine.cores, processes)
-    mark = Path(run.job.dump_folder) / STOPPED
-    mark.unlink(missing_ok=True)
-    code = _start(processes, ["train", "--config", str(config), *overrides])
-    # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
-    stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return EXIT_STOPPED if stopped_by_system and mark.exists() else code
+
+
+def _meeting(nodes: Nodes, processes: int, max_restarts: int) -> list[str]:
+    """Options of torchrun: how many processes, and where the nodes meet."""
+    options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", f"--max-restarts={max_restarts}"]
+    if nodes.count == 1:
+        return [*options, "--local-addr=localhost"]
+    patience = f"join_timeout={_PREPARE_SECONDS},read_timeout={_PREPARE_SECONDS}"
+    options += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={nodes.host}:{nodes.port}",
+        f"--rdzv-id={nodes.job}",
+        f"--rdzv-conf=is_host={int(nodes.rank == 0)},{patience}",
+    ]
+    # Nodes on one machine, for a trial: its own name need not lead to it.
+    return [*options, f"--local-addr={nodes.host}"] if nodes.host in ("localhost", "127.0.0.1") else options
 
 
 def choose_processes(run: Run, machine: Machine) -> int:
@@ -90,7 +120,7 @@ def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
     return None if fits else screen
 
 
-def _start(processes: int, command: Sequence[str]) -> int:
+def _start(options: Sequence[str], command: Sequence[str]) -> int:
     """Run ``python -m glm46 COMMAND`` in each rank through torchrun and turn its end into an exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -99,7 +129,6 @@ def _start(processes: int, command: Sequence[str]) -> int:
     # What torchrun logs about the end of its ranks is said below in one line; the cause is the rank's own traceback.
     # Its loggers set their own levels, so logging is switched off for this process, which logs nothing else.
     logging.disable(logging.ERROR)
-    options = ["--nnodes=1", f"--nproc-per-node={processes}", "--max-restarts=0", "--local-addr=localhost"]
     arguments = get_args_parser().parse_args([*options, "--module", "glm46", *command])
     arguments.signals_to_handle = _FORWARDED_SIGNALS
     arguments.shutdown_timeout = _SAVE_SECONDS

@@ -5,6 +5,7 @@ import datetime
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,11 @@ def launched_world_size() -> int | None:
     """Number of processes that torchrun started, None when it did not start this one."""
     size = os.environ.get("WORLD_SIZE")
     return None if size is None else int(size)
+
+
+def set_variables(names: Sequence[str]) -> dict[str, str]:
+    """Those of some variables of the environment that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def launched_rank() -> int:

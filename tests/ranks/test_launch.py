@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,14 +17,14 @@ from glm46.training.trainer import train
 ROOT = Path(__file__).parents[2]
 
 
-def start(run, tmp_path: Path, *, path_first: str = "", **keys) -> subprocess.Popen:
+def start(run, tmp_path: Path, *, path_first: str = "", options=("--nproc", "2"), variables=(), **keys):
     """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
     config = tmp_path / "run.toml"
     config.write_text(dump_run(run))
     overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
     return subprocess.Popen(
-        [sys.executable, "-m", "glm46", "launch", "--config", str(config), "--nproc", "2", *overrides],
-        env=os.environ | {"PYTHONPATH": f"{path_first}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "glm46", "launch", "--config", str(config), *options, *overrides],
+        env=os.environ | dict(variables) | {"PYTHONPATH": f"{path_first}:{ROOT}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -151,3 +152,39 @@ def rows(run) -> list[dict]:
     lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     timed = ("seconds", "second", "device", "mfu", "gib")
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
+
+
+def test_two_nodes_meet_and_a_killed_rank_is_started_again(make_run, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    run = make_run(training={"steps": 40}, checkpoint={"interval": 2})
+    nodes = [
+        start(
+            run, tmp_path, options=("--nproc", "1", "--max-restarts", "1"),
+            variables={"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": port},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    wait_for_step(run, 5, nodes[0])
+    children = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "resumed after step" in "".join(outputs)
+    assert [step for step, _ in losses(run)] == list(range(1, 41))
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(make_run, tmp_path):
+    run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
+    process = start(run, tmp_path)
+    wait_for_step(run, 1, process)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() and "State:\tZ" not in Path(f"/proc/{rank}/status").read_text()
+              for rank in ranks):  # fmt: skip
+        assert time.monotonic() < end, "a rank outlived its launcher"
+        time.sleep(0.1)

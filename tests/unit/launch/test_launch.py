@@ -60,7 +60,6 @@ def test_large_run_says_what_it_needs_and_what_was_found():
         "8,192 = pipeline 16 x shard 64 x tensor 8, experts over 32",
         "12.0 GiB free of 16.0 GiB",
         "GPUs               none",
-        "plans such a layout but does not train it",
         "train_configs/debug.toml",
     ):
         assert text in screen

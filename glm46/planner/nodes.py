@@ -1,0 +1,95 @@
+"""Which machines a run has and which of them this is, from the variables of torchrun's users, Slurm or PBS."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm46.config.errors import UserError
+
+VARIABLES = (
+    "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID",
+    "PBS_NODEFILE", "PBS_JOBID",
+)  # fmt: skip
+"""What `detect_nodes` reads."""
+
+_PORT = 29500
+"""Where the first node listens unless MASTER_PORT says otherwise. Source: torchrun's default."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run as one of them sees them."""
+
+    count: int = 1
+    rank: int = 0
+    """Number of this one; 0 prepares the data, and all meet there."""
+    host: str = "localhost"
+    """Name or address of the first."""
+    port: int = _PORT
+    job: str = "glm46"
+    """Tells runs apart that meet at one place."""
+
+
+def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
+    """The nodes of this run: NNODES and its kin go before Slurm's variables, those before PBS's; else this one alone.
+
+    Args:
+        variables: of the environment, those of `VARIABLES` that are set.
+        hostname: of this machine.
+
+    Raises:
+        UserError: variables that are missing, no numbers, or contradict each other.
+    """
+    if "NNODES" in variables:
+        found = _number(variables, "NNODES"), _number(variables, "NODE_RANK", "0"), variables.get("MASTER_ADDR")
+        job = variables.get("SLURM_JOB_ID", "glm46")
+    elif "SLURM_JOB_NODELIST" in variables and "SLURM_NODEID" in variables:
+        first = first_slurm_host(variables["SLURM_JOB_NODELIST"])
+        found = _number(variables, "SLURM_JOB_NUM_NODES", "1"), _number(variables, "SLURM_NODEID"), first
+        job = variables.get("SLURM_JOB_ID", "glm46")
+    elif "PBS_NODEFILE" in variables:
+        found = _pbs_nodes(Path(variables["PBS_NODEFILE"]), hostname)
+        job = variables.get("PBS_JOBID", "glm46")
+    else:
+        return Nodes()
+    count, rank, host = found
+    if count == 1:
+        return Nodes()
+    if count < 1 or not 0 <= rank < count:
+        raise UserError(f"environment: node {rank} of {count}: NODE_RANK counts from 0 to NNODES - 1; set them so")
+    host = variables.get("MASTER_ADDR", host)
+    if not host:
+        raise UserError(f"environment: NNODES = {count} without MASTER_ADDR; set it to the name of the first node")
+    return Nodes(count, rank, host, _number(variables, "MASTER_PORT", str(_PORT)), job)
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """The first name of a list as Slurm writes it, such as ``gpu[007-012,20],login1``: ``gpu007``."""
+    found = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[(\d+)[^\]]*\]([A-Za-z0-9._-]*))?(?:,.*)?", nodelist.strip())
+    if not found:
+        raise UserError(f"environment: SLURM_JOB_NODELIST = {nodelist!r}: not understood; set MASTER_ADDR and NNODES")
+    return "".join(part or "" for part in found.groups())
+
+
+def _pbs_nodes(file: Path, hostname: str) -> tuple[int, int, str]:
+    try:
+        lines = file.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise UserError(f"environment: PBS_NODEFILE = {str(file)!r}: {error.strerror}; set NNODES instead") from error
+    hosts = list(dict.fromkeys(lines))  # a host stands there once for each of its processes
+    short = [host.partition(".")[0] for host in hosts]
+    if hostname.partition(".")[0] not in short:
+        raise UserError(
+            f"environment: this machine, {hostname!r}, is not in PBS_NODEFILE = {str(file)!r}; set NNODES, NODE_RANK "
+            "and MASTER_ADDR"
+        )
+    return len(hosts), short.index(hostname.partition(".")[0]), hosts[0]
+
+
+def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = variables.get(name, default)
+    if text is None or not text.strip().isdecimal():
+        raise UserError(f"environment: {name} = {text!r}: expected a number; set or unset it")
+    return int(text)
