@@ -110,13 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
     )
-    launch.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often all ranks are started again, from the newest checkpoint, after one failed; 0",
-    )
     _add_run_verb(verbs, "train", "train in this process; launch and torchrun start one for each rank", _train)
     prepare = _add_run_verb(
         verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare
@@ -164,7 +157,7 @@ def _processes(text: str) -> int | None:
 def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.launch import launch
 
-    return launch(arguments.config, overrides, arguments.nproc, max(arguments.max_restarts, 0))
+    return launch(arguments.config, overrides, arguments.nproc)
 
 
 def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -34,14 +34,13 @@ _PREPARE_SECONDS = 3600
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int = 0) -> int:
+def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int:
     """Train the run of a TOML file on this node.
 
     Args:
         config: the TOML file.
         overrides: tokens of the command line, see `load_run`.
         processes: ranks to start on this node; None takes one for each GPU, or a few without GPUs.
-        max_restarts: how often all ranks are started again, from the newest checkpoint, after one of them failed.
 
     Returns:
         Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1 after a save;
@@ -67,7 +66,7 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
     share_cores(machine.cores, processes)
     mark = Path(run.job.dump_folder) / STOPPED
     mark.unlink(missing_ok=True)
-    code = _start(_meeting(nodes, processes, max_restarts), ["train", "--config", str(config), *overrides])
+    code = _start(_meeting(nodes, processes), ["train", "--config", str(config), *overrides])
     # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
     stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return EXIT_STOPPED if stopped_by_system and mark.exists() else code
@@ -86,9 +85,9 @@ def _prepare(run: Run, world_size: int) -> None:
     check_epochs(run, manifests, rows)
 
 
-def _meeting(nodes: Nodes, processes: int, max_restarts: int) -> list[str]:
+def _meeting(nodes: Nodes, processes: int) -> list[str]:
     """Options of torchrun: how many processes, and where the nodes meet."""
-    options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", f"--max-restarts={max_restarts}"]
+    options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
         return [*options, "--local-addr=localhost"]
     patience = f"join_timeout={_PREPARE_SECONDS},read_timeout={_PREPARE_SECONDS}"
