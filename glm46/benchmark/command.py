@@ -33,7 +33,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m glm46 benchmark", allow_abbrev=False)
-    kinds = parser.add_subparsers(title="what", metavar="model|data|tokenizer|checkpoint", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="model|generate|data|tokenizer|checkpoint", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
     model.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=_positive, help="decoder layers; absent: the preset's")
@@ -47,6 +47,14 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=CONTESTANTS, help="contestant, repeatable; absent: all that are installed"
     )
     model.set_defaults(run=_model)
+    generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers", allow_abbrev=False)
+    generate.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
+    generate.add_argument("--batch", type=_positive, default=1, help="prompts")
+    generate.add_argument("--prompt-tokens", type=_positive, default=32, help="tokens of each prompt")
+    generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
+    generate.add_argument("--rounds", type=_positive, default=5, help="timed runs of each contestant")
+    generate.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
+    generate.set_defaults(run=_generate)
     data = kinds.add_parser("data", help="tokens per second of the loader", allow_abbrev=False)
     data.add_argument("--batch", type=_positive, default=4, help="sequences")
     data.add_argument("--seq-len", type=_positive, default=4096, help="tokens of each")
@@ -66,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def _two_or_more(text: str) -> int:
+    if _positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at least 2, the first comes with the prompt")
     return int(text)
 
 
@@ -106,6 +120,20 @@ def _checkpoint(arguments: argparse.Namespace) -> None:
         raise UserError(f"benchmark: --folder {arguments.folder}: no such folder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from glm46.benchmark.generation_speed import generation_speed
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    report = generation_speed(
+        arguments.flavor, arguments.batch, prompt_tokens=arguments.prompt_tokens, new_tokens=arguments.new_tokens,
+        rounds=arguments.rounds, with_peers=len(_installed()) == len(CONTESTANTS),
+    )  # fmt: skip
+    _print(report)
 
 
 def _installed() -> tuple[str, ...]:

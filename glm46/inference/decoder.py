@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from glm46.inference import few_tokens
 from glm46.inference.cache import CachedCore, Slots
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
@@ -75,6 +76,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
+        if hidden.ndim == 3 and few_tokens.is_for(hidden):
+            rows = few_tokens.project(hidden.reshape(-1, hidden.shape[-1]), self.model.lm_head.weight)
+            return rows.view(*hidden.shape[:-1], -1)
         return self.model.lm_head(hidden).float()
 
     def _place(self, x: Tensor, starts: Sequence[int]) -> tuple[Slots, tuple[Tensor, Tensor]]:
@@ -86,6 +90,8 @@ class Decoder:
     @staticmethod
     def _run(block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]) -> Tensor:
         core.slots = slots
+        if few_tokens.is_for(x):
+            return few_tokens.run_block(block, x, rope)
         return block(x, rope, None, None, _OPTIONS)[0]
 
 

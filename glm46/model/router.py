@@ -73,7 +73,7 @@ class Router(nn.Module):
         if options.temperature is not None:
             logits_TE = logits_TE / options.temperature
         scores_TE = logits_TE.sigmoid()
-        experts_TA = self._select(scores_TE.detach() + self.e_score_correction_bias)
+        experts_TA = self.select(scores_TE.detach() + self.e_score_correction_bias)
         weights_TA = scores_TE.gather(1, experts_TA)
         if self.shape.norm_topk_prob:
             weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
@@ -95,7 +95,7 @@ class Router(nn.Module):
         return Routing(weights_TA, experts_TA, statistics)
 
     @torch.no_grad()
-    def _select(self, choice_TE: Tensor) -> Tensor:
+    def select(self, choice_TE: Tensor) -> Tensor:
         """The A best experts of each token inside its best groups; int64 [T, A]."""
         if self.shape.n_group > 1:
             grouped = choice_TE.view(choice_TE.shape[0], self.shape.n_group, -1)

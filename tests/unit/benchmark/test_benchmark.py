@@ -70,3 +70,10 @@ def test_the_command_prints_what_it_measured(capsys):
 def test_the_loader_is_measured():
     text = loader_speed(2, 128, 1)
     assert float(text.split(": ")[1].split(" M tokens/s")[0]) > 0
+
+
+def test_generation_is_raced_against_transformers(capsys):
+    command = ["generate", "--flavor", "debug", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "1"]
+    assert benchmark_command([*command, "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "transformers grouped_mm" in out and "ours / fastest peer" in out
