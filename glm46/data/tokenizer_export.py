@@ -21,6 +21,26 @@ _COPIED = (
 """Files of a tokenizer folder that are passed on as they are."""
 
 
+CHAT_TEMPLATE = """\
+[gMASK]<sop>
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}<|system|>{{ '\\n' + message.content }}
+{%- elif message.role == 'user' -%}<|user|>{{ '\\n' + message.content }}
+{%- if enable_thinking is defined and not enable_thinking and not message.content.endswith('/nothink') -%}
+/nothink
+{%- endif -%}
+{%- elif message.role == 'assistant' -%}<|assistant|>{{ '\\n<think></think>\\n' + message.content.strip() }}
+{%- else -%}{{ raise_exception('no role of this template: ' + message.role) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '\\n<think></think>' }}{%- endif -%}
+{%- endif -%}
+"""
+"""GLM-4.6's conversation of system, user and assistant messages, without tools; equal to `glm46 generate --chat`. A
+folder that the tokenizer came from passes on its own template instead."""
+
+
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids that end a text or a turn; the first one is also used for padding."""
     return [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
@@ -62,8 +82,13 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes
         "model_max_length": max_length,
         "padding_side": "left",
     }
+    files: dict[str, bytes] = {}
+    if {"[gMASK]", "<sop>", "<|user|>", "<|assistant|>"} <= set(tokenizer.special):
+        files["chat_template.jinja"] = CHAT_TEMPLATE.encode()
     contents = {"tokenizer.json": _tokenizer_json(tokenizer), "tokenizer_config.json": config}
-    return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n" for name, value in contents.items()}
+    return files | {
+        name: json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n" for name, value in contents.items()
+    }
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> dict:

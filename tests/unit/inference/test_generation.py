@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -20,6 +20,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.tokenizer_export import files_beside_weights, stop_ids
+from glm46.inference import few_tokens
 from glm46.inference.chat import chat_prompt
 from glm46.inference.decoder import Decoder
 from glm46.inference.generate import continue_tokens
@@ -113,6 +114,18 @@ def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
         torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
         torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
     assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the model is as it was
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 65])
+def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, monkeypatch):
+    model = random_model(vocab_size=61, n_group=2, topk_group=1)
+    tokens = torch.randint(0, 61, (rows, 1))
+    outcome = []
+    for most in (few_tokens.MAX_TOKENS, 0):
+        monkeypatch.setattr(few_tokens, "MAX_TOKENS", most)
+        with torch.inference_mode(), Decoder(model, batch=rows, max_length=4) as decoder:
+            outcome += [decoder.logits(decoder.hidden(tokens, [0] * rows))]
+    torch.testing.assert_close(*outcome, rtol=0, atol=2e-5)  # FP32, logits of order 1
 
 
 def test_prediction_layers_draft_what_training_says_they_predict(predictable):
@@ -254,4 +267,17 @@ def test_chat_is_glms_template_and_markers_in_messages_are_text():
     assert ids.count(tokenizer.special["<|user|>"]) == 1 and ids[-1] == tokenizer.special["</think>"]
     assert tokenizer.decode(chat_prompt(tokenizer, "Hi", system=None, thinking=True)) == (
         "[gMASK]<sop><|user|>\nHi<|assistant|>"
+    )
+
+
+def test_the_template_of_an_export_gives_what_chat_gives(folders):
+    theirs, ours = AutoTokenizer.from_pretrained(folders[1]), load_tokenizer("builtin")
+    for system, thinking in ((None, True), ("Be kind.", False)):
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "Hi\nthere"}]
+        options = {} if thinking else {"enable_thinking": False}
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+        assert ids == chat_prompt(ours, "Hi\nthere", system=system, thinking=thinking)
+    messages += [{"role": "assistant", "content": " Hello. "}, {"role": "user", "content": "Bye"}]
+    assert theirs.apply_chat_template(messages, tokenize=False).endswith(
+        "<|assistant|>\n<think></think>\nHello.<|user|>\nBye"
     )
