@@ -1,6 +1,7 @@
 """``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with one tensor in memory at a time."""
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.hf_config import config_of, read_config
 from glm46.checkpoint.hf_export import Layout, export_weights
+from glm46.checkpoint.hf_fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import HFNames, raise_if
 from glm46.checkpoint.step_tensors import StepTensors, write_model
@@ -56,8 +58,9 @@ def add_to_hf_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     parser.add_argument("--output", type=Path, required=True, help="new folder")
     parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
+    types = "type of the weights; fp8-…: projections in FP8 with a scale per 128 x 128 block or per row, the rest BF16"
     parser.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="type of the weights")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
     copies = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
     parser.add_argument("--mtp-copies", action="store_true", help=copies)
     parser.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
@@ -83,12 +86,15 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
     raw = read_config(arguments.config) if arguments.config else tensors.meta.get(_HF_CONFIG)
     layout = Layout(
-        dtype=getattr(torch, arguments.dtype),
+        dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
+        fp8=SCHEMES.get(arguments.dtype),
         with_copies=arguments.mtp_copies,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
-    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=arguments.dtype)
+    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
+    if layout.fp8 is not None:
+        config[CONFIG_KEY] = config_of_scheme(layout.fp8)
     with _progress() as progress:
         task = progress.add_task("writing tensors", total=len(names.entries))
         size = export_weights(
@@ -96,6 +102,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
             report=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
+    if layout.fp8 is not None:
+        errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
+        worst = max(errors, key=lambda name: errors[name]["relative"])
+        print(f"largest relative error {errors[worst]['relative']:.4f}, of {worst}; all of them: {ERRORS_FILE}")
     return 0
 
 

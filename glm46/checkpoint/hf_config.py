@@ -114,6 +114,7 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
         for name in ModelShape.model_fields:
             if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
                 _put(config, name, shape)
+    config.pop("quantization_config", None)  # of the weights that were read; those written are plain
     # Either spelling, where it stands; a new file gets the one that all versions read.
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
     assert shape_of(config) == shape

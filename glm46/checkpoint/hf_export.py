@@ -20,6 +20,7 @@ from torch import Tensor
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import CONFIG
+from glm46.checkpoint.hf_fp8 import ERRORS_FILE, Scheme, error_of, is_quantised, quantise
 from glm46.checkpoint.hf_import import INDEX, SINGLE_FILE, Held, Report, local_part
 from glm46.checkpoint.hf_names import Entry, HFNames, raise_if
 from glm46.checkpoint.integrity import sync_folder, write_durably
@@ -33,6 +34,8 @@ class Layout:
 
     dtype: torch.dtype = torch.bfloat16
     """Type of the weights. The routers' selection biases are FP32 whatever it is."""
+    fp8: Scheme | None = None
+    """Projections in FP8 with these scales, by one process only: a scale needs its whole block."""
     with_copies: bool = False
     """Repeat embedding and head in the prediction layers, as GLM-4.5 and Air do; GLM-4.6 does not."""
     max_file_bytes: int = 5_000_000_000
@@ -69,6 +72,7 @@ def export_weights(
         CheckpointError: on all ranks, when writing failed on any of them; nothing is left then.
     """
     ranks = Ranks.of_this_run()
+    assert layout.fp8 is None or ranks.size == 1
     names = HFNames(shape, with_copies=layout.with_copies)
     files = _lay_out_files(names, layout)
     draft = folder.with_name(folder.name + ".tmp")
@@ -83,7 +87,7 @@ def export_weights(
                 _make_draft(draft, files)
         with ranks.stage(f"writing {draft}") as stage:
             with ExitStack() as opened:
-                writer = _Writer(draft, files, opened)
+                writer = _Writer(draft, files, opened, layout.fp8)
                 for done, name in enumerate(mine, start=1):
                     writer.write(names.entries[name], tensors[name], held)
                     if report is not None:
@@ -92,7 +96,8 @@ def export_weights(
         with ranks.stage(f"completing {folder}"):
             _require_whole(names, stage.values)
             if ranks.is_first:
-                _complete(draft, folder, files, config, layout.other_files)
+                errors = {ERRORS_FILE: json.dumps(writer.errors, indent=2).encode() + b"\n"} if layout.fp8 else {}
+                _complete(draft, folder, files, config, {**layout.other_files, **errors})
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -120,11 +125,15 @@ def _lay_out_files(names: HFNames, layout: Layout) -> list[_File]:
     for entry in names.entries.values():
         dtype = torch.float32 if entry.is_fp32 else layout.dtype
         for part in entry.parts:
-            nbytes = prod(part.hf_shape) * dtype.itemsize
+            stored = [(part.hf_name, dtype, part.hf_shape)]
+            if layout.fp8 is not None and is_quantised(part.hf_name):
+                scales = (part.hf_name + layout.fp8.suffix, torch.float32, layout.fp8.scale_shape(part.hf_shape))
+                stored = [(part.hf_name, torch.float8_e4m3fn, part.hf_shape), scales]
+            nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)
             if groups[-1] and filled + nbytes > layout.max_file_bytes:
                 groups.append([])
                 filled = 0
-            groups[-1].append((part.hf_name, dtype, part.hf_shape))
+            groups[-1] += stored
             filled += nbytes
     if len(groups) == 1:
         return [_File(SINGLE_FILE, *lay_out(groups[0]))]
@@ -175,10 +184,12 @@ class _Writer:
 
     Attributes:
         elements: our name -> elements written, copies included.
+        errors: Hugging Face name -> `hf_fp8.error_of` of what was quantised.
     """
 
-    def __init__(self, draft: Path, files: list[_File], opened: ExitStack):
-        self._draft, self._opened = draft, opened
+    def __init__(self, draft: Path, files: list[_File], opened: ExitStack, fp8: Scheme | None):
+        self._draft, self._opened, self._fp8 = draft, opened, fp8
+        self.errors: dict[str, dict[str, float]] = {}
         self._file_of = {hf_name: file for file in files for hf_name in file.records}
         self._open: dict[str, TensorFile] = {}
         self.elements: dict[str, int] = {}
@@ -193,10 +204,20 @@ class _Writer:
         runs = [runs_of(index) for index in held(tensor)]
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
+            if self._fp8 is not None and dtype == torch.float8_e4m3fn:
+                self._quantise(part.hf_name, local[part.index()].float().cpu(), self._fp8)
+                self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
+                continue
             for overlap in overlaps(part, runs):
                 values = local[overlap.local].to(dtype).cpu().contiguous()
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()
+
+    def _quantise(self, hf_name: str, weight: Tensor, scheme: Scheme) -> None:
+        values, scales = quantise(weight, scheme)
+        self.errors[hf_name] = error_of(weight, values, scales, scheme)
+        for name, stored in ((hf_name, values), (hf_name + scheme.suffix, scales)):
+            self._file(name).write(name, tuple((0, size) for size in stored.shape), stored)
 
     def _file(self, hf_name: str) -> TensorFile:
         file = self._file_of[hf_name]

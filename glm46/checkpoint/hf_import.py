@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import CONFIG, read_config, shape_of
+from glm46.checkpoint.hf_fp8 import dequantise, scale_faults, scales_of_box, scheme_of
 from glm46.checkpoint.hf_names import HFNames, has_copies, raise_if
-from glm46.checkpoint.safetensors_file import Record, TensorFile, read_records
+from glm46.checkpoint.safetensors_file import Box, Record, TensorFile, read_records
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 
@@ -100,9 +101,13 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
     names = HFNames(shape, with_copies=has_copies(found, shape))
-    faults = names.name_faults(found)
+    scheme = scheme_of(raw, str(folder / CONFIG))
+    scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
+    faults += names.name_faults(name for name in found if name not in scales)
     for name, (_, record) in found.items():
-        if name in names.places and (fault := names.fault(name, record.shape, record.dtype)) is not None:
+        is_fp8 = scheme is not None and record.dtype == torch.float8_e4m3fn  # checked by scale_faults
+        dtype = torch.bfloat16 if is_fp8 else record.dtype
+        if name in names.places and (fault := names.fault(name, record.shape, dtype)) is not None:
             faults.append(fault)
     raise_if([f"{folder}: {fault}" for fault in faults])
     return names, found
@@ -128,8 +133,6 @@ def _lacks_mtp(hf_names: Iterable[str], shape: ModelShape) -> bool:
 
 
 def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
-    if "quantization_config" in raw:
-        return [f"{file}: the weights are quantised; give the folder of the BF16 model"]
     theirs = shape_of(raw, str(file))
     faults = []
     for name in ModelShape.model_fields:
@@ -200,6 +203,7 @@ class FolderReader:
 
     def __init__(self, folder: Path, shape: ModelShape):
         self._names, self._found = check_folder(folder, shape)
+        self._scheme = scheme_of(read_config(folder), str(folder / CONFIG))
         self._records: dict[Path, dict[str, Record]] = {}
         for name, (path, record) in self._found.items():
             self._records.setdefault(path, {})[name] = record
@@ -221,10 +225,9 @@ class FolderReader:
         runs = [runs_of(index) for index in held]
         filled, faults = 0, []
         for part in self._names.entries[name].parts:
-            file = self._file(part.hf_name)
             differs = False
             for overlap in overlaps(part, runs):
-                values = file.read(part.hf_name, overlap.box)
+                values = self._read(part.hf_name, overlap.box)
                 target = local[overlap.local]
                 if part.is_copy:
                     differs |= not torch.equal(target, values.to(target))
@@ -235,6 +238,16 @@ class FolderReader:
                 faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
         assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
         return faults
+
+    def _read(self, hf_name: str, box: Box) -> Tensor:
+        """A box of a weight, in FP32 where it is stored in FP8."""
+        values = self._file(hf_name).read(hf_name, box)
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        assert self._scheme is not None
+        columns, name = self._found[hf_name][1].shape[1], hf_name + self._scheme.suffix
+        scales = self._file(name).read(name, scales_of_box(self._scheme, columns, box))
+        return dequantise(values, scales, self._scheme, columns, box)
 
     def _file(self, hf_name: str) -> TensorFile:
         path = self._found[hf_name][0]
