@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from glm46.config.faults import Fault, show
 from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
@@ -56,27 +57,6 @@ def budget_is_given_once(run: Run) -> Faults:
         yield Fault(keys, "training.tokens, training.steps: both absent; state how long to train, in one of them")
     if tokens is not None and steps is not None:
         yield Fault(keys, f"training.tokens = {tokens}, training.steps = {steps}: both given; state one of them")
-
-
-def there_is_a_source(run: Run) -> Faults:
-    """Training reads something."""
-    if not run.data.sources:
-        yield Fault(
-            ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
-        )
-
-
-def source_names_and_paths_are_unique(run: Run) -> Faults:
-    """Metrics are named after sources, and a path read twice would show its tokens twice."""
-    for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
-        seen: dict[str, int] = {}
-        for index, source in enumerate(run.data.sources):
-            value = getattr(source, key)
-            if value in seen:
-                where = f"data.sources[{index}].{key}"
-                other = f"data.sources[{seen[value]}].{key}"
-                yield Fault((where, other), f"{where} = {show(value)}: the same as {other}; {remedy}")
-            seen.setdefault(value, index)
 
 
 def schedules_keep_their_range(run: Run) -> Faults:
@@ -201,8 +181,7 @@ def one_rate_for_adamw(run: Run) -> Faults:
 SECTION_RULES: tuple[Callable[[Run], Faults], ...] = (
     flavor_is_a_preset,
     budget_is_given_once,
-    there_is_a_source,
-    source_names_and_paths_are_unique,
+    *DATA_RULES,
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,

@@ -31,11 +31,33 @@ class Source(Section):
     library, or of the packages installed beside glm46. Absent: the shards must exist."""
 
 
+class Stage(Section):
+    """[[data.stages]]: a sequence length and a mixture from some token on."""
+
+    start_tokens: int = Field(ge=0)
+    """Where the stage begins, on the clock of every schedule: tokens since the start of the curriculum. It takes effect
+    at the first sample behind."""
+
+    seq_len: int | None = Field(None, ge=2)
+    """Tokens per sequence, at most training.seq_len, which memory is planned for and validation uses. Absent: that."""
+
+    weights: tuple[float, ...] | None = None
+    """Share of each source in the order of data.sources; 0 leaves a source out. Absent: their own weights."""
+
+    documents: tuple[float, float] = (0.0, 1.0)
+    """Part of each source's documents that is read, as a range of shares: documents fall into it by a hash. Stages of
+    other sequence lengths that read the same source need ranges apart from each other."""
+
+
 class Data(Section):
     """[data]: the stream of tokens, as a pure function of the global sample number."""
 
     sources: tuple[Source, ...] = ()
     """The mixture. At least one source is needed to train."""
+
+    stages: tuple[Stage, ...] = ()
+    """Other mixtures and sequence lengths by token boundary. Absent: one stage, with training.seq_len and the weights
+    of the sources."""
 
     document_mask: bool = False
     """Attend only within a document and restart positions at its first token. Labels never cross documents

@@ -16,10 +16,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
-from glm46.data.best_fit import PackPlan, plan_packs
+from glm46.data.best_fit import plan_packs
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.mixing import integer_weights, order, permute
-from glm46.data.packing import ConcatenatedRows, PackedRows, TokenStream, full_rows
+from glm46.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
 
 # Samples whose places are computed at once: small arrays cost more in calls than in arithmetic.
 _ORDER_BLOCK = 1024
@@ -57,37 +57,53 @@ class TrainSource(NamedTuple):
     packing: Literal["concatenate", "best_fit"] = "concatenate"
 
 
+class Span(NamedTuple):
+    """The samples of one stage of a run."""
+
+    first: int = 0
+    """Global number of the stage's first sample."""
+    stop: int | None = None
+    """The number behind its last; rows from there on are padding. None: it has no end."""
+    rows_before: tuple[int, ...] = ()
+    """Rows of each source that earlier stages or runs have read; empty: none."""
+    documents: tuple[float, float] = (0.0, 1.0)
+    """The share of each source's documents that is read."""
+
+
+WHOLE_RUN = Span()
+
+
 class TrainStream(IterableDataset):
     """Micro-batches without end; `__iter__` starts at ``start_sample``.
 
     Micro-batch q of rank r holds the global samples start + q * degree * rows + r * rows + (0 ... rows - 1).
     """
 
-    def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int):
+    def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: Span):
         self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
+        self.span = span
         self.manifests = [load_manifest(Path(source.folder)) for source in self.sources]
         for manifest in self.manifests[1:]:
             manifest.require_tokenizer(self.manifests[0].tokenizer)
         self.weights = integer_weights([source.weight for source in self.sources])
-        self._plans = [self._plan(i) for i in range(len(self.sources))]
+        streams = [self._open(i) for i in range(len(self.sources))]
+        self._plans = [
+            plan_packs(stream.doc_ends(), layout.seq_len) if source.packing == "best_fit" else None
+            for source, stream in zip(self.sources, streams, strict=True)
+        ]
+        self._tokens = [stream.length for stream in streams]
         self.rows_per_source = [
             len(plan.row_starts) - 1 if plan else full_rows(tokens, layout.seq_len, layout.mtp_depth)
-            for plan, tokens in zip(self._plans, self._train_tokens(), strict=True)
+            for plan, tokens in zip(self._plans, self._tokens, strict=True)
         ]
         self._refuse_short()
 
-    def _plan(self, source: int) -> PackPlan | None:
-        if self.sources[source].packing == "concatenate":
-            return None
+    def _open(self, source: int) -> TokenStream | SelectedTokens:
         manifest = self.manifests[source]
-        ends = TokenStream(manifest.folder, manifest.splits["train"]).doc_ends()
-        return plan_packs(ends, self.layout.seq_len)
-
-    def _train_tokens(self) -> list[int]:
-        return [manifest.splits["train"].tokens for manifest in self.manifests]
+        return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents)
 
     def _refuse_short(self) -> None:
-        facts = zip(self.manifests, self._train_tokens(), self.rows_per_source, strict=True)
+        facts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
         short = [
             f"{manifest.folder}: {tokens} training tokens are fewer than one row of {self.layout.seq_len} with targets"
             for manifest, tokens, rows in facts
@@ -102,14 +118,14 @@ class TrainStream(IterableDataset):
 
     def open_rows(self, source: int) -> ConcatenatedRows | PackedRows:
         """The rows of a source, opened in the process that reads them."""
-        manifest, plan, length = self.manifests[source], self._plans[source], self.layout.seq_len
-        tokens = TokenStream(manifest.folder, manifest.splits["train"])
+        plan, length, tokens = self._plans[source], self.layout.seq_len, self._open(source)
         return PackedRows(tokens, length, plan) if plan else ConcatenatedRows(tokens, length)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source and row within it of global sample numbers, both int64 [n]."""
         names = [source.name for source in self.sources]
-        return order(numbers, self.weights, names, self.rows_per_source, self.seed)
+        places = numbers - self.span.first
+        return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
 
 
 class _TrainIterator:
@@ -131,7 +147,11 @@ class _TrainIterator:
         if self._next not in self._located:
             self._locate_block()
         first = self._next + self._layout.dp_rank * self._layout.local_batch_size
+        stop = self._stream.span.stop
         for j, (source, sample) in enumerate(self._located.pop(self._next)):
+            if stop is not None and first + j >= stop:
+                self._builder.add_padding()
+                continue
             used, ends = self._sources[source].read(sample, self._row)
             self._builder.add(first + j, self._row, used, ends)
         self._next += self._stride
@@ -187,7 +207,7 @@ class ValidationStream(IterableDataset):
 def build_train_loader(
     sources: Sequence[TrainSource | tuple], *, seq_len: int, mtp_depth: int, local_batch_size: int,
     dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
-    prefetch_factor: int = 2,
+    prefetch_factor: int = 2, span: Span = WHOLE_RUN,
 ) -> StatefulDataLoader:  # fmt: skip
     """The endless training stream of one rank.
 
@@ -202,6 +222,7 @@ def build_train_loader(
         start_sample: global number of the first sample; where a run resumes.
         num_workers: processes that read ahead; 0 reads in this one.
         prefetch_factor: micro-batches that each worker keeps ready.
+        span: which part of the run this is; by default all of it.
 
     Returns:
         A loader of dicts of tensors, as docs/data.md lists them.
@@ -217,7 +238,7 @@ def build_train_loader(
             f"data.sources: names {[s.name for s in chosen]} repeat; a name decides the order of samples; change one"
         )
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
-    stream = TrainStream(chosen, seed, layout, start_sample)
+    stream = TrainStream(chosen, seed, layout, start_sample, span)
     return _carry(stream, num_workers, prefetch_factor)
 
 

@@ -68,6 +68,16 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     return source, index
 
 
+def taken(count: int, weights: Sequence[int]) -> list[int]:
+    """How many of the first ``count`` samples of `mix` come from each source."""
+    remaining, left, counts = sum(weights), count, [0] * len(weights)
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        others = remaining - weights[i]
+        left_behind = (left * others + remaining // 2) // remaining
+        counts[i], remaining, left = left - left_behind, others, left_behind
+    return counts
+
+
 def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
     """A random permutation of range(size), evaluated at ``indices`` only.
 
@@ -106,7 +116,10 @@ def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, round_keys: 
     return (left << shift) | right
 
 
-def order(numbers: np.ndarray, weights: Sequence[int], names: Sequence[str], sizes: Sequence[int], seed: int):
+def order(
+    numbers: np.ndarray, weights: Sequence[int], names: Sequence[str], sizes: Sequence[int], seed: int,
+    before: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Source and sample within it for each global sample number of a mixture.
 
     Each source is passed through completely, in an order of its own per pass, before its next pass begins.
@@ -117,11 +130,14 @@ def order(numbers: np.ndarray, weights: Sequence[int], names: Sequence[str], siz
         names: of the sources; a name, not a place in the list, decides the order within a source.
         sizes: samples per pass of each source.
         seed: of the run.
+        before: samples of each source that were read before number 0; empty: none.
 
     Returns:
         source int64 [n], sample int64 [n].
     """
     source, index = mix(numbers, weights)
+    if before:
+        index += np.asarray(before, np.int64)[source]
     sample = np.empty_like(index)
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
         mine = np.flatnonzero(source == i)

@@ -50,15 +50,60 @@ class TokenStream:
         return done, ends
 
 
+def falls_into(documents: int, share: tuple[float, float]) -> np.ndarray:
+    """Which of so many documents belong to a range of shares, bool [documents], by a hash of their numbers."""
+    numbers = np.arange(1, documents + 1, dtype=np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    places = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (share[0] <= places) & (places < share[1])
+
+
+class SelectedTokens:
+    """The tokens of some documents of a split as one sequence, with the methods of `TokenStream`."""
+
+    def __init__(self, stream: TokenStream, share: tuple[float, float]):
+        ends = stream.doc_ends()
+        chosen = falls_into(len(ends), share)
+        lengths = np.diff(ends, prepend=0)[chosen]
+        self._stream, self._ends = stream, np.cumsum(lengths)
+        # What to add to a place in this sequence for its place in the split.
+        self._shifts = ends[chosen] - self._ends
+        self.length = int(lengths.sum())
+
+    def doc_ends(self) -> np.ndarray:
+        """As `TokenStream.doc_ends`."""
+        return self._ends
+
+    def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """As `TokenStream.read`."""
+        stop = min(start + len(out), self.length)
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, stop, side="left")) + 1 if stop > start else first
+        at = start
+        for end, shift in zip(self._ends[first:last].tolist(), self._shifts[first:last].tolist(), strict=True):
+            until = min(end, stop)
+            self._stream.read(at + shift, out[at - start : until - start])
+            at = until
+        inside = self._ends[first:last]
+        return max(0, stop - start), [inside[inside <= stop] - start]
+
+
 def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
     """Rows of ``seq_len`` tokens that have all their targets. The few tokens behind the last one are not trained on."""
     return max(0, (tokens - 1 - mtp_depth) // seq_len)
 
 
+def open_tokens(folder: Path, split: Split, share: tuple[float, float]) -> TokenStream | SelectedTokens:
+    """The tokens of a split, or of the documents in a range of shares."""
+    stream = TokenStream(folder, split)
+    return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
+
+
 class ConcatenatedRows:
     """Row i holds the tokens from i * seq_len on."""
 
-    def __init__(self, stream: TokenStream, seq_len: int):
+    def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int):
         self._stream, self._seq_len = stream, seq_len
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
@@ -69,7 +114,7 @@ class ConcatenatedRows:
 class PackedRows:
     """Row i holds the pieces that a plan puts there; what is free behind them is not used."""
 
-    def __init__(self, stream: TokenStream, seq_len: int, plan: PackPlan):
+    def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int, plan: PackPlan):
         self._stream, self._seq_len, self._plan = stream, seq_len, plan
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:

@@ -29,12 +29,15 @@ class ThroughputMeter:
 
     def _restart(self) -> None:
         self._tokens = self._steps = 0
+        self._flops = 0.0
         self._left_out_seconds = self._data_seconds = 0.0
         self._start = self._clock()
 
-    def add_step(self, tokens: int, data_seconds: float = 0.0) -> None:
-        """Count a finished step: its tokens over all ranks, and the time it waited for the loader."""
+    def add_step(self, tokens: int, data_seconds: float = 0.0, flops_per_token: float | None = None) -> None:
+        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and what a token needs
+        where that is not as always."""
         self._tokens += tokens
+        self._flops += tokens * (self._flops_per_token if flops_per_token is None else flops_per_token)
         self._steps += 1
         self._data_seconds += data_seconds
 
@@ -54,7 +57,7 @@ class ThroughputMeter:
         # A clock of coarse resolution may not move within a tiny step.
         seconds = max(self._clock() - self._start - self._left_out_seconds, 1e-9)
         rate = self._tokens / seconds
-        flops = rate * self._flops_per_token / self._num_ranks
+        flops = self._flops / seconds / self._num_ranks
         row = {
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self._num_ranks,

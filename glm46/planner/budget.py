@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.config.section import Schedule
+from glm46.planner.curriculum import plan_stages
 from glm46.planner.flops import training_flops_per_token
 
 SECONDS_PER_DAY = 86_400
@@ -30,12 +31,20 @@ def plan_budget(run: Run, batch_ranks: int) -> Budget:
     sequences = constant(run.training.global_batch_size)
     if run.training.global_batch_size is None:
         sequences = float(run.training.local_batch_size * batch_ranks)
-    step_tokens = None if sequences is None else sequences * run.training.seq_len
+    stages = plan_stages(run)
+    lengths = {stage.seq_len for stage in stages}
+    step_tokens = None if sequences is None or len(lengths) > 1 else sequences * lengths.pop()
     tokens = run.training.tokens
     if tokens is None and run.training.steps is not None and step_tokens is not None:
         tokens = run.training.steps * step_tokens
-    per_token = training_flops_per_token(resolve_shape(run.model), run.training.seq_len)
-    return Budget(tokens, step_tokens, None if tokens is None else tokens * per_token)
+    if tokens is None:
+        return Budget(None, step_tokens, None)
+    left, flops = tokens, 0.0
+    for stage in stages:
+        here = left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len)
+        flops += here * training_flops_per_token(resolve_shape(run.model), stage.seq_len)
+        left -= here
+    return Budget(tokens, step_tokens, flops)
 
 
 def constant(schedule: Schedule | None) -> float | None:

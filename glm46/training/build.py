@@ -20,6 +20,7 @@ from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.pipeline import Pipeline, split_model
 from glm46.parallelize.plan import parallelize
+from glm46.planner.curriculum import plan_stages
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.training.balance import ExpertBalance
 from glm46.training.text import check_epochs, load_text
@@ -75,6 +76,8 @@ class Parts:
             manifest = self.manifests[source.name]
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
             identity.append([source.name, source.weight, source.packing, shards])
+        if run.data.stages:
+            identity.append([stage._asdict() for stage in plan_stages(run)])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.training.build import Parts
+from glm46.training.feed import read
 from glm46.training.huggingface import load_weights
 from glm46.training.state import Progress
 
@@ -36,6 +37,7 @@ def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, floa
         "progress": progress.to_meta(),
         "config": dump_run(parts.run),
         "stream": parts.stream_fingerprint(),
+        "read": read(parts, progress),
         "validation": validation,
     }
 
@@ -58,8 +60,8 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
             if meta["stream"] != parts.stream_fingerprint():
                 raise UserError(
                     f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
-                    "another order (data.sources, training.seq_len or debug.seed changed); restore them, or set "
-                    "another job.dump_folder and checkpoint.initial_load_path to this checkpoint"
+                    "another order (data.sources, data.stages, training.seq_len or debug.seed changed); restore them, "
+                    "or set another job.dump_folder and checkpoint.initial_load_path to this checkpoint"
                 )
             return Progress.from_meta(meta["progress"]), meta
     if config.initial_load_path is None:
@@ -77,7 +79,11 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
             "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face one"
         )
     ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
-    return fresh, _load(parts, path.resolve(), ignored=ignored)
+    meta = _load(parts, path.resolve(), ignored=ignored)
+    if not config.initial_load_model_only:
+        # Text that the phase before has read does not come again.
+        fresh.read_before = meta.get("read", [])
+    return fresh, meta
 
 
 def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any]]:

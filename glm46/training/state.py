@@ -29,6 +29,9 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)
     """Ranges of sample numbers that are not read: first, and the one behind the last."""
 
+    read_before: list[list] = field(default_factory=list)
+    """What earlier phases have read of sources, as `Feed.read` gives it."""
+
     def advance(self, *, sequences: int, seq_len: int, was_skipped: bool) -> None:
         """Count one optimizer step."""
         if was_skipped and not self.skipped_in_a_row:

@@ -10,6 +10,7 @@ from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.optim.schedule import batch_sequences
+from glm46.planner.curriculum import plan_stages, stage_at
 
 
 class SourcePlan(NamedTuple):
@@ -19,7 +20,7 @@ class SourcePlan(NamedTuple):
     tokens: float
     """Of the run's budget, its share."""
     epochs: float
-    """Passes over the source; infinite if it has no whole row."""
+    """Most passes over any of its documents, reckoned in tokens; infinite if there is no whole row."""
 
 
 def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
@@ -58,23 +59,37 @@ def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
     training = run.training
     if training.tokens is not None:
         return training.tokens
-    total, start = 0, run.lr_scheduler.start_tokens
+    total, samples, start, stages = 0, 0, run.lr_scheduler.start_tokens, plan_stages(run)
     for _ in range(training.steps):
         rows = batch_sequences(training.global_batch_size, start + total, rows_per_micro_batch)
-        total += rows * training.seq_len
+        stage = stage_at(stages, samples)
+        rows = rows if stage.stop is None else min(rows, stage.stop - samples)
+        samples, total = samples + rows, total + rows * stage.seq_len
     return total
 
 
 def plan_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
     """What the budget of this run takes from each source, in the order of data.sources."""
-    seq_len, depth = run.training.seq_len, resolve_shape(run.model).num_nextn_predict_layers
-    budget = budget_tokens(run, rows_per_micro_batch)
-    total_weight = sum(source.weight for source in run.data.sources)
+    left, depth = budget_tokens(run, rows_per_micro_batch), resolve_shape(run.model).num_nextn_predict_layers
+    tokens = [0.0] * len(run.data.sources)
+    # Stages of one length and selection go on in the same passes; others pass over documents of their own.
+    rows: list[dict[tuple, float]] = [{} for _ in run.data.sources]
+    for stage in plan_stages(run):
+        here = left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len)
+        left -= here
+        for i, weight in enumerate(stage.weights):
+            share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
+            tokens[i] += share
+            if share:
+                rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
-    for source in run.data.sources:
-        rows = full_rows(manifests[source.name].splits["train"].tokens, seq_len, depth)
-        tokens = budget * source.weight / total_weight
-        plans.append(SourcePlan(source.name, tokens, tokens / (rows * seq_len) if rows else float("inf")))
+    for i, source in enumerate(run.data.sources):
+        held = manifests[source.name].splits["train"].tokens
+        epochs = 0.0
+        for (seq_len, (low, high)), count in rows[i].items():
+            whole = full_rows(round(held * (high - low)), seq_len, depth)
+            epochs = max(epochs, count / whole if whole else float("inf"))
+        plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans
 
 

@@ -2,17 +2,14 @@
 
 import gc
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from glm46.config.loader import dump_run
 from glm46.config.run import Run
-from glm46.data.loader import build_train_loader
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
 from glm46.optim.schedule import batch_sequences, learning_rate_factor
@@ -20,6 +17,7 @@ from glm46.training import resume
 from glm46.training.build import Parts, build
 from glm46.training.evaluate import evaluate
 from glm46.training.farewell import farewell
+from glm46.training.feed import Feed
 from glm46.training.figures import Figures, describe_start
 from glm46.training.huggingface import save_weights
 from glm46.training.lock import RunLock
@@ -116,7 +114,7 @@ def _train(
 ) -> int:
     run = parts.run
     budget = budget_tokens(run, parts.rows_per_micro_batch)
-    loader = _open_loader(parts, progress)
+    feed = Feed(parts, report)
     validation: dict[str, float] = {}
     if run.validation.enable and progress.step == 0:
         validation = _validate(parts, progress, report)
@@ -130,9 +128,8 @@ def _train(
         )
         watchdog.step_begins(progress.step + 1)
         fetched = time.perf_counter()
-        if progress.pass_over(sequences):
-            loader = _open_loader(parts, progress)
-        micro_batches = [next(loader) for _ in range(sequences // parts.rows_per_micro_batch)]
+        progress.pass_over(sequences)
+        micro_batches, sequences, seq_len, flops_per_token = feed.take(progress, sequences)
         data_seconds = time.perf_counter() - fetched
         watchdog.operation("agreeing on the step")
         agreement = agree(count_tokens(micro_batches), stop, parts.readers_of_a_batch)
@@ -145,8 +142,8 @@ def _train(
         watchdog.operation("training step")
         outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
         was_skipped = outcome.fault is not None
-        progress.advance(sequences=sequences, seq_len=run.training.seq_len, was_skipped=was_skipped)
-        figures.meter.add_step(sequences * run.training.seq_len, data_seconds)
+        progress.advance(sequences=sequences, seq_len=seq_len, was_skipped=was_skipped)
+        figures.meter.add_step(sequences * seq_len, data_seconds, flops_per_token)
 
         is_last = progress.tokens >= budget
         if was_skipped:
@@ -192,25 +189,6 @@ def agree(counts: TokenCounts, stop: StopRequest, readers_of_a_batch: int) -> Ag
     targets, real, *rest = (flat[1:] // readers_of_a_batch).tolist()
     depths = len(counts.mtp_targets)
     return Agreement(TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real), wishes > 0)
-
-
-def _open_loader(parts: Parts, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    run = parts.run
-    return iter(
-        build_train_loader(
-            [(source.name, source.path, source.weight, source.packing) for source in run.data.sources],
-            seq_len=run.training.seq_len,
-            mtp_depth=parts.shape.num_nextn_predict_layers,
-            local_batch_size=run.training.local_batch_size,
-            dp_rank=parts.batch_rank,
-            dp_degree=parts.layout.batch_ranks,
-            seed=run.debug.seed,
-            document_mask=run.data.document_mask,
-            start_sample=progress.samples,
-            num_workers=run.data.num_workers,
-            prefetch_factor=run.data.prefetch_factor,
-        )
-    )
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

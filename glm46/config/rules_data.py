@@ -1,0 +1,124 @@
+"""Rules about [data]: sources, and stages that follow each other and share documents with care."""
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+from glm46.config.data import Stage
+from glm46.config.faults import Fault, show
+from glm46.config.run import Run
+
+Faults = Iterator[Fault]
+
+
+def there_is_a_source(run: Run) -> Faults:
+    """Training reads something."""
+    if not run.data.sources:
+        yield Fault(
+            ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
+        )
+
+
+def source_names_and_paths_are_unique(run: Run) -> Faults:
+    """Metrics are named after sources, and a path read twice would show its tokens twice."""
+    for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
+        seen: dict[str, int] = {}
+        for index, source in enumerate(run.data.sources):
+            value = getattr(source, key)
+            if value in seen:
+                where = f"data.sources[{index}].{key}"
+                other = f"data.sources[{seen[value]}].{key}"
+                yield Fault((where, other), f"{where} = {show(value)}: the same as {other}; {remedy}")
+            seen.setdefault(value, index)
+
+
+def stages_follow_each_other(run: Run) -> Faults:
+    """Every token of the run lies in one stage."""
+    starts = [stage.start_tokens for stage in run.data.stages]
+    begin = run.lr_scheduler.start_tokens
+    if starts and starts[0] > begin:
+        yield Fault(
+            ("data.stages[0].start_tokens", "lr_scheduler.start_tokens"),
+            f"data.stages[0].start_tokens = {starts[0]}: the run begins at lr_scheduler.start_tokens = {begin}, before "
+            "its first stage; lower it to that",
+        )
+    for index in range(1, len(starts)):
+        if starts[index] <= starts[index - 1]:
+            key = f"data.stages[{index}].start_tokens"
+            yield Fault((key,), f"{key} = {starts[index]}: must be greater than that of the stage before")
+
+
+def stages_weigh_the_sources(run: Run) -> Faults:
+    """One weight per source, and text in every stage."""
+    for index, stage in enumerate(run.data.stages):
+        if stage.weights is None:
+            continue
+        key = f"data.stages[{index}].weights"
+        if len(stage.weights) != len(run.data.sources):
+            yield Fault(
+                (key, "data.sources"),
+                f"{key} = {show(stage.weights)}: must have one weight for each of the {len(run.data.sources)} sources; "
+                "0 leaves one out",
+            )
+        elif min(stage.weights) < 0 or not sum(stage.weights):
+            yield Fault((key,), f"{key} = {show(stage.weights)}: none may be negative, and one must be above 0")
+
+
+def stages_fit_the_longest_sequence(run: Run) -> Faults:
+    """Memory, positions and validation are planned for training.seq_len; what the mesh splits, it splits evenly."""
+    context, tensor = run.parallelism.context_parallel_degree, run.parallelism.tensor_parallel_degree
+    pieces = (2 * context if context > 1 else 1) * tensor
+    for index, stage in enumerate(run.data.stages):
+        key = f"data.stages[{index}].seq_len"
+        if stage.seq_len is not None and stage.seq_len > run.training.seq_len:
+            yield Fault(
+                (key, "training.seq_len"),
+                f"{key} = {stage.seq_len}: longer than training.seq_len = {run.training.seq_len}, which memory is "
+                "planned for; raise training.seq_len to the longest stage",
+            )
+        elif stage.seq_len is not None and stage.seq_len % pieces:
+            yield Fault(
+                (key, "parallelism"),
+                f"{key} = {stage.seq_len}: must be a multiple of {pieces}, into which context and tensor parallelism "
+                f"split a sequence; take {-(-stage.seq_len // pieces) * pieces}",
+            )
+
+
+def stages_read_apart(run: Run) -> Faults:
+    """A document is cut one way only: two lengths, or two selections, would show it twice."""
+    for index, stage in enumerate(run.data.stages):
+        low, high = stage.documents
+        if not 0.0 <= low < high <= 1.0:
+            key = f"data.stages[{index}].documents"
+            yield Fault(
+                (key,), f"{key} = {show(stage.documents)}: must be a range [low, high] with 0 <= low < high <= 1"
+            )
+    for (one, first), (other, second) in combinations(enumerate(run.data.stages), 2):
+        is_same_grid = (first.seq_len or run.training.seq_len, first.documents) == (
+            second.seq_len or run.training.seq_len,
+            second.documents,
+        )
+        overlap = max(first.documents[0], second.documents[0]) < min(first.documents[1], second.documents[1])
+        shared = [run.data.sources[i].name for i in _read(run, first) & _read(run, second)]
+        if overlap and shared and not is_same_grid:
+            yield Fault(
+                (f"data.stages[{one}]", f"data.stages[{other}]"),
+                f"data.stages[{one}], data.stages[{other}]: both read {', '.join(sorted(shared))}, with other sequence "
+                "lengths or documents, so that some documents would come twice; give them ranges apart, such as "
+                "documents = [0.0, 0.8] and [0.8, 1.0]",
+            )
+
+
+def _read(run: Run, stage: Stage) -> set[int]:
+    """Numbers of the sources that a stage draws from."""
+    weights = stage.weights or [1.0] * len(run.data.sources)
+    return {i for i, weight in enumerate(weights[: len(run.data.sources)]) if weight > 0}
+
+
+DATA_RULES: tuple[Callable[[Run], Faults], ...] = (
+    there_is_a_source,
+    source_names_and_paths_are_unique,
+    stages_follow_each_other,
+    stages_weigh_the_sources,
+    stages_fit_the_longest_sequence,
+    stages_read_apart,
+)

@@ -1,0 +1,132 @@
+"""The micro-batches of a run: stages of sequence length and mixture, one after another, each sample once."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from glm46.data.loader import Span, TrainSource, build_train_loader
+from glm46.data.mixing import integer_weights, taken
+from glm46.observe.report import Report
+from glm46.planner.curriculum import TextStage, plan_stages, stage_at
+from glm46.planner.flops import training_flops_per_token
+from glm46.training.build import Parts
+from glm46.training.state import Progress
+
+
+class Portion(NamedTuple):
+    """The text of one optimizer step."""
+
+    micro_batches: list[dict[str, Tensor]]
+    sequences: int
+    """Samples in it over all ranks; fewer than asked for where a stage ends, and the rest is padding."""
+    seq_len: int
+    flops_per_token: float
+
+
+class Feed:
+    """Hands out the text step by step. What comes next follows from the progress alone."""
+
+    def __init__(self, parts: Parts, report: Report):
+        self._parts, self._report = parts, report
+        self._stages = plan_stages(parts.run)
+        self._loader: Iterator[dict[str, Tensor]] | None = None
+        self._stage: TextStage | None = None
+        self._next = -1
+
+    def take(self, progress: Progress, sequences: int) -> Portion:
+        """The next micro-batches of this rank, for a step of so many sequences over all ranks."""
+        stage = stage_at(self._stages, progress.samples)
+        if stage != self._stage or progress.samples != self._next:
+            self._open(stage, progress)
+        left = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
+        rows = self._parts.rows_per_micro_batch
+        # A pipeline's schedule is made for a number of micro-batches; padding fills those that have no sample.
+        count = sequences // rows if self._parts.pipeline is not None else -(-left // rows)
+        self._next = progress.samples + left
+        flops = training_flops_per_token(self._parts.shape, stage.seq_len)
+        return Portion([next(self._loader) for _ in range(count)], left, stage.seq_len, flops)
+
+    def _open(self, stage: TextStage, progress: Progress) -> None:
+        run, parts = self._parts.run, self._parts
+        if stage != self._stage and len(self._stages) > 1:
+            number, last = self._stages.index(stage) + 1, "on" if stage.stop is None else f"to {stage.stop - 1:,}"
+            self._report.message(
+                f"stage {number} of {len(self._stages)}: {stage.seq_len:,} tokens per sequence, "
+                f"{_mixture(parts, stage)}; samples {stage.first:,} {last}"
+            )
+        self._stage = stage
+        chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
+        before = rows_before(parts, self._stages, stage, progress.read_before)
+        sources = [run.data.sources[i] for i in chosen]
+        self._loader = iter(
+            build_train_loader(
+                [TrainSource(run.data.sources[i].name, run.data.sources[i].path, stage.weights[i], s.packing)
+                 for i, s in zip(chosen, sources, strict=True)],
+                seq_len=stage.seq_len,
+                mtp_depth=parts.shape.num_nextn_predict_layers,
+                local_batch_size=run.training.local_batch_size,
+                dp_rank=parts.batch_rank,
+                dp_degree=parts.layout.batch_ranks,
+                seed=run.debug.seed,
+                document_mask=run.data.document_mask,
+                start_sample=progress.samples,
+                num_workers=run.data.num_workers,
+                prefetch_factor=run.data.prefetch_factor,
+                span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
+            )
+        )  # fmt: skip
+
+
+def read(parts: Parts, progress: Progress) -> list[list]:
+    """How many rows of each source this run and the phases before it have read, for the phase after it.
+
+    Returns:
+        Lists of source identity, sequence length, the range of documents (two numbers), and rows.
+    """
+    counts = {tuple(entry[:-1]): entry[-1] for entry in progress.read_before}
+    for stage in plan_stages(parts.run):
+        stop = progress.samples if stage.stop is None else min(stage.stop, progress.samples)
+        if stop <= stage.first:
+            continue
+        for i, rows in _taken(stage, stop - stage.first).items():
+            key = _grid(parts, i, stage)
+            counts[key] = counts.get(key, 0) + rows
+    return [[*key, rows] for key, rows in sorted(counts.items())]
+
+
+def rows_before(parts: Parts, stages: list[TextStage], stage: TextStage, read_before: list[list]) -> list[int]:
+    """Rows of each source that earlier stages and phases have read in the rows of this stage."""
+    counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
+    before = []
+    for i in range(len(stage.weights)):
+        same = [
+            s for s in stages if s.first < stage.first and (s.seq_len, s.documents) == (stage.seq_len, stage.documents)
+        ]
+        earlier = sum(_taken(s, s.stop - s.first).get(i, 0) for s in same)
+        before.append(earlier + counts.get(_grid(parts, i, stage), 0))
+    return before
+
+
+def _taken(stage: TextStage, samples: int) -> dict[int, int]:
+    """Rows of each source, by its number, in the first samples of a stage."""
+    chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
+    counts = taken(samples, integer_weights([stage.weights[i] for i in chosen]))
+    return dict(zip(chosen, counts, strict=True))
+
+
+def _grid(parts: Parts, source: int, stage: TextStage) -> tuple:
+    """What must be equal for rows to be counted on: text, packing and order of the source, and how it is cut."""
+    described = parts.run.data.sources[source]
+    shards = [shard.sha256 for shard in parts.manifests[described.name].splits["train"].shards]
+    facts = [described.name, described.packing, parts.run.debug.seed, parts.shape.num_nextn_predict_layers, shards]
+    identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    return (f"{described.name}:{identity}", stage.seq_len, *stage.documents)
+
+
+def _mixture(parts: Parts, stage: TextStage) -> str:
+    total = sum(stage.weights)
+    pairs = zip(parts.run.data.sources, stage.weights, strict=True)
+    return ", ".join(f"{source.name} {weight / total:.1%}" for source, weight in pairs if weight > 0)
