@@ -38,8 +38,9 @@ class TextRecipe(Section):
     deduplicate: Literal["exact", "near"] = "near"
     """exact: of equal texts keep the first. near: of similar ones too, by MinHash over runs of tokens."""
 
-    verify: Literal["none", "python", "json"] = "none"
-    """Leave out documents that do not parse in this language."""
+    verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript"] = "none"
+    """Leave out documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this
+    language. All but the first two need gcc, g++, rustc, gofmt or node on this machine."""
 
     decontaminate: tuple[str, ...] = ()
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are left out."""

@@ -4,6 +4,9 @@ import ast
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
+
+from glm46.data.compilers import COMPILERS, compile_fault
 
 # Gopher's quality rules. Source: arXiv 2112.11446, table A1 and section A.1.1.
 _WORDS = (50, 100_000)
@@ -67,4 +70,8 @@ def json_fault(text: str) -> str | None:
 
 
 FILTERS: dict[str, Callable[[str], str | None]] = {"prose": prose_fault}
-VERIFIERS: dict[str, Callable[[str], str | None]] = {"python": python_fault, "json": json_fault}
+VERIFIERS: dict[str, Callable[[str], str | None]] = {
+    "python": python_fault,
+    "json": json_fault,
+    **{language: partial(compile_fault, language=language) for language in COMPILERS},
+}

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
+from glm46.data.compilers import require_compiler
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.data.parts import Tally, finished_pieces, make_part, start_worker
 from glm46.data.progress import bytes_progress
@@ -70,6 +71,7 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
         if manifest:
             report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
             return manifest
+        require_compiler(recipe.verify)
         return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
 
 
