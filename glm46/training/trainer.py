@@ -139,7 +139,7 @@ def _train(
         lr_factor = learning_rate_factor(clock, run.lr_scheduler, run.lr_scheduler.start_tokens + budget)
 
         # single training step
-        watchdog.operation("training step")
+        watchdog.operation("training step", size=(sequences, seq_len))
         outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
         was_skipped = outcome.fault is not None
         progress.advance(sequences=sequences, seq_len=seq_len, was_skipped=was_skipped)

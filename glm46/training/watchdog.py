@@ -55,6 +55,7 @@ class Watchdog:
         self._operation, self._step, self._since = "starting", 0, time.monotonic()
         self._is_watched = False
         self._times: deque[float] = deque(maxlen=1000)
+        self._size: tuple[int, ...] = ()
         self._steps_seen, self._step_began = 0, time.monotonic()
         self._main = threading.main_thread().ident
         self._end = threading.Event()
@@ -81,9 +82,13 @@ class Watchdog:
         self.operation("reading data")
         self._is_watched = True
 
-    def operation(self, name: str) -> None:
-        """What training does from now on."""
+    def operation(self, name: str, size: tuple[int, ...] | None = None) -> None:
+        """What training does from now on. A step of another size may compile again: the times of those before say
+        nothing about it."""
         self._operation, self._since = name, time.monotonic()
+        if size not in (None, self._size):
+            self._size, self._steps_seen = size, 0
+            self._times.clear()
 
     @contextmanager
     def unwatched(self, name: str) -> Iterator[None]:
