@@ -26,7 +26,7 @@ def figures(request) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == {1: 4, 2: 25, 4: 33, 8: 10}[request.param]
+    assert len(rows) == {1: 4, 2: 22, 4: 27, 8: 10}[request.param]
     return rows
 
 
