@@ -6,7 +6,7 @@ from rich.text import Text
 
 from glm46.config.schema import SectionRows, describe_keys
 
-_ARRAYS_OF_TABLES = ("data.sources",)
+_ARRAYS_OF_TABLES = ("data.sources", "data.stages")
 
 
 def print_keys() -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from glm46.config.section import Section
+from glm46.config.text_recipe import Recipe
 
 
 class Source(Section):
@@ -28,7 +29,10 @@ class Source(Section):
 
     prepare: Literal["python_stdlib", "python_packages"] | None = None
     """Text of this machine to make the shards from when ``path`` does not exist yet: the sources of the Python standard
-    library, or of the packages installed beside glm46. Absent: the shards must exist."""
+    library, or of the packages installed beside glm46. Absent: the shards must exist, or have a recipe."""
+
+    recipe: Recipe | None = None
+    """How to make the shards from any text."""
 
 
 class Stage(Section):

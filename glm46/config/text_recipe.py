@@ -1,4 +1,4 @@
-"""What ``python -m glm46 prepare --input ... --output ...`` is told, by a file of these keys or on the command line."""
+"""How text becomes a source: in a run as [data.sources.recipe], in a file of its own, or on the command line."""
 
 from typing import Literal
 
@@ -7,21 +7,14 @@ from pydantic import Field
 from glm46.config.section import Section
 
 
-class TextRecipe(Section):
-    """How files of text become a folder of shards. The same recipe on the same text gives the same bytes."""
+class Recipe(Section):
+    """[data.sources.recipe]: how files of text become the source above it, if its ``path`` does not exist yet. The same
+    recipe on the same text gives the same bytes."""
 
     input: tuple[str, ...] = Field(min_length=1)
     """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, and anything else as one text per file; each
-    may be compressed as .gz or .zst."""
-
-    output: str = Field(min_length=1)
-    """Folder to make; the ``path`` of a source in a training run."""
-
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of the source in its shards. Absent: the last part of ``output``."""
-
-    tokenizer: str = "builtin"
-    """"builtin", a .tiktoken rank file, or a Hugging Face tokenizer.json; as model.tokenizer_path of the runs."""
+    may be compressed as .gz or .zst. ``builtin:NAME`` is text of this machine: python_stdlib, python_packages,
+    cpp_headers or package_docs."""
 
     text_key: str = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text."""
@@ -38,9 +31,13 @@ class TextRecipe(Section):
     deduplicate: Literal["exact", "near"] = "near"
     """exact: of equal texts keep the first. near: of similar ones too, by MinHash over runs of tokens."""
 
-    verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript"] = "none"
+    verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"] = "none"
     """Leave out documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this
-    language. All but the first two need gcc, g++, rustc, gofmt or node on this machine."""
+    language; all but the first two need gcc, g++, rustc, gofmt or node on this machine. maths: leave out solutions that
+    do not end in the result beside them."""
+
+    answer_key: str = "answer"
+    """Field or column that holds the known result, for verify = "maths"."""
 
     decontaminate: tuple[str, ...] = ()
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are left out."""
@@ -53,3 +50,16 @@ class TextRecipe(Section):
 
     processes: int | None = Field(None, ge=1)
     """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""
+
+
+class TextRecipe(Recipe):
+    """What ``python -m glm46 prepare --input ... --output ...`` is told."""
+
+    output: str = Field(min_length=1)
+    """Folder to make; the ``path`` of a source in a training run."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the source in its shards. Absent: the last part of ``output``."""
+
+    tokenizer: str = "builtin"
+    """"builtin", a .tiktoken rank file, or a Hugging Face tokenizer.json; as model.tokenizer_path of the runs."""

@@ -1,4 +1,4 @@
-"""Reasons to leave a document out: it is no running text, or it is not the language that it should be."""
+"""Reasons to leave a document out: it is no running text, not in its language, or ends in a wrong result."""
 
 import ast
 import json
@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+from glm46.config.text_recipe import Recipe
 from glm46.data.compilers import COMPILERS, compile_fault
+from glm46.data.maths import maths_fault
 
 # Gopher's quality rules. Source: arXiv 2112.11446, table A1 and section A.1.1.
 _WORDS = (50, 100_000)
@@ -75,3 +77,17 @@ VERIFIERS: dict[str, Callable[[str], str | None]] = {
     "json": json_fault,
     **{language: partial(compile_fault, language=language) for language in COMPILERS},
 }
+
+
+def document_fault(text: str, answer: str | None, recipe: Recipe) -> str | None:
+    """Why a recipe leaves a document out; None if it is kept.
+
+    Args:
+        text: the document.
+        answer: the known result that stands beside it, where a recipe verifies maths.
+    """
+    if recipe.filter in FILTERS and (fault := FILTERS[recipe.filter](text)):
+        return fault
+    if recipe.verify == "maths":
+        return maths_fault(text, answer)
+    return VERIFIERS[recipe.verify](text) if recipe.verify in VERIFIERS else None

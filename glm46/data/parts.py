@@ -10,7 +10,7 @@ import numpy as np
 
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.dedup import BANDS, band_hashes, evaluation_runs, is_contaminated, is_held_out
-from glm46.data.filters import FILTERS, VERIFIERS
+from glm46.data.filters import document_fault
 from glm46.data.fim import encode_document
 from glm46.data.readers import EMPTY, BadDocument, Document, Part, find_files, parts_of, read_part
 from glm46.data.shards import map_tensors, write_tensors
@@ -83,7 +83,7 @@ def make_part(part: Part, stem: Path) -> tuple[int, Tally]:
     done = _finished(stem, _worker.key)
     total = Tally()
     if not done or done[-1][1]["last"] != "1":
-        for number, (documents, tally, is_last) in enumerate(_pieces(part, _worker.recipe.text_key)):
+        for number, (documents, tally, is_last) in enumerate(_pieces(part, _worker.recipe)):
             if number >= len(done):
                 _write_piece(piece_file(stem, number), documents, tally, is_last)
         done = _finished(stem, _worker.key)
@@ -113,10 +113,11 @@ def _finished(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
     return found
 
 
-def _pieces(part: Part, text_key: str) -> Iterator[tuple[list[Document], Tally, bool]]:
+def _pieces(part: Part, recipe: TextRecipe) -> Iterator[tuple[list[Document], Tally, bool]]:
     """Documents of a part in groups of about `PIECE_BYTES`; at least one group, the last one marked."""
     documents, size, tally = [], 0, Tally()
-    for document in read_part(part, text_key):
+    answer_key = recipe.answer_key if recipe.verify == "maths" else None
+    for document in read_part(part, recipe.text_key, answer_key):
         if size >= PIECE_BYTES:
             yield documents, tally, False
             documents, size, tally = [], 0, Tally()
@@ -162,10 +163,9 @@ def _treat(document: Document, tally: Tally) -> tuple[np.ndarray | None, bytes, 
     recipe, text = _worker.recipe, document.text
     encoded = text.encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    for table, name in ((FILTERS, recipe.filter), (VERIFIERS, recipe.verify)):
-        if name in table and (fault := table[name](text)):
-            tally.count(tally.dropped, fault, [document.place])
-            return None, encoded, digest
+    if fault := document_fault(text, document.answer, recipe):
+        tally.count(tally.dropped, fault, [document.place])
+        return None, encoded, digest
     # Held-out text stays as it is written, so that losses of different rates can be compared.
     held_out = is_held_out(np.frombuffer(digest[:8], "<u8"), recipe.held_out)[0]
     ids = _worker.tokenizer.encode(text) if held_out else encode_document(text, digest, recipe, _worker.tokenizer)

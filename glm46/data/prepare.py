@@ -5,6 +5,7 @@ Every finished part of the work is a file there; a run that was killed goes on b
 on text, settings and tokenizer only, not on the number of processes or on interruptions.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -26,7 +27,7 @@ from glm46.data.progress import bytes_progress
 from glm46.data.readers import Part, find_files, parts_of
 from glm46.data.sharding import write_splits
 from glm46.data.shards import sync_folder
-from glm46.data.sources import EMBEDDED_SOURCES, embedded_files
+from glm46.data.sources import BUILTIN
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
 # Raised when the same text and settings would give other bytes than before.
@@ -50,11 +51,11 @@ def prepare_source(source: str, output: Path, tokenizer: Tokenizer, *, report: C
         UserError: unknown source, or ``output`` holds something else.
     """
     recipe = TextRecipe(
-        input=(source,), output=str(output), name=source, tokenizer=tokenizer.path, held_out=_EMBEDDED_HELD_OUT,
-        deduplicate="exact",
+        input=(f"{BUILTIN}{source}",), output=str(output), name=source, tokenizer=tokenizer.path,
+        held_out=_EMBEDDED_HELD_OUT, deduplicate="exact",
     )  # fmt: skip
-    with _only_one(Path(output), report):
-        return _existing(recipe, tokenizer) or _prepare(recipe, embedded_files(source), tokenizer, report)
+    with _disk_faults_named(Path(output)), _only_one(Path(output), report):
+        return _existing(recipe, tokenizer) or _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
 
 
 def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:
@@ -66,13 +67,36 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
     """
     tokenizer = load_tokenizer(recipe.tokenizer)
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
-    with _only_one(Path(recipe.output), report):
+    with _disk_faults_named(Path(recipe.output)), _only_one(Path(recipe.output), report):
         manifest = _existing(recipe, tokenizer)
         if manifest:
+            require_recipe(manifest, recipe)
             report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
             return manifest
         require_compiler(recipe.verify)
         return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+
+
+def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
+    """Refuse a recipe that says other things than the one that the shards were made by.
+
+    Raises:
+        UserError: one fault per key that differs.
+    """
+    defaults = {key: field.default for key, field in TextRecipe.model_fields.items()}
+    faults = [
+        f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the folder or give another path"
+        for key, new in _settings(recipe).items()
+        # A key that is younger than the shards had its default.
+        if (old := manifest.settings.get(key, defaults[key])) != new
+    ]
+    if faults:
+        raise UserError(*faults)
+
+
+def _settings(recipe: TextRecipe) -> dict:
+    """What decides the bytes; where they go and who makes them does not, and texts and tokenizer are known by hash."""
+    return recipe.model_dump(mode="json", exclude={"input", "output", "processes", "max_bad", "tokenizer"})
 
 
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
@@ -91,9 +115,7 @@ def _prepare(
 ) -> Manifest:
     started = time.monotonic()
     output, parts = Path(recipe.output), parts_of(files)
-    # What decides the bytes; where they go and who makes them does not.
-    settings = recipe.model_dump(mode="json", exclude={"input", "output", "processes", "max_bad", "tokenizer"})
-    settings |= {"pipeline": PIPELINE, "files": len(files)}
+    settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
     key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, [(p.start, p.stop) for p in parts])
     partial = _partial_folder(output, key)
@@ -171,7 +193,7 @@ def _check_bad(tallies: dict[int, Tally], recipe: TextRecipe) -> None:
     bad = _sum(tallies).bad
     number = sum(count for count, _ in bad.values())
     # A file of the embedded sources that cannot be read is no reason to stop: nobody chose it.
-    if number > recipe.max_bad and recipe.name not in EMBEDDED_SOURCES:
+    if number > recipe.max_bad and not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
             f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
             *(f"{reason}: {count}, such as {', '.join(places)}" for reason, (count, places) in bad.items()),
@@ -216,6 +238,21 @@ def _listing(files: Sequence[Path]) -> list:
     """Names, sizes and times of files: work on text that has changed since is not reused."""
     stats = ((str(file), os.stat(file)) for file in files)
     return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+@contextmanager
+def _disk_faults_named(output: Path) -> Iterator[None]:
+    """A disk that is full or closed to us is the user's to mend; nothing of the final name is there then."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(next(folder for folder in output.absolute().parents if folder.exists())).free
+        raise UserError(
+            f"{error.filename or output}: {error.strerror} while preparing {output} ({free / 1e6:,.0f} MB are free); "
+            "make room or name another place, and give the same command again: what is finished is kept"
+        ) from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.data.sources import BUILTIN, embedded_files
 
 # Text per part where the input can be cut: the unit of parallel work.
 PART_BYTES = 4_000_000
@@ -47,17 +48,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it came from."""
+    """One text, where it came from, and the known result beside it, if one was asked for."""
 
     text: str
     place: str
+    answer: str | None = None
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     """The files that names, folders and globs mean, each once, in sorted order.
 
     Args:
-        patterns: as a user wrote them.
+        patterns: as a user wrote them; ``builtin:NAME`` is an embedded source.
         key: the setting they come from, for messages.
 
     Raises:
@@ -66,6 +68,9 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     found: dict[Path, Path] = {}
     faults = []
     for pattern in patterns:
+        if pattern.startswith(BUILTIN):
+            found.update({file: file for file in embedded_files(pattern.removeprefix(BUILTIN))})
+            continue
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         files = [f for name in names for f in (sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)])]
         files = [file for file in files if file.is_file() and not file.name.startswith(".")]
@@ -102,8 +107,12 @@ def parts_of(files: Sequence[Path]) -> list[Part]:
     return [*parts, Part("text", tuple(texts), 0, 0, size)] if texts else parts
 
 
-def read_part(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
+def read_part(part: Part, text_key: str, answer_key: str | None = None) -> Iterator[Document | BadDocument]:
     """The documents of a part in order; a bad one is given as the exception that says why.
+
+    Args:
+        text_key: field or column of the text.
+        answer_key: that of a known result, read as well. A line without it gives none; a text file has none.
 
     Raises:
         UserError: the file itself is broken: a damaged archive, or a Parquet file without the column.
@@ -112,9 +121,9 @@ def read_part(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
         for file in part.files:
             yield _text(_read_whole(Path(file)), file)
     elif part.kind == "lines":
-        yield from _lines(part, text_key)
+        yield from _lines(part, text_key, answer_key)
     else:
-        yield from _rows(part.files[0], text_key)
+        yield from _rows(part.files[0], text_key, answer_key)
 
 
 def _kind(file: Path) -> str:
@@ -189,7 +198,7 @@ def _text(data: bytes, place: str) -> Document | BadDocument:
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
-def _lines(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
+def _lines(part: Part, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
     file = Path(part.files[0])
     position = 0
     try:
@@ -199,7 +208,7 @@ def _lines(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
                 handle.seek(part.start - 1)
                 position = part.start - 1 + len(handle.readline())
             while position < part.stop and (line := handle.readline()):
-                yield from _json_line(line, f"{file} byte {position}", text_key)
+                yield from _json_line(line, f"{file} byte {position}", text_key, answer_key)
                 position += len(line)
     except _archive_errors(file) as error:
         raise UserError(
@@ -207,7 +216,7 @@ def _lines(part: Part, text_key: str) -> Iterator[Document | BadDocument]:
         ) from error
 
 
-def _json_line(line: bytes, place: str, text_key: str) -> Iterator[Document | BadDocument]:
+def _json_line(line: bytes, place: str, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
     if not line.strip():
         return
     try:
@@ -217,31 +226,36 @@ def _json_line(line: bytes, place: str, text_key: str) -> Iterator[Document | Ba
     except (ValueError, RecursionError):
         yield BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
     else:
-        yield _field(row.get(text_key) if isinstance(row, dict) else None, place, text_key)
+        row = row if isinstance(row, dict) else {}
+        yield _field(row.get(text_key), place, text_key, row.get(answer_key))
 
 
-def _field(text: object, place: str, text_key: str) -> Document | BadDocument:
+def _field(text: object, place: str, text_key: str, answer: object) -> Document | BadDocument:
     if not isinstance(text, str):
         return BadDocument(f"no text in field '{text_key}'", place)
     # JSON can spell half a surrogate pair, which is no character and has no UTF-8.
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         return BadDocument("not UTF-8", place)
-    return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
+    # Results are often stored as numbers; true and false are none.
+    answer = str(answer) if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else None
+    return Document(text, place, answer) if text.strip() else BadDocument(EMPTY, place)
 
 
-def _rows(file: str, text_key: str) -> Iterator[Document | BadDocument]:
+def _rows(file: str, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            if text_key not in table.schema_arrow.names:
-                columns = ", ".join(table.schema_arrow.names[:8])
-                raise UserError(f"{file}: no column '{text_key}'; it has {columns}; set text_key")
+            columns = {"text_key": text_key} | ({"answer_key": answer_key} if answer_key else {})
+            for key, column in columns.items():
+                if column not in table.schema_arrow.names:
+                    there = ", ".join(table.schema_arrow.names[:8])
+                    raise UserError(f"{file}: no column '{column}'; it has {there}; set {key}")
             number = 0
-            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    yield _field(text, f"{file} row {number}", text_key)
+            for batch in table.iter_batches(batch_size=256, columns=list(columns.values())):
+                for row in batch.to_pylist():
+                    yield _field(row[text_key], f"{file} row {number}", text_key, row.get(answer_key))
                     number += 1
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: damaged Parquet file ({error}); remove it or fetch it again") from error

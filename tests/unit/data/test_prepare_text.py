@@ -1,6 +1,10 @@
 """From a user's files to a source that the loader reads, with the verbs as a user types them."""
 
+import ctypes
+import hashlib
 import json
+import os
+import random
 
 import numpy as np
 import pytest
@@ -193,3 +197,67 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder
     assert [s.sha256 for s in one.splits["train"].shards] == [s.sha256 for s in two.splits["train"].shards]
     other = prepare(tmp_path, "three", name="s", fim_rate=0.5)
     assert [s.sha256 for s in one.splits["train"].shards] != [s.sha256 for s in other.splits["train"].shards]
+
+
+def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
+    rows = [
+        {"problem": "Half of 1? It is \\boxed{\\frac12}.", "result": 0.5},
+        {"problem": "2 + 2? The answer is 5.", "result": "4"},
+        {"problem": "3 + 4? Seven.", "result": "7"},
+        {"problem": "1 + 1?\n#### 2"},
+    ]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = prepare(tmp_path, verify="maths", text_key="problem", answer_key="result", deduplicate="exact")
+    assert texts_of(manifest) == [rows[0]["problem"]]
+    assert manifest.dropped == {
+        "wrong answer": 1,
+        "states no final answer": 1,
+        "no answer to check against": 1,
+    }
+
+
+def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
+    write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(5)])
+    prepare(tmp_path)
+    prepare(tmp_path, processes=2, max_bad=3)  # who makes the shards changes nothing
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path, filter="prose", held_out=0.5)
+    assert len(caught.value.faults) == 2
+    assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB that can be made larger, where this process may mount one."""
+    mount, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
+    mount.mkdir()
+    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
+    remount = 32  # MS_REMOUNT
+    yield mount, lambda size: libc.mount(b"none", bytes(mount), b"tmpfs", remount, f"size={size}".encode())
+    libc.umount2(bytes(mount), 2)
+
+
+def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(
+    folder_of_processes, tmp_path, small_disk, capsys, monkeypatch
+):
+    disk, resize = small_disk
+    rng = random.Random(0)
+    for name in ("a", "b", "c"):
+        write_lines(folder_of_processes / f"{name}.jsonl", [rng.randbytes(300).hex() for _ in range(600)])
+    command = ["prepare", "--input", str(folder_of_processes), "--name", "s", "--processes", "1", "--output"]
+    for size in (None, "4m"):  # full while the pieces are written, then while the shards are
+        if size:
+            assert resize(size) == 0
+        assert main([*command, str(disk / "out")]) == 2
+        (fault,) = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert "No space left on device while preparing" in fault and "what is finished is kept" in fault
+        assert [f.name for f in disk.iterdir()] == ["out.partial"]
+    assert resize("40m") == 0
+    assert main([*command, str(disk / "out")]) == 0
+    assert main([*command, str(tmp_path / "roomy")]) == 0
+    shards = [
+        {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.safetensors")}
+        for folder in (disk / "out", tmp_path / "roomy")
+    ]
+    assert shards[0] == shards[1] and shards[0]

@@ -159,3 +159,38 @@ def test_all_missing_files_are_told_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         find_files([str(tmp_path / "*.jsonl"), str(tmp_path / "gone")], "input")
     assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", pytest.param("x.parquet", marks=needs_parquet)])
+def test_known_results_are_read_beside_the_text(tmp_path, name):
+    file, answers = tmp_path / name, ["1/2", "3", None]
+    if name.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "answer": answers}), file)
+    else:
+        rows = [{"text": "a", "answer": "1/2"}, {"text": "b", "answer": 3}, {"text": "c", "answer": True}]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (part,) = parts_of([file])
+    assert [d.answer for d in read_part(part, "text", "answer")] == answers
+    assert [d.answer for d in read_part(part, "text")] == [None] * 3
+
+
+@needs_parquet
+def test_a_parquet_file_without_the_results_is_refused(tmp_path):
+    write_parquet(tmp_path / "x.parquet", TEXTS[:3])
+    (part,) = parts_of([tmp_path / "x.parquet"])
+    with pytest.raises(UserError, match="no column 'solution'; it has text, n; set answer_key"):
+        list(read_part(part, "text", "solution"))
+
+
+def test_text_of_this_machine_is_an_input_too(tmp_path):
+    (tmp_path / "own.txt").write_text("mine")
+    found = find_files(["builtin:package_docs", str(tmp_path)], "input")
+    assert tmp_path.resolve() / "own.txt" in found and len(found) > 10
+    assert any(file.name == "METADATA" for file in found)
+    with pytest.raises(
+        UserError, match="'wikipedia': unknown; the embedded sources are python_stdlib, python_packages"
+    ):
+        find_files(["builtin:wikipedia"], "input")
