@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from glm46.distributed.placement import held_part
+
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
@@ -44,5 +46,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by `factor`, a scalar on the gradients' device; no synchronisation with the host."""
     for parameter in parameters:
         if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            local.mul_(factor)
+            held_part(parameter.grad).mul_(factor)

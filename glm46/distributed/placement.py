@@ -1,10 +1,15 @@
-"""Which elements of a whole tensor a rank's part of a DTensor holds."""
+"""The part of a tensor that a rank holds, and which elements of the whole it is."""
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46 import compat
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory: all of it, unless it is a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def global_indices(tensor: Tensor) -> list[Tensor]:

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from glm46.config.parallelism import Parallelism
 from glm46.config.training import Training
 from glm46.distributed.mesh import Meshes
+from glm46.distributed.placement import held_part
 from glm46.model.experts import Experts
 from glm46.model.transformer import Transformer
 
@@ -66,7 +67,7 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]
     shards = mesh.size(-1)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = held_part(parameter)
         return Shard(1) if local.ndim == 3 and local.shape[0] % shards else None
 
     return placement

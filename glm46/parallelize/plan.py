@@ -1,12 +1,10 @@
 """The order in which a model is made ready for many devices; each line says why it stands where it does."""
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from glm46.config.run import Run
 from glm46.distributed.mesh import Meshes
-from glm46.distributed.placement import global_indices
+from glm46.distributed.placement import global_indices, held_part
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
@@ -43,11 +41,12 @@ def _keep_router_bias_float32(model: Transformer) -> None:
         router.e_score_correction_bias = router.e_score_correction_bias.float()
 
 
+@torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
     """Initial value of every parameter and buffer; the same on every layout."""
     for name, parameter in model.named_parameters():
         fill_parameter(
-            _local(parameter),
+            held_part(parameter),
             global_indices(parameter),
             tuple(parameter.shape),
             seed=seed,
@@ -56,8 +55,3 @@ def initialise(model: Transformer, seed: int) -> None:
         )
     for buffer in model.buffers():
         buffer.zero_()
-
-
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,8 @@
 """How a run lies on its ranks, for the first message: who shares what, and what each rank holds."""
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from glm46.distributed.placement import held_part
 from glm46.optim.roles import RoleRow, add_role_rows
 from glm46.training.build import Parts
 
@@ -53,8 +52,8 @@ def _schedule(parts: Parts) -> str:
 def _held(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
     """First and last layer of each stage of this rank, its parameters, their bytes, those of the optimizer's states."""
     layers = [[int(number) for number in model.layers] for model in parts.models]
-    parameters = [_local(parameter) for parameter in parts.parameters.values()]
-    states = [_local(state) for state in parts.optimizer.state_tensors().values()]
+    parameters = [held_part(parameter) for parameter in parts.parameters.values()]
+    states = [held_part(state) for state in parts.optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
         sum(parameter.numel() for parameter in parameters),
@@ -88,7 +87,3 @@ def _span(values: list[int], unit: int = 1) -> str:
     """The least and the most, once if they are shown alike."""
     shown = [f"{value / unit:,.1f}" if unit > 1 else f"{value:,}" for value in (values[0], values[-1])]
     return shown[0] if shown[0] == shown[1] else f"{shown[0]} to {shown[1]}"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
