@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from glm46.config.check import check_run
+from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.config.run import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
@@ -73,16 +74,19 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
 
 
 def _prepare(run: Run, world_size: int) -> None:
-    """Make the shards that are missing, and say what the run will read. The other nodes find them in the same place:
-    they wait where all ranks meet."""
+    """Make the shards that are missing, and refuse a run that would read one too often, with what it would read; a run
+    that goes on says so itself. The other nodes find the shards in the same place: they wait where all ranks meet."""
     # Not before: it loads the whole program, and a refusal needs little of it.
     from glm46.prepare import prepare_run
     from glm46.training.text import check_epochs, describe_sources
 
     manifests = prepare_run(run, report=lambda line: print(line, flush=True))
     rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
-    print("\n".join(describe_sources(run, manifests, rows)), flush=True)
-    check_epochs(run, manifests, rows)
+    try:
+        check_epochs(run, manifests, rows)
+    except UserError:
+        print("\n".join(describe_sources(run, manifests, rows)), flush=True)
+        raise
 
 
 def _meeting(nodes: Nodes, processes: int) -> list[str]:

@@ -5,6 +5,7 @@ timeout of the process group or never. A thread of each rank watches that its ow
 training does not raises an alarm in the store of the process group; then all tell where they are.
 """
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -119,6 +120,8 @@ class Watchdog:
             stacks = self._folder / f"stacks-rank{self._process.rank}.txt"
             if stacks.stat().st_size == 0:
                 stacks.unlink()
+            with contextlib.suppress(OSError):  # not empty, or another rank was faster
+                self._folder.rmdir()
 
     def _watch(self) -> None:
         last, ticks = time.monotonic(), 0
