@@ -25,6 +25,9 @@ class Recipe(Section):
     max_bad: int = Field(100, ge=0)
     """Documents that cannot be read (not UTF-8, not JSON, no text field) before the work stops with an error."""
 
+    normalize: Literal["none", "newlines", "nfc"] = "none"
+    """newlines: end every line with one line feed. nfc: compose characters too (Unicode form C). Before all else."""
+
     filter: Literal["none", "prose"] = "none"
     """prose: leave out what is not running text, by the rules of Gopher (arXiv 2112.11446, table A1)."""
 

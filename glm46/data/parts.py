@@ -12,6 +12,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.data.dedup import BANDS, band_hashes, evaluation_runs, is_contaminated, is_held_out
 from glm46.data.filters import document_fault
 from glm46.data.fim import encode_document
+from glm46.data.normalization import normalized
 from glm46.data.readers import EMPTY, BadDocument, Document, Part, find_files, parts_of, read_part
 from glm46.data.shards import map_tensors, write_tensors
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -160,7 +161,8 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
 
 def _treat(document: Document, tally: Tally) -> tuple[np.ndarray | None, bytes, bytes]:
     """Ids, UTF-8 and hash of a document; no ids if it is left out."""
-    recipe, text = _worker.recipe, document.text
+    recipe = _worker.recipe
+    text = normalized(document.text, recipe.normalize)
     encoded = text.encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     if fault := document_fault(text, document.answer, recipe):
@@ -181,4 +183,5 @@ def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
         return evaluation_runs([])
     parts = parts_of(find_files(recipe.decontaminate, "decontaminate"))
     documents = [document for part in parts for document in read_part(part, recipe.text_key)]
-    return evaluation_runs([tokenizer.encode(d.text) for d in documents if isinstance(d, Document)])
+    texts = [normalized(d.text, recipe.normalize) for d in documents if isinstance(d, Document)]
+    return evaluation_runs([tokenizer.encode(text) for text in texts])

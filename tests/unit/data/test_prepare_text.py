@@ -216,6 +216,17 @@ def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
     }
 
 
+@pytest.mark.parametrize("form, kept", [
+    ("none", ["une cl\u00e9\r\nde\rla", "une cle\u0301\nde\nla", "une cl\u00e9\nde\nla"]),
+    ("newlines", ["une cl\u00e9\nde\nla", "une cle\u0301\nde\nla"]),
+    ("nfc", ["une cl\u00e9\nde\nla"]),
+])  # fmt: skip
+def test_texts_in_other_spellings_are_equal_once_they_are_normal(folder, tmp_path, form, kept):
+    write_lines(folder / "a.jsonl", ["une cl\u00e9\r\nde\rla", "une cle\u0301\nde\nla", "une cl\u00e9\nde\nla"])
+    manifest = prepare(tmp_path, normalize=form, deduplicate="exact")
+    assert texts_of(manifest) == kept and manifest.dropped.get("exact duplicate", 0) == 3 - len(kept)
+
+
 def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
     write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(5)])
     prepare(tmp_path)
