@@ -82,3 +82,21 @@ def flight_recorder_json() -> str:
         return ""
     found = dump()
     return found.decode() if isinstance(found, bytes) else found
+
+
+def can_pack() -> bool:
+    """Whether this torch has oneDNN, which `pack_weight` needs."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A copy of a contiguous FP32 weight [O, I] on the CPU, blocked as oneDNN reads it fastest.
+
+    Private operators of torch's compiler back end. The public `torch.utils.mkldnn` also wants its inputs converted.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` with a weight of `pack_weight`."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -61,10 +61,15 @@ class CachedCore:
         assert slots is not None and mask is None
         self._write(self._keys, k_BSKC, slots)
         self._write(self._values, v_BSKC, slots)
+        keys, values = self._keys[:, :, : slots.last], self._values[:, :, : slots.last]
+        if q_BSHC.shape[1] == 1:
+            # The heads that share a key are queries of it: so it is read once, not once for each of them.
+            grouped = q_BSHC.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=slots.mask).reshape(q_BSHC.shape)
         out_BHSC = F.scaled_dot_product_attention(
             q_BSHC.transpose(1, 2),
-            self._keys[:, :, : slots.last],
-            self._values[:, :, : slots.last],
+            keys,
+            values,
             attn_mask=slots.mask,
             is_causal=slots.is_causal,
             enable_gqa=True,

@@ -27,6 +27,8 @@ class Decoder:
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in model.mtp.values()]
         self._plain: list[tuple[nn.Module, object]] = []
+        self._few: dict[CachedCore, few_tokens.Layer] = {}
+        self._head: few_tokens.Product | None = None
         weight = model.embed_tokens.weight
         every_position = torch.arange(max_length, device=weight.device).unsqueeze(0)
         self._tables = [table[0] for table in rotary_tables(every_position, model.shape, weight.dtype)]
@@ -77,8 +79,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
         if hidden.ndim == 3 and few_tokens.is_for(hidden):
-            rows = few_tokens.project(hidden.reshape(-1, hidden.shape[-1]), self.model.lm_head.weight)
-            return rows.view(*hidden.shape[:-1], -1)
+            self._head = self._head or few_tokens.Product(self.model.lm_head.weight)
+            return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
         return self.model.lm_head(hidden).float()
 
     def _place(self, x: Tensor, starts: Sequence[int]) -> tuple[Slots, tuple[Tensor, Tensor]]:
@@ -87,11 +89,14 @@ class Decoder:
         cos, sin = self._tables
         return slots, (cos[slots.positions], sin[slots.positions])
 
-    @staticmethod
-    def _run(block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def _run(
+        self, block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
         core.slots = slots
         if few_tokens.is_for(x):
-            return few_tokens.run_block(block, x, rope)
+            if core not in self._few:
+                self._few[core] = few_tokens.Layer(block)
+            return self._few[core](x, rope, core)
         return block(x, rope, None, None, _OPTIONS)[0]
 
 

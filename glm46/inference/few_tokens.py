@@ -1,15 +1,20 @@
-"""A decoder layer for the few tokens of a decoding step on a CPU; the same numbers as the layer's own forward.
+"""A decoder layer for the few tokens of a decoding step on a CPU; the numbers of the layer's own forward.
 
-With few rows a product is bound by reading the weight, and BLAS reads it at very different speeds depending on how the
-product is put: `weight @ x.T` of two rows and more reads a weight two to three times as fast as `x @ weight.T`, and one
-row is cheaper as two equal ones. What only training needs (routing statistics, sorting by expert) is left out.
+With few rows a product is bound by reading the weight, and how fast that goes depends on how the product is put:
+oneDNN's packed copy of a large weight is read fastest; of a small one `weight @ x.T` is faster than `x @ weight.T`, and
+one row is cheaper as two equal ones. Weights that read the same input are one weight here. What only training needs
+(routing statistics, sorting by expert) is left out.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm46.model.attention import Attention
+from glm46 import compat
+from glm46.model.attention import Attention, AttentionCore
 from glm46.model.block import TransformerBlock
 from glm46.model.layers import FeedForward, RMSNorm
 from glm46.model.moe import MoE
@@ -18,8 +23,14 @@ from glm46.model.rope import rotate
 MAX_TOKENS = 64
 """Most tokens of a call for which this was measured to be faster than the layer's own forward."""
 
+_PACKED_FROM = 2**16
+"""Fewest elements of a weight that is packed: below, oneDNN takes longer to start than the product takes."""
+
 _MAX_ROWS = 8
-"""Most rows for which the turned product is the faster one; `python -m glm46 benchmark generate` shows the effect."""
+"""Most rows for which a weight that is not packed is multiplied the other way round."""
+
+_PADDED = {1: 2, 3: 4}
+"""Number of rows -> the one that takes less time."""
 
 
 def is_for(x: Tensor) -> bool:
@@ -27,80 +38,134 @@ def is_for(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= MAX_TOKENS
 
 
-def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of contiguous rows, put so that the weight is read fast; contiguous [T, O]."""
-    rows = x_TD.shape[0]
-    if rows > _MAX_ROWS:
-        return F.linear(x_TD, weight, bias)
-    if rows == 1:
-        out = torch.mm(weight, x_TD.repeat(2, 1).t())[:, 0].clone().unsqueeze(0)
-    else:
-        out = torch.mm(weight, x_TD.t()).t().contiguous()
-    return out if bias is None else out.add_(bias)
+class Product:
+    """Rows times the transpose of a weight, or of several stacked ones, plus a bias."""
+
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor | None] = (None,)):
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
+        self._bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+        self._is_packed = weight.numel() >= _PACKED_FROM and compat.can_pack()
+        self._weight = compat.pack_weight(weight) if self._is_packed else weight
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Contiguous [T, O] of contiguous [T, D]."""
+        rows = x_TD.shape[0]
+        if self._is_packed:
+            return compat.packed_linear(x_TD, self._weight, self._bias)
+        if rows > _MAX_ROWS:
+            return F.linear(x_TD, self._weight, self._bias)
+        two_or_more = torch.cat([x_TD, x_TD]) if rows == 1 else x_TD
+        out = torch.mm(self._weight, two_or_more.t())[:, :rows].t().contiguous()
+        return out if self._bias is None else out.add_(self._bias)
 
 
-def run_block(block: TransformerBlock, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """What ``block(x, rope, ...)`` gives for [B, S, D]; attention through the block's own core."""
-    x = x + _attend(block.self_attn, _normed(block.input_layernorm, x), rope)
-    normed = _normed(block.post_attention_layernorm, x)
-    rows = normed.view(-1, x.shape[-1])
-    y = _feed_forward(block.mlp, rows) if block.is_dense else _mixture(block.mlp, rows)
-    return x + y.view_as(x)
+class Layer:
+    """What ``block(x, rope, ...)`` gives, with weights laid out for it; they are copied, all but the experts'."""
+
+    def __init__(self, block: TransformerBlock):
+        self._input_norm = _Norm(block.input_layernorm)
+        self._attention = _Attention(block.self_attn)
+        self._middle_norm = _Norm(block.post_attention_layernorm)
+        self._network = _FeedForward(block.mlp) if block.is_dense else _Mixture(block.mlp)
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore) -> Tensor:
+        """Map [B, S, D] to [B, S, D]."""
+        x = x + self._attention(self._input_norm(x), rope, core)
+        normed = self._middle_norm(x)
+        return x + self._network(normed.view(-1, x.shape[-1])).view_as(x)
 
 
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(norm.eps).rsqrt_()
-    return (x * inverse).mul_(norm.weight)
+class _Norm:
+    """RMSNorm of the last dimension: x w sqrt(D) / hypot(|x|, sqrt(D eps)), which takes the fewest operations.
+
+    Args:
+        weight: [D], or [heads, D] when each head has its own.
+    """
+
+    def __init__(self, norm: RMSNorm, weight: Tensor | None = None):
+        weight = norm.weight.detach() if weight is None else weight
+        width = weight.shape[-1]
+        self._weight = weight * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * norm.eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self._floor)).mul_(self._weight)
 
 
-def _attend(attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    B, S, D = x.shape
-    rows = x.view(B * S, D)
-    q, k, v = (
-        project(rows, part.weight, part.bias).view(B, S, -1, attention.head_dim)
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    if attention.q_norm is not None:
-        q, k = _normed(attention.q_norm, q), _normed(attention.k_norm, k)
-    out = attention.core(rotate(q, rope), rotate(k, rope), v, None)
-    return project(out.reshape(B * S, -1), attention.o_proj.weight).view(B, S, D)
+class _Attention:
+    """Queries and keys are normed and rotated together: their heads lie side by side."""
+
+    def __init__(self, attention: Attention):
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._head_dim = attention.head_dim
+        self._heads = [part.weight.shape[0] // attention.head_dim for part in parts]
+        self._qkv = Product(*(part.weight for part in parts), biases=[part.bias for part in parts])
+        self._out = Product(attention.o_proj.weight)
+        self._norm: _Norm | None = None
+        if attention.q_norm is not None:
+            norms = zip((attention.q_norm, attention.k_norm), self._heads, strict=False)
+            self._norm = _Norm(attention.q_norm, torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms]))
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore) -> Tensor:
+        B, S, D = x.shape
+        query, key, value = self._heads
+        qk, v = self._qkv(x.view(B * S, D)).view(B, S, -1, self._head_dim).split([query + key, value], 2)
+        qk = rotate(qk if self._norm is None else self._norm(qk), rope)
+        out = core(*qk.split([query, key], 2), v, None)
+        return self._out(out.reshape(B * S, -1)).view(B, S, D)
 
 
-def _feed_forward(network: FeedForward, rows: Tensor) -> Tensor:
-    active = F.silu(project(rows, network.gate_proj.weight)).mul_(project(rows, network.up_proj.weight))
-    return project(active, network.down_proj.weight)
+class _FeedForward:
+    def __init__(self, network: FeedForward):
+        self._gate_up = Product(network.gate_proj.weight, network.up_proj.weight)
+        self._down = Product(network.down_proj.weight)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        gate, up = self._gate_up(rows).chunk(2, 1)
+        return self._down(F.silu(gate).mul_(up))
 
 
-def _mixture(moe: MoE, rows: Tensor) -> Tensor:
+class _Mixture:
     """Expert after expert, each on the rows that chose it; the activation of all at once."""
-    router, experts = moe.router, moe.experts
-    scores = project(rows, router.weight).sigmoid_()
-    chosen = router.select(scores + router.e_score_correction_bias)
-    weights = scores.gather(1, chosen)
-    if router.shape.norm_topk_prob:
-        weights /= weights.sum(-1, keepdim=True) + 1e-20
-    weights *= router.shape.routed_scaling_factor
-    y = torch.zeros_like(rows) if moe.shared_experts is None else _feed_forward(moe.shared_experts, rows)
-    rows_of: dict[int, list[tuple[int, int]]] = {}
-    for row, of_row in enumerate(chosen.tolist()):
-        for place, expert in enumerate(of_row):
-            rows_of.setdefault(expert, []).append((row, place))
-    # An expert with one row gets it twice, the second time with weight zero: see `project`.
-    sorted_uses = [use for used in rows_of.values() for use in (used if len(used) > 1 else used * 2)]
-    row_N, place_N = torch.tensor(sorted_uses).unbind(1)
-    weight_N = weights[row_N, place_N]
-    width, N = experts.down.shape[2], len(sorted_uses)
-    x_ND, hidden_FN, out_DN = rows[row_N], rows.new_empty(2 * width, N), rows.new_empty(rows.shape[1], N)
-    spans, start = [], 0
-    for expert, used in rows_of.items():
-        end = start + max(len(used), 2)
-        if len(used) == 1:
-            weight_N[start + 1] = 0.0
-        spans.append((expert, start, end))
-        start = end
-    for expert, start, end in spans:
-        torch.mm(experts.gate_up[expert], x_ND[start:end].t(), out=hidden_FN[:, start:end])
-    active_NF = F.silu(hidden_FN[:width]).mul_(hidden_FN[width:]).mul_(weight_N).t().contiguous()
-    for expert, start, end in spans:
-        torch.mm(experts.down[expert], active_NF[start:end].t(), out=out_DN[:, start:end])
-    return y.index_add_(0, row_N, out_DN.t())
+
+    def __init__(self, moe: MoE):
+        self._router = moe.router
+        self._shared = None if moe.shared_experts is None else _FeedForward(moe.shared_experts)
+        self._gate_up = moe.experts.gate_up.detach().unbind(0)
+        self._down = moe.experts.down.detach().unbind(0)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)
+        weights, chosen = self._route(rows)
+        uses_of: dict[int, list[int]] = {}
+        for use, expert in enumerate(chosen.flatten().tolist()):
+            uses_of.setdefault(expert, []).append(use)
+        # A use that only fills up counts from the end of the real ones: there its weight is zero.
+        for uses in uses_of.values():
+            uses += [uses[0] + chosen.numel()] * (_PADDED.get(len(uses), 0) - len(uses))
+        use_N = torch.tensor([use for uses in uses_of.values() for use in uses])
+        row_N = use_N.remainder(chosen.numel()).div_(chosen.shape[1], rounding_mode="floor")
+        weight_N = torch.cat([weights, torch.zeros_like(weights)]).flatten()[use_N]
+        counts = [len(uses) for uses in uses_of.values()]
+        hidden_FN = _by_expert(self._gate_up, uses_of, rows[row_N], counts)
+        gate_FN, up_FN = hidden_FN.chunk(2)
+        active_NF = F.silu(gate_FN).mul_(up_FN).mul_(weight_N).t().contiguous()
+        return y.index_add_(0, row_N, _by_expert(self._down, uses_of, active_NF, counts).t())
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self._router.shape
+        scores = F.linear(rows, self._router.weight).sigmoid_()
+        chosen = self._router.select(scores + self._router.e_score_correction_bias)
+        weights = scores.gather(1, chosen)
+        if shape.norm_topk_prob:
+            weights /= weights.sum(-1, keepdim=True) + 1e-20
+        return weights.mul_(shape.routed_scaling_factor), chosen
+
+
+def _by_expert(weights: Sequence[Tensor], experts: Sequence[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
+    """[O, N]: each expert's weight times its share of the rows."""
+    out_ON = rows_NI.new_empty(weights[0].shape[0], rows_NI.shape[0])
+    for expert, rows, out in zip(experts, rows_NI.t().split(counts, 1), out_ON.split(counts, 1), strict=True):
+        torch.mm(weights[expert], rows, out=out)
+    return out_ON

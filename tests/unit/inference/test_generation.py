@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -116,16 +117,33 @@ def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
     assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the model is as it was
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 65])
-def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
+@pytest.mark.parametrize("packed_from", [0, 2**16])
+def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, packed_from, monkeypatch):
     model = random_model(vocab_size=61, n_group=2, topk_group=1)
     tokens = torch.randint(0, 61, (rows, 1))
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
     outcome = []
     for most in (few_tokens.MAX_TOKENS, 0):
         monkeypatch.setattr(few_tokens, "MAX_TOKENS", most)
         with torch.inference_mode(), Decoder(model, batch=rows, max_length=4) as decoder:
             outcome += [decoder.logits(decoder.hidden(tokens, [0] * rows))]
     torch.testing.assert_close(*outcome, rtol=0, atol=2e-5)  # FP32, logits of order 1
+
+
+@pytest.mark.parametrize("packed_from", [0, 2**16])
+@pytest.mark.parametrize("biases", [0, 2])
+def test_a_product_is_that_of_the_stacked_weights(packed_from, biases, monkeypatch):
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
+    weights = [torch.randn(size, 24) for size in (5, 12)]
+    added = [torch.randn(5), torch.randn(12)] if biases else [None, None]
+    product = few_tokens.Product(*weights, biases=added)
+    for rows in (1, 2, 3, 8, 9):
+        x = torch.randn(rows, 24)
+        want = torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)], 1)
+        got = product(x)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)  # FP32 sums of 24 numbers of order 1
 
 
 def test_prediction_layers_draft_what_training_says_they_predict(predictable):
