@@ -22,7 +22,7 @@ class CheckpointError(Exception):
         super().__init__("\n".join(faults))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """The processes that share a checkpoint: who I am, how many we are, and a group of our own to talk over."""
 
@@ -41,6 +41,16 @@ class Ranks:
             return cls(rank=0, size=1, group=None)
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
+
+    def renewed(self) -> "Ranks":
+        """The same ranks with a new group, because some rank left an exchange of this one. Collective.
+
+        Letting go of the old group closes this rank's connections; that wakes whoever waits for it there.
+        """
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+        return type(self).of_this_run()
 
     @property
     def is_first(self) -> bool:

@@ -10,17 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from glm46.checkpoint.agreement import Ranks
+from glm46.checkpoint.background import BackgroundSaver
 from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
 from glm46.checkpoint.node_local import NodeFolder, gather
 from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
 from glm46.checkpoint.retention import Retention
-from glm46.checkpoint.saving import BackgroundSaver, Place, SaveOutcome, save_now
+from glm46.checkpoint.saving import Place, SaveOutcome, save_now
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 
 _LOG = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 1.0
+"""Between two exchanges of ranks that wait for a save."""
 
 
 class CheckpointManager:
@@ -51,7 +55,7 @@ class CheckpointManager:
         self._ranks = Ranks.of_this_run()
         node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
         self._place = Place(self.folder, rule, node)
-        self._background = BackgroundSaver(Ranks.of_this_run())
+        self._background = BackgroundSaver()
         self._verified: set[int] = set()
         self._in_use: set[int] = set()
         self._branch_point: int | None = None
@@ -73,7 +77,7 @@ class CheckpointManager:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
         """
         started = time.perf_counter()
-        self._background.settle()
+        self._settle()
         self._set_aside_newer()
         with self._ranks.stage("writing meta as JSON"):
             content = Content.of(step, tensors, meta, validation_loss)
@@ -94,7 +98,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, when copying failed on some rank, such as for lack of memory.
         """
-        if any(self._ranks.everyone(self._background.is_busy)):
+        if self._look_after_saver():
             return False
         self._set_aside_newer()
         with self._ranks.stage("copying tensors to host memory"):
@@ -114,12 +118,23 @@ class CheckpointManager:
         """
         return self._background.take_ended()
 
+    @property
+    def saver_has_died(self) -> bool:
+        """Whether the thread of this rank's save in the background has ended without a word. Ask every step, and when
+        some rank says yes call ``start_saver_again`` on all: the threads of the others wait for it."""
+        return self._background.has_died
+
+    def start_saver_again(self) -> None:
+        """Give up the save under way, because its thread has died on some rank; ``poll`` then says so on all of them.
+        Collective. The next save finds everything new."""
+        self._look_after_saver()
+
     def close(self) -> list[SaveOutcome]:
-        """Wait for the save in the background and end its thread; returns and raises what ``poll`` does.
+        """Wait for the save in the background; returns and raises what ``poll`` does. Collective.
 
         Call it before the process group is destroyed.
         """
-        self._background.close()
+        self._settle()
         return self._background.take_ended()
 
     def newest(self, *, before: int | None = None) -> int | None:
@@ -134,7 +149,7 @@ class CheckpointManager:
         Raises:
             UserError: when there are checkpoints but none is whole. Starting anew is then for a person to decide.
         """
-        self._background.settle()
+        self._settle()
         if self._place.node is not None:
             gather(self._place.node, self.folder, self._ranks)
         with self._ranks.stage("listing checkpoints") as stage:
@@ -179,7 +194,7 @@ class CheckpointManager:
             UserError: on all ranks, with everything that is missing, unknown, damaged, or of another shape or dtype.
             CheckpointError: on all ranks, when reading failed on any of them.
         """
-        self._background.settle()
+        self._settle()
         if faults := self._verify(step):
             raise UserError(*faults)
         meta = self._fill(step_folder(self.folder, step), step, tensors, optional, ignored)
@@ -232,6 +247,21 @@ class CheckpointManager:
             if self._ranks.is_first:
                 stage.value = json.loads((path / META).read_bytes())
         return stage.values[0]
+
+    def _look_after_saver(self) -> bool:
+        """Whether a save is under way on some rank; one that has died somewhere is given up everywhere. Collective."""
+        background = self._background
+        busy, died = zip(*self._ranks.everyone((background.is_busy, background.has_died)), strict=True)
+        if any(died):
+            background.start_again([rank for rank, has_died in enumerate(died) if has_died])
+            return False
+        return any(busy)
+
+    def _settle(self) -> None:
+        """Wait until no save is under way on any rank; what came of it is still to be taken. Collective."""
+        self._background.wait(_SETTLE_SECONDS)
+        while self._look_after_saver():
+            self._background.wait(_SETTLE_SECONDS)
 
     def _set_aside_newer(self) -> None:
         """Without this, a run that went back to an earlier step would resume on the branch it left. Collective."""

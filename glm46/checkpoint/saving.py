@@ -1,13 +1,9 @@
 """One save from the first folder to the last removal, in the calling thread or behind the back of training."""
 
 import shutil
-import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError, Ranks
 from glm46.checkpoint.content import Content
@@ -16,7 +12,6 @@ from glm46.checkpoint.integrity import read_manifest
 from glm46.checkpoint.node_local import NodeFolder, gather, save_locally
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
-from glm46.checkpoint.staging import Staging
 from glm46.checkpoint.verification import verify_folder
 
 
@@ -100,61 +95,3 @@ def complete_with_losses(folder: Path) -> dict[int, float | None]:
         body, _ = read_manifest(step_folder(folder, step), step)
         losses[step] = None if body is None else body["validation_loss"]
     return losses
-
-
-class BackgroundSaver:
-    """Saves from staged copies in a thread of its own, one at a time, over a process group of its own.
-
-    The thread makes the same collectives in the same order on all ranks, so a save ends in the same way for all of
-    them. It is a thread because a process would need the tensors in shared memory and a second set of ranks.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        self._staging = Staging()
-        self._staged: dict[str, Tensor] = {}
-        self._stage_seconds = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._untaken: list[Future[SaveOutcome]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way on this rank; it holds the staged copies."""
-        return any(not save.done() for save in self._untaken)
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the tensors to host memory. Not while a save is under way."""
-        started = time.perf_counter()
-        self._staged = {}
-        self._staged = self._staging.copy(tensors)
-        self._stage_seconds = time.perf_counter() - started
-
-    def start(self, place: Place, content: Content, in_use: Collection[int]) -> None:
-        """Save what was staged, in the thread."""
-        staged, stall_seconds = self._staged, self._stage_seconds
-        started = time.perf_counter() - stall_seconds
-
-        def save() -> SaveOutcome:
-            size = save_now(place, content, self._ranks, in_use, staged)
-            return SaveOutcome(content.step, size, time.perf_counter() - started, stall_seconds)
-
-        self._untaken.append(self._thread.submit(save))
-
-    def settle(self) -> None:
-        """Wait until no save is under way; what came of it is still to be taken."""
-        wait(self._untaken)
-
-    def take_ended(self) -> list[SaveOutcome]:
-        """The outcomes of saves that ended, each once.
-
-        Raises:
-            CheckpointError: a save failed. Outcomes of others remain to be taken.
-        """
-        outcomes = []
-        while self._untaken and self._untaken[0].done():
-            outcomes.append(self._untaken.pop(0).result())
-        return outcomes
-
-    def close(self) -> None:
-        """End the thread after the save under way."""
-        self._thread.shutdown(wait=True)

@@ -16,18 +16,34 @@ class Saver:
         self._parts, self._report, self._config = parts, report, parts.run.checkpoint
         self._spikes = spikes
         self._saved_step = progress.step
+        self._failed_saves = 0
+        self._last: SaveOutcome | None = None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the thread that saves behind training has died on this rank; the ranks agree on it every step."""
+        return self._config.enable and self._parts.checkpoints.saver_has_died
+
+    def start_again(self, progress: Progress) -> None:
+        """Go on with a new thread on all ranks, because that of some rank has died; collective."""
+        self._parts.checkpoints.start_saver_again()
+        self._hear_of_saves(progress)
+
+    def figures(self) -> dict[str, float]:
+        """Columns of metrics.jsonl."""
+        if not self._config.enable:
+            return {}
+        row: dict[str, float] = {"failed_saves": self._failed_saves}
+        if self._last is not None:
+            row["checkpoint_seconds"] = self._last.stall_seconds
+        return row
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
         """Save if a save is due, and tell how earlier ones ended; collective. A save that fails is reported and the
         next one tried: the checkpoints before it are untouched."""
         if not self._config.enable:
             return
-        # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is
-        # collective, or the others wait for it for ever.
-        try:
-            self._tell(self._parts.checkpoints.poll())
-        except CheckpointError as error:
-            self._tell_failure(progress, error)
+        self._hear_of_saves(progress)
         if progress.step % self._config.interval == 0:
             try:
                 self._save(progress, validation)
@@ -51,6 +67,14 @@ class Saver:
             self._save_now(progress, validation)
             self._tell(self._parts.checkpoints.close())
 
+    def _hear_of_saves(self, progress: Progress) -> None:
+        # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is
+        # collective, or the others wait for it for ever.
+        try:
+            self._tell(self._parts.checkpoints.poll())
+        except CheckpointError as error:
+            self._tell_failure(progress, error)
+
     def _save(self, progress: Progress, validation: dict[str, float]) -> None:
         if self._config.async_mode == "disabled":
             self._save_now(progress, validation)
@@ -71,10 +95,12 @@ class Saver:
         return progress.step, checkpoint_tensors(self._parts), meta
 
     def _tell_failure(self, progress: Progress, error: CheckpointError) -> None:
+        self._failed_saves += 1
         self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")
 
     def _tell(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
+            self._last = outcome
             self._report.log(
                 f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "
                 f"training waited {outcome.stall_seconds:.2f} s"

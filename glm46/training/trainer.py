@@ -38,6 +38,8 @@ class Agreement(NamedTuple):
     """Tokens of the step over all ranks."""
     stop: bool
     """Some rank was asked to stop."""
+    saver_died: bool
+    """The thread that saves behind training has died on some rank."""
 
 
 class _TooManyBadSteps(Exception):
@@ -132,7 +134,9 @@ def _train(
         micro_batches, sequences, seq_len, flops_per_token = feed.take(progress, sequences)
         data_seconds = time.perf_counter() - fetched
         watchdog.operation("agreeing on the step")
-        agreement = agree(count_tokens(micro_batches), stop, parts.readers_of_a_batch)
+        agreement = agree(count_tokens(micro_batches), stop, saver, parts.readers_of_a_batch)
+        if agreement.saver_died:
+            saver.start_again(progress)
         if agreement.stop:
             break
         clock = progress.curriculum_tokens
@@ -149,7 +153,7 @@ def _train(
         if was_skipped:
             _report_skip(progress, outcome.fault, sequences, report)
         if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
-            report.train(figures.training_row(progress, outcome, agreement.counts, lr_factor))
+            report.train(figures.training_row(progress, outcome, agreement.counts, lr_factor) | saver.figures())
         if progress.skipped_in_a_row > run.training.max_skipped_steps:
             raise _TooManyBadSteps
         if progress.step % run.training.gc_freq == 0:
@@ -172,7 +176,7 @@ def _train(
     return EXIT_STOPPED
 
 
-def agree(counts: TokenCounts, stop: StopRequest, readers_of_a_batch: int) -> Agreement:
+def agree(counts: TokenCounts, stop: StopRequest, saver: Saver, readers_of_a_batch: int) -> Agreement:
     """Sum the token counts over all ranks, and stop everywhere if anyone was asked to; collective.
 
     On CPU tensors, through gloo: no rank waits for its GPU.
@@ -181,14 +185,18 @@ def agree(counts: TokenCounts, stop: StopRequest, readers_of_a_batch: int) -> Ag
         readers_of_a_batch: ranks that read, and have counted, the same sequences.
     """
     flat = torch.tensor(
-        [stop.signal_name is not None, counts.targets, counts.real, *counts.mtp_targets, *counts.drafts],
+        [
+            *(stop.signal_name is not None, saver.has_died),
+            *(counts.targets, counts.real, *counts.mtp_targets, *counts.drafts),
+        ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
-    wishes = int(flat[0])
-    targets, real, *rest = (flat[1:] // readers_of_a_batch).tolist()
+    wishes, deaths = flat[:2].tolist()
+    targets, real, *rest = (flat[2:] // readers_of_a_batch).tolist()
     depths = len(counts.mtp_targets)
-    return Agreement(TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real), wishes > 0)
+    summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real)
+    return Agreement(summed, wishes > 0, deaths > 0)
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

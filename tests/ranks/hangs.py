@@ -1,7 +1,9 @@
-"""Two ranks train until one of them goes silent; a program that prints what came of it as JSON."""
+"""Two ranks train until one of them goes silent, or is hampered; a program that prints what came of it as JSON."""
 
+import ctypes
 import json
 import os
+import platform
 import re
 import signal
 import tempfile
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import trainer
 from tests.conftest import small_run, write_source
@@ -22,6 +25,46 @@ HANGS = {
     "blocked": lambda: re.match("(a+)+$", "a" * 60 + "b"),
 }
 SILENT_STEP = 30  # after the steps that are timed
+
+
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}
+"""Number of the system call that ends one thread, unknown to Python."""
+FATAL_SAVE = 20
+
+
+def hampered_work(rank: int, run, moment: Path) -> int:
+    """Train, while the thread that saves dies in rank 1."""
+    torch.set_num_threads(1)
+    step, train_step, save = 0, trainer.train_step, saving.write_tensors
+
+    def counted(*arguments):
+        nonlocal step
+        step += 1
+        return train_step(*arguments)
+
+    def write_tensors(folder: Path, *arguments):
+        if rank == 1 and folder.name == f"step-{FATAL_SAVE:06d}.tmp":
+            moment.write_text(str(step))
+            ctypes.CDLL(None).syscall(SYS_EXIT[platform.machine()], 0)
+        return save(folder, *arguments)
+
+    trainer.train_step, saving.write_tensors = counted, write_tensors
+    return trainer.train(run)
+
+
+def run_hampered(base: Path, source: Path) -> dict:
+    folder, log, moment = base / "hampered", base / "log-hampered-", base / "moment-hampered"
+    run = small_run(source, folder, training={"steps": 40}, checkpoint={"interval": 10})
+    codes = await_ranks(start_ranks(2, log, lambda rank: hampered_work(rank, run, moment)), 90)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "codes": codes,
+        "died_in_step": int(moment.read_text()),
+        "saved": sorted(int(path.name[5:]) for path in (folder / "checkpoint").glob("step-*")),
+        "failed_saves": [row["failed_saves"] for row in rows],
+        "log": (folder / "log.txt").read_text(),
+        "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
+    }
 
 
 def work(rank: int, run, hang: str, victim: int, moment: Path) -> int:
@@ -45,6 +88,7 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
+        print(json.dumps(run_hampered(base, source)), flush=True)
         for hang, victim in (("asleep", 1), ("stopped", 0), ("blocked", 1)):
             folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
             run = small_run(

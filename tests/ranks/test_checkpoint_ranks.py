@@ -1,6 +1,10 @@
 """Several gloo ranks: a sharded state comes back bit for bit on another mesh; a fault of one rank is known to all."""
 
+import ctypes
 import os
+import platform
+import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from glm46.checkpoint import saving
 from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
@@ -197,6 +202,56 @@ def node_local_saves(folder: Path, rank: int) -> None:
     assert not list(local.glob("step-*"))
 
 
+def saver_dies(folder: Path, rank: int) -> None:
+    """Unknown to Python, or with an exit of its own, between two exchanges of ranks: the others wait for it."""
+    manager, write = CheckpointManager(folder, keep_latest_k=0), saving.write_tensors
+    deaths = {
+        1: lambda: ctypes.CDLL(None).syscall(_SYS_EXIT[platform.machine()], 0),
+        2: lambda: sys.exit(3),
+        4: lambda: _raise(KeyboardInterrupt()),
+    }
+    tensors = {f"own{rank}": torch.full((3,), float(rank)), "all": torch.ones(5)}
+    for step, die in deaths.items():
+
+        def dying(*arguments, victim=step % 4, die=die):
+            if rank == victim:
+                die()
+            return write(*arguments)
+
+        saving.write_tensors = dying
+        assert manager.save_in_background(step, tensors, {})
+        died = False
+        while not died:  # what a run does every step
+            died = any(manager._ranks.everyone(manager.saver_has_died))
+        saving.write_tensors = write
+        manager.start_saver_again()
+        fault = str(fault_of(manager.poll))
+        assert f"saver of rank {step % 4} died" in fault and f"step {step} is lost" in fault, fault
+        assert manager.poll() == [] and manager.newest() in (None, 3, 5)
+        assert manager.save_in_background(step + 1 + step % 2, tensors, {})
+        assert [one.step for one in take(manager)] == [step + 1 + step % 2]
+    # Waiting for it ends too.
+    saving.write_tensors = lambda *arguments: sys.exit() if rank == 3 else write(*arguments)
+    assert manager.save_in_background(7, tensors, {})
+    assert "saver of rank 3 died" in str(fault_of(manager.close))
+    saving.write_tensors = write
+    manager.save(7, tensors, {})
+    assert manager.newest() == 7
+    others = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    deadline = time.monotonic() + 20
+    while any(thread.native_id and Path(f"/proc/self/task/{thread.native_id}").exists() for thread in others):
+        assert time.monotonic() < deadline, "a thread that waited for a dead one was not woken"
+        time.sleep(0.01)
+
+
+_SYS_EXIT = {"x86_64": 60, "aarch64": 93}
+"""Number of the system call that ends one thread."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def take(manager: CheckpointManager) -> list:
     while not (ended := manager.poll()):
         time.sleep(0.002)
@@ -231,6 +286,7 @@ def run_four(rank: int, folder: Path) -> None:
     one_rank_fails(folder / "faults", rank)
     damage_is_agreed(folder / "damage", rank)
     background_saves(folder / "background", rank)
+    saver_dies(folder / "deaths", rank)
     node_local_saves(folder / "nodes", rank)
 
 

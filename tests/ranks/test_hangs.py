@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ def test_a_silent_rank_is_found_named_and_ended():
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    hampered, *rows = [json.loads(line) for line in done.stdout.splitlines()]
+    check_saver(hampered)
     assert [row["hang"] for row in rows] == ["asleep", "stopped", "blocked"]
     for row in rows:
         victim, other = row["victim"], 1 - row["victim"]
@@ -35,6 +37,17 @@ def test_a_silent_rank_is_found_named_and_ended():
         assert f"rank {other} waits: training step, step 30, after gloo:" in row["said"], row
         assert {"hang.txt", f"stacks-rank{other}.txt", f"flight-rank{other}.json"} <= row["files"].keys(), row
         assert "in train_step" in row["stacks"], row  # the victim's own, even where its interpreter is blocked
+
+
+def check_saver(row: dict) -> None:
+    """A saver whose thread died in one rank: known within a step, and the next save works."""
+    assert row["codes"] == [0, 0], row["said"]
+    (told,) = (int(step) for step in re.findall(r"step (\d+): .*checkpoint saver of rank 1 died and was", row["log"]))
+    # It died in that step, or between it and the next; steps are counted when the next one begins.
+    assert row["died_in_step"] <= told <= row["died_in_step"] + 1, row
+    assert "the save of step 20 is lost" in row["log"]
+    assert row["saved"] == [10, 30, 40]
+    assert row["failed_saves"] == [0] * told + [1] * (40 - told)
 
 
 def answer(place: str = "torch/x.py:1 wait", **collectives: int) -> dict:
