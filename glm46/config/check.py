@@ -146,6 +146,15 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
             ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
             "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it",
         )
+    for key in ("initial_load_include", "initial_load_exclude"):
+        if getattr(checkpoint, key) and (checkpoint.initial_load_path is None or checkpoint.initial_load_in_hf):
+            other = "initial_load_in_hf" if checkpoint.initial_load_in_hf else "initial_load_path"
+            state = "is a Hugging Face one" if checkpoint.initial_load_in_hf else "is absent"
+            yield Fault(
+                (f"checkpoint.{key}", f"checkpoint.{other}"),
+                f"checkpoint.{key} = {show(getattr(checkpoint, key))}: it chooses from a step folder, and "
+                f"checkpoint.initial_load_path {state}; take one of them out",
+            )
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
         yield Fault(
             ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),

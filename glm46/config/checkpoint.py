@@ -46,6 +46,13 @@ class Checkpoint(Section):
     initial_load_model_only: bool = False
     """Take only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
 
+    initial_load_include: tuple[str, ...] = ()
+    """Take only what these patterns match (``model.layers.*``), of the names that ``checkpoint show`` lists. A state of
+    the optimizer goes with its weight. Absent: everything."""
+
+    initial_load_exclude: tuple[str, ...] = ()
+    """Leave out what these patterns match (``model.mtp.*``): here it keeps its initial value, there it stays unread."""
+
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read straight into
     each rank's shards. Optimizer, clock and data position start anew."""

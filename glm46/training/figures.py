@@ -95,6 +95,8 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
         lines += _config_changes(meta["config"], dump_run(run))
     else:
         lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")
+        patterns = {"only": run.checkpoint.initial_load_include, "without": run.checkpoint.initial_load_exclude}
+        lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
     return "\n".join(lines)
 
 

@@ -1,16 +1,20 @@
 """What a checkpoint of a run holds, and how a run starts: anew, from an earlier phase, or where it stopped."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from glm46.checkpoint.metadata import read_metadata
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.training.build import Parts
 from glm46.training.feed import read
 from glm46.training.huggingface import load_weights
+from glm46.training.selection import names_left_out
 from glm46.training.state import Progress
 
 
@@ -56,7 +60,7 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     if config.enable:
         step = parts.checkpoints.newest() if config.load_step == -1 else config.load_step
         if step is not None:
-            meta = _load(parts, step, ignored=())
+            meta = _load(parts, step)
             if meta["stream"] != parts.stream_fingerprint():
                 raise UserError(
                     f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
@@ -78,8 +82,7 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
             f"checkpoint.initial_load_path = {str(path)!r}: not a step folder; give one such as "
             "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face one"
         )
-    ignored = ("optimizer.", "balance.") if config.initial_load_model_only else ()
-    meta = _load(parts, path.resolve(), ignored=ignored)
+    meta = _load(parts, path.resolve(), ignored=_left_out(parts, path.resolve()))
     if not config.initial_load_model_only:
         # Text that the phase before has read does not come again.
         fresh.read_before = meta.get("read", [])
@@ -105,13 +108,25 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     step = parts.checkpoints.newest(before=progress.bad_since_step) if parts.run.checkpoint.enable else None
     if step is None:
         raise UserError(f"{cause}, and no checkpoint of an earlier step is there to go back to; {remedy}")
-    meta = _load(parts, step, ignored=())
+    meta = _load(parts, step)
     return progress.roll_back(Progress.from_meta(meta["progress"])), meta
 
 
-def _load(parts: Parts, source: int | Path, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Fill the parts from a step of this run, or from the step folder of another."""
-    tensors = {name: t for name, t in checkpoint_tensors(parts).items() if not name.startswith(ignored or "\0")}
+def _left_out(parts: Parts, folder: Path) -> frozenset[str]:
+    """Names of tensors that this run does not take from the step folder of another; the same on all ranks."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, list(checkpoint_tensors(parts)))  # stages of a pipeline hold different ones
+    metadata, faults = read_metadata(folder)
+    if metadata is None:
+        raise UserError(*faults)
+    ours = {name for names in held for name in names if not name.startswith("rng.")}
+    theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
+    return names_left_out(ours, theirs, parts.run.checkpoint)
+
+
+def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Fill the parts, without the names to ignore, from a step of this run, or from the step folder of another."""
+    tensors = {name: tensor for name, tensor in checkpoint_tensors(parts).items() if name not in ignored}
     load = parts.checkpoints.load if isinstance(source, int) else parts.checkpoints.load_from
     # Another number of ranks has other generators; nothing that decides a result draws from them.
     meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))

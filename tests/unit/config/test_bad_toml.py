@@ -278,6 +278,13 @@ BAD = {
             "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it"
         ],
     ),
+    "a choice from nothing": (
+        ("[training]", '[checkpoint]\ninitial_load_exclude = ["model.mtp.*"]\n[training]'),
+        [
+            'checkpoint.initial_load_exclude = ["model.mtp.*"]: it chooses from a step folder, and '
+            "checkpoint.initial_load_path is absent; take one of them out"
+        ],
+    ),
     "checkpoints outside": (
         ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
         [

@@ -222,3 +222,36 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
     with pytest.raises(UserError, match="not a step folder"):
         folder = str(Path(first.job.dump_folder) / "checkpoint")
         train(make_run(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
+
+
+def test_a_phase_takes_what_its_patterns_say_and_no_more(make_run, tmp_path):
+    first = make_run(training={"steps": 3})
+    assert train(first) == 0
+    step = Path(first.job.dump_folder) / "checkpoint/step-000003"
+
+    def start(name: str, **keys):
+        run = make_run(
+            job={"dump_folder": str(tmp_path / name)}, checkpoint={"initial_load_path": str(step), **keys},
+            training={"steps": 1}, model={"num_nextn_predict_layers": 0 if name == "without" else 1},
+        )  # fmt: skip
+        assert train(run) == 0
+        return training_rows(run)[0]
+
+    whole = start("whole")
+    assert start("weights", initial_load_include=["model.*"])["loss"] == whole["loss"]
+    fresh = start("fresh", initial_load_exclude=["model.mtp.*"])
+    # The main model is the trained one, the prediction layer is new.
+    assert fresh["loss"] == whole["loss"] and fresh["mtp_loss"] > whole["mtp_loss"] + 0.3
+    with pytest.raises(UserError, match="holds model.mtp.0"):
+        start("without")
+    without = start("without", initial_load_exclude=["model.mtp.*"])
+    assert "mtp_loss" not in without and without["loss"] < 8.5  # ln(8192) is 9.01; its text is other text
+    for keys, reason in (
+        (
+            {"initial_load_exclude": ["model.mtp.7.*"]},
+            "initial_load_exclude: 'model.mtp.7.\\*' matches no tensor of this",
+        ),
+        ({"initial_load_exclude": ["*"]}, "nothing of .* is taken"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            start("wrong", **keys)
