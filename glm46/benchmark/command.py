@@ -48,11 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.set_defaults(run=_model)
     generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers", allow_abbrev=False)
-    generate.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
+    weights = generate.add_mutually_exclusive_group()
+    weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
+    weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
     generate.add_argument("--batch", type=_positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=_positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
     generate.add_argument("--rounds", type=_positive, default=5, help="timed runs of each contestant")
+    generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
     data = kinds.add_parser("data", help="tokens per second of the loader", allow_abbrev=False)
@@ -125,15 +128,15 @@ def _checkpoint(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
-    from glm46.benchmark.generation_speed import generation_speed
+    from glm46.benchmark.generation_speed import Decoding, generation_speed
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    report = generation_speed(
-        arguments.flavor, arguments.batch, prompt_tokens=arguments.prompt_tokens, new_tokens=arguments.new_tokens,
-        rounds=arguments.rounds, with_peers=len(_installed()) == len(CONTESTANTS),
+    work = Decoding(
+        arguments.flavor, arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.model
     )  # fmt: skip
-    _print(report)
+    with_peers = len(_installed()) == len(CONTESTANTS)
+    _print(generation_speed(work, rounds=arguments.rounds, speculative=arguments.speculative, with_peers=with_peers))
 
 
 def _installed() -> tuple[str, ...]:

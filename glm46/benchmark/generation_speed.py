@@ -3,73 +3,140 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from glm46.benchmark.model_speed import Workload, build_ours
 from glm46.benchmark.peer import build_peer
+from glm46.benchmark.text_speed import documents
 from glm46.config.errors import UserError
 from glm46.inference.generation import Generation
+from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
 
-PEERS = ("grouped_mm", "eager")
-"""Its implementations of the experts; the fastest of each round is what we are compared with."""
+PEERS = {"transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
+"""Its implementations of the experts, the default first."""
+
+OURS, SPECULATIVE = "ours", "ours, speculative"
+
+_TEXT_BYTES = 200_000
+"""Text that prompts are cut from: pieces of one are as far apart as it allows."""
 
 Rows = list[list[int]]
 
 
-def generation_speed(
-    flavor: str, batch: int, *, prompt_tokens: int, new_tokens: int, rounds: int, with_peers: bool
-) -> str:
-    """Decode the same prompts with everybody and report tokens per second after the prompt.
+@dataclass(frozen=True)
+class Decoding:
+    """What every contestant does, in FP32 on the CPU."""
+
+    flavor: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    folder: Path | None = None
+    """A Hugging Face or step folder to decode with, instead of random weights of the flavor. Its prompts are text."""
+
+
+@dataclass
+class _Contestant:
+    run: Callable[[int], Rows]
+    """Decode so many tokens for each prompt."""
+    first: list[float]
+    """Seconds to the first token of each round."""
+    rest: list[float]
+    """Seconds from there to the last one."""
+
+
+def generation_speed(work: Decoding, *, rounds: int, speculative: bool, with_peers: bool) -> str:
+    """Decode the same prompts with everybody and report tokens per second after the first.
+
+    Args:
+        speculative: also decode with drafts of the prediction layers, and report how many were accepted.
 
     Raises:
         UserError: somebody gives other tokens, so that times would compare different work.
     """
-    work = Workload(flavor, batch, prompt_tokens, torch.device("cpu"), torch.float32)
-    ours = build_ours(work).eval()
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(0, ours.shape.vocab_size, (batch, prompt_tokens), generator=generator)
-    runs: dict[str, Callable[[int], Rows]] = {"ours": lambda new: _ours(ours, prompts, new)}
+    ours, prompts = _model_and_prompts(work, 1 if speculative else 0)
+    if speculative and not ours.mtp:
+        raise UserError(f"--speculative: {work.folder} has no prediction layers (num_nextn_predict_layers = 0)")
+    contestants = {OURS: _Contestant(lambda new: _ours(ours, prompts, new)[0], [], [])}
+    if speculative:
+        contestants[SPECULATIVE] = _Contestant(lambda new: _ours(ours, prompts, new, speculative=True)[0], [], [])
     if with_peers:
-        for implementation in PEERS:
-            peer = build_peer(ours, implementation).eval()
+        for name, experts in PEERS.items():
+            peer = build_peer(ours, experts).eval()
             peer.config.use_cache = peer.generation_config.use_cache = True
-            runs[implementation] = lambda new, peer=peer: _theirs(peer, prompts, new)
-    given = {name: run(new_tokens) for name, run in runs.items()}
-    if any(rows != given["ours"] for rows in given.values()):
+            contestants[name] = _Contestant(lambda new, peer=peer: _theirs(peer, prompts, new), [], [])
+    given = {name: contestant.run(work.new_tokens) for name, contestant in contestants.items()}
+    if any(rows != given[OURS] for rows in given.values()):
         raise UserError("benchmark: the contestants give different tokens; a comparison means nothing")
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    names = list(contestants)
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds[name].append(_timed(runs[name], new_tokens) - _timed(runs[name], 1))
-    decoded = batch * (new_tokens - 1)
-    lines = [
-        f"greedy decoding of {flavor}, batch {batch}, {new_tokens} tokens after a prompt of {prompt_tokens}, float32, "
-        f"{torch.get_num_threads()} threads; medians of {rounds} interleaved rounds, time of the prompt taken off"
-    ]
-    for name, times in seconds.items():
-        title = name if name == "ours" else f"transformers {name}"
-        lines.append(f"  {title:<24} {decoded / statistics.median(times):10.1f} tokens/s")
-    if with_peers:
-        ratios = [min(seconds[peer][i] for peer in PEERS) / seconds["ours"][i] for i in range(rounds)]
-        lines.append(f"  {'ours / fastest peer':<24} {statistics.median(ratios):10.2f} (median of the rounds' ratios)")
+            contestant = contestants[name]
+            contestant.first.append(_timed(contestant.run, 1))
+            contestant.rest.append(_timed(contestant.run, work.new_tokens) - contestant.first[-1])
+    lines = _report(work, contestants, rounds)
+    if speculative:
+        generation = _ours(ours, prompts, work.new_tokens, speculative=True)[1]
+        share = generation.accepted / generation.drafted
+        lines.append(f"  {generation.accepted} of {generation.drafted} drafts accepted ({share:.0%})")
     return "\n".join(lines)
 
 
-def _ours(model: Transformer, prompts: torch.Tensor, new_tokens: int) -> Rows:
+def _model_and_prompts(work: Decoding, prediction_layers: int) -> tuple[Transformer, torch.Tensor]:
+    cpu = torch.device("cpu")
+    if work.folder is None:
+        shape = Workload(work.flavor, work.batch, work.prompt_tokens, cpu, torch.float32, None, prediction_layers)
+        ours = build_ours(shape).eval()
+        generator = torch.Generator().manual_seed(0)
+        size = (work.batch, work.prompt_tokens)
+        return ours, torch.randint(0, ours.shape.vocab_size, size, generator=generator)
+    ours, tokenizer = load_for_inference(work.folder, tokenizer=None, dtype=torch.float32, device=cpu)
+    ids = torch.from_numpy(tokenizer.encode("".join(documents(_TEXT_BYTES))).astype("int64"))
+    apart = len(ids) // work.batch
+    if apart < work.prompt_tokens:
+        raise UserError(f"benchmark: --batch {work.batch} --prompt-tokens {work.prompt_tokens}: needs more text")
+    return ours, torch.stack([ids[i * apart : i * apart + work.prompt_tokens] for i in range(work.batch)])
+
+
+def _report(work: Decoding, contestants: dict[str, _Contestant], rounds: int) -> list[str]:
+    lines = [
+        f"greedy decoding of {work.folder or work.flavor}, batch {work.batch}, {work.new_tokens} tokens after a prompt "
+        f"of {work.prompt_tokens}, float32, {torch.get_num_threads()} threads; medians of {rounds} interleaved rounds",
+        f"  {'':<24} {'first token, ms':>16} {'then tokens/s':>14}",
+    ]
+    decoded = work.batch * (work.new_tokens - 1)
+    for name, contestant in contestants.items():
+        first, rest = statistics.median(contestant.first), statistics.median(contestant.rest)
+        lines.append(f"  {name:<24} {first * 1e3:16.1f} {decoded / rest:14.1f}")
+    peers = [contestants[name].rest for name in PEERS if name in contestants]
+    for name in (OURS, SPECULATIVE):
+        if peers and name in contestants:
+            default, fastest = (
+                statistics.median(theirs / own for theirs, own in zip(times, contestants[name].rest, strict=True))
+                for times in (peers[0], [min(times) for times in zip(*peers, strict=True)])
+            )
+            lines.append(f"  {name}: {default:.2f} times transformers' default, {fastest:.2f} times the fastest peer")
+    return lines
+
+
+def _ours(
+    model: Transformer, prompts: torch.Tensor, new_tokens: int, *, speculative: bool = False
+) -> tuple[Rows, Generation]:
     generation = Generation(
         model, prompts.tolist(), max_new_tokens=new_tokens, sampling=Sampling(), stop=frozenset(),
-        vocab_size=model.shape.vocab_size,
+        vocab_size=model.shape.vocab_size, speculative=speculative,
     )  # fmt: skip
     rows: Rows = [[] for _ in range(len(prompts))]
     for given in generation:
         for row, tokens in zip(rows, given, strict=True):
             row += tokens
-    return rows
+    return rows, generation
 
 
 def _theirs(peer, prompts: torch.Tensor, new_tokens: int) -> Rows:

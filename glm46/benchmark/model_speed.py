@@ -34,10 +34,12 @@ class Workload:
     dtype: torch.dtype
     layers: int | None = None
     """Decoder layers; None: the preset's. A part of a large model fits where the whole does not."""
+    prediction_layers: int = 0
+    """Multi-token prediction layers: none, for the peer does not train them."""
 
     def shape(self) -> ModelShape:
-        """The preset without multi-token prediction, which the peer does not train."""
-        stated = {"num_nextn_predict_layers": 0}
+        """The preset with these layers."""
+        stated = {"num_nextn_predict_layers": self.prediction_layers}
         if self.layers is not None:
             stated["num_hidden_layers"] = self.layers
         return PRESETS[self.flavor].model_copy(update=stated)

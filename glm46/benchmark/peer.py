@@ -16,10 +16,9 @@ _RENAMED = {
 
 
 def build_peer(ours: Transformer, experts: str) -> nn.Module:
-    """`Glm4MoeForCausalLM` with copies of our weights.
+    """`Glm4MoeForCausalLM` with copies of our weights, but those of multi-token prediction layers, which it lacks.
 
     Args:
-        ours: a model without multi-token prediction layers, which the peer's training does not have.
         experts: its implementation of the experts: "grouped_mm", or "eager", its default loop.
 
     Raises:
@@ -36,7 +35,7 @@ def build_peer(ours: Transformer, experts: str) -> nn.Module:
     peer = peer.to(weight.dtype)
     peer.set_experts_implementation(experts)
     targets = peer.state_dict()
-    sources = {_peer_name(name): tensor for name, tensor in ours.state_dict().items()}
+    sources = {_peer_name(name): tensor for name, tensor in ours.state_dict().items() if not name.startswith("mtp.")}
     assert set(sources) == set(targets), sorted(set(sources) ^ set(targets))
     with torch.no_grad():
         for name, source in sources.items():

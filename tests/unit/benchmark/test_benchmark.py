@@ -74,6 +74,7 @@ def test_the_loader_is_measured():
 
 def test_generation_is_raced_against_transformers(capsys):
     command = ["generate", "--flavor", "debug", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "1"]
-    assert benchmark_command([*command, "--threads", "1"]) == 0
+    assert benchmark_command([*command, "--threads", "1", "--speculative"]) == 0
     out = capsys.readouterr().out
-    assert "transformers grouped_mm" in out and "ours / fastest peer" in out
+    assert "transformers grouped_mm" in out and "times the fastest peer" in out
+    assert "ours, speculative" in out and "drafts accepted" in out

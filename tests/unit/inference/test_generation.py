@@ -249,6 +249,15 @@ def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders,
     assert texts[0].strip("\n") in capsys.readouterr().out
 
 
+def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
+    step, hf, _ = folders
+    for folder in (step, hf):
+        command = ["benchmark", "generate", "--model", str(folder), "--batch", "2", "--new-tokens", "4"]
+        assert main([*command, "--speculative", "--rounds", "1", "--threads", "1"]) == 0
+        out = capsys.readouterr().out
+        assert f"greedy decoding of {folder}, batch 2" in out and "drafts accepted" in out
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

@@ -1,0 +1,31 @@
+"""The small form of scripts/measure_conversion.py: memory and bytes read of import, export and conversion."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure_conversion.py"
+
+
+def test_no_more_is_read_and_held_than_a_rank_keeps(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--gb", "0.1", "--rounds", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "0.099 GB in 21 files" in ended.stdout
+    assert ended.stdout.count("keeps 24.68 MB, reads 25.") == 4  # a quarter each, and the headers
+    for what in ("convert from-hf", "convert to-hf", "import", "export"):
+        assert f"{what}: " in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missed_limit_is_named_and_ends_with_1(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("measure_conversion", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "LEAST_SPEED", 1e6)
+    options = ["--gb", "0.02", "--files", "3", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--folder", str(tmp_path), *options])
+    assert script.main() == 1
+    missed = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in missed] == ["convert from-hf", "convert to-hf", "import", "export"]
