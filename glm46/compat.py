@@ -1,5 +1,8 @@
 """The only file that touches private parts of torch, or differences between torch 2.11 and 2.13."""
 
+import threading
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -49,7 +52,12 @@ def start_exchange(rows: Tensor, receive: list[int], send: list[int], group: dis
 
 def wait_for_exchange(rows: Tensor) -> Tensor:
     """The same tensor once it has arrived; on a GPU the stream waits, not the host."""
-    return torch.ops._c10d_functional.wait_tensor(rows)
+    if torch.compiler.is_compiling():
+        return torch.ops._c10d_functional.wait_tensor(rows)
+    began = time.perf_counter()
+    arrived = torch.ops._c10d_functional.wait_tensor(rows)
+    _waited.seconds += time.perf_counter() - began
+    return arrived
 
 
 EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default
@@ -66,6 +74,35 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+
+
+class _Waited(threading.local):
+    """What a thread has waited for other ranks."""
+
+    seconds = 0.0
+
+
+_waited = _Waited()
+_wait = dist.Work.wait
+
+
+def _timed_wait(work: dist.Work, *arguments, **named) -> bool:
+    began = time.perf_counter()
+    try:
+        return _wait(work, *arguments, **named)
+    finally:
+        _waited.seconds += time.perf_counter() - began
+
+
+def own_clock() -> float:
+    """A clock, in seconds, that stands still while this thread waits for other ranks in a collective of the host.
+
+    Torch has no such figure. FSDP and all functions of torch.distributed wait in one method, which is timed from the
+    first call on. Collectives of a GPU make its stream wait, not the host: to this clock they take no time.
+    """
+    if dist.Work.wait is not _timed_wait:
+        dist.Work.wait = _timed_wait
+    return time.perf_counter() - _waited.seconds
 
 
 def clone_store() -> dist.Store:

@@ -45,6 +45,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("tflops_per_device", "TFLOP/s", "speed", "Work the model needs (no recomputation) per second and rank."),
     Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak: the table's, on a CPU a measured one."),
     Metric("step_seconds", "s", "speed", "Mean duration of a step since the row before."),
+    Metric("slowest_rank", "rank", "speed", "The rank that took longest by itself, compared with equal ranks."),
+    Metric("slowest_rank_ratio", "ratio", "speed", "Its own time per step over the median of the others."),
     Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the row before."),
     Metric("checkpoint_seconds", "s", "speed", "Time the last checkpoint held training up."),
     Metric("failed_saves", "saves", "progress", "Checkpoints that could not be saved since this start of the run."),

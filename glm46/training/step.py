@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compat import own_clock
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, StageOutput
@@ -36,6 +37,8 @@ class StepOutcome(NamedTuple):
     """FP32 scalar, before clipping."""
     fault: str | None
     """Why the step was skipped, and nothing changed; None if it was made."""
+    judged_at: float
+    """When that was known, by `own_clock`."""
 
 
 def train_step(
@@ -70,6 +73,7 @@ def train_step(
 
     # sync: whether to step must be known before the weights change; the numbers are the same on every rank.
     figures = [*sums.tolist(), grad_norm.item()]
+    judged_at = own_clock()
     is_finite = all(map(math.isfinite, figures))
     fault = judge(figures[0] / max(counts.targets, 1), figures[-1]) if is_finite else NOT_FINITE
     experts = parts.shape.n_routed_experts
@@ -81,7 +85,7 @@ def train_step(
     depths = parts.shape.num_nextn_predict_layers
     loss_sum, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
     return StepOutcome(
-        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault
+        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault, judged_at
     )
 
 

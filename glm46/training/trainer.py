@@ -27,6 +27,7 @@ from glm46.training.spikes import SpikeDetector
 from glm46.training.state import Progress
 from glm46.training.step import train_step
 from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
+from glm46.training.stragglers import Stragglers
 from glm46.training.text import budget_tokens
 from glm46.training.watchdog import Watchdog
 
@@ -40,6 +41,8 @@ class Agreement(NamedTuple):
     """Some rank was asked to stop."""
     saver_died: bool
     """The thread that saves behind training has died on some rank."""
+    paces: list[int]
+    """What each rank has shared of its own times."""
 
 
 class _TooManyBadSteps(Exception):
@@ -124,19 +127,23 @@ def _train(
     gc.collect()
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
     saver = Saver(parts, report, progress, spikes)
+    stragglers = Stragglers(parts.process.rank, parts.process.world_size, parts.layout.pp)
     while progress.tokens < budget:
         sequences = batch_sequences(
             run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
         )
         watchdog.step_begins(progress.step + 1)
+        stragglers.step_begins()
         fetched = time.perf_counter()
         progress.pass_over(sequences)
         micro_batches, sequences, seq_len, flops_per_token = feed.take(progress, sequences)
         data_seconds = time.perf_counter() - fetched
         watchdog.operation("agreeing on the step")
-        agreement = agree(count_tokens(micro_batches), stop, saver, parts.readers_of_a_batch)
+        agreement = agree(count_tokens(micro_batches), stop, saver, stragglers, parts.readers_of_a_batch)
         if agreement.saver_died:
             saver.start_again(progress)
+        if slow := stragglers.learn(agreement.paces):
+            report.message(f"step {progress.step}: {slow}")
         if agreement.stop:
             break
         clock = progress.curriculum_tokens
@@ -147,13 +154,15 @@ def _train(
         outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
         was_skipped = outcome.fault is not None
         progress.advance(sequences=sequences, seq_len=seq_len, was_skipped=was_skipped)
+        stragglers.step_judged(outcome.judged_at)
         figures.meter.add_step(sequences * seq_len, data_seconds, flops_per_token)
 
         is_last = progress.tokens >= budget
         if was_skipped:
             _report_skip(progress, outcome.fault, sequences, report)
         if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
-            report.train(figures.training_row(progress, outcome, agreement.counts, lr_factor) | saver.figures())
+            row = figures.training_row(progress, outcome, agreement.counts, lr_factor)
+            report.train(row | saver.figures() | stragglers.figures())
         if progress.skipped_in_a_row > run.training.max_skipped_steps:
             raise _TooManyBadSteps
         if progress.step % run.training.gc_freq == 0:
@@ -176,7 +185,9 @@ def _train(
     return EXIT_STOPPED
 
 
-def agree(counts: TokenCounts, stop: StopRequest, saver: Saver, readers_of_a_batch: int) -> Agreement:
+def agree(
+    counts: TokenCounts, stop: StopRequest, saver: Saver, stragglers: Stragglers, readers_of_a_batch: int
+) -> Agreement:
     """Sum the token counts over all ranks, and stop everywhere if anyone was asked to; collective.
 
     On CPU tensors, through gloo: no rank waits for its GPU.
@@ -188,15 +199,17 @@ def agree(counts: TokenCounts, stop: StopRequest, saver: Saver, readers_of_a_bat
         [
             *(stop.signal_name is not None, saver.has_died),
             *(counts.targets, counts.real, *counts.mtp_targets, *counts.drafts),
+            *stragglers.to_share(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
     wishes, deaths = flat[:2].tolist()
-    targets, real, *rest = (flat[2:] // readers_of_a_batch).tolist()
     depths = len(counts.mtp_targets)
+    tokens, paces = flat[2:].tensor_split([2 + depths + len(counts.drafts)])
+    targets, real, *rest = (tokens // readers_of_a_batch).tolist()
     summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real)
-    return Agreement(summed, wishes > 0, deaths > 0)
+    return Agreement(summed, wishes > 0, deaths > 0, paces.tolist())
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

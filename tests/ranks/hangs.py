@@ -30,16 +30,22 @@ SILENT_STEP = 30  # after the steps that are timed
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}
 """Number of the system call that ends one thread, unknown to Python."""
 FATAL_SAVE = 20
+"""The first, so that the staged copies are made again."""
+
+
+SLOW_STEPS, SLOW_SECONDS = range(60, 120), 0.03
 
 
 def hampered_work(rank: int, run, moment: Path) -> int:
-    """Train, while the thread that saves dies in rank 1."""
+    """Train, while the thread that saves dies in rank 1; later rank 0 is held up in every step."""
     torch.set_num_threads(1)
     step, train_step, save = 0, trainer.train_step, saving.write_tensors
 
     def counted(*arguments):
         nonlocal step
         step += 1
+        if rank == 0 and step in SLOW_STEPS:
+            time.sleep(SLOW_SECONDS)
         return train_step(*arguments)
 
     def write_tensors(folder: Path, *arguments):
@@ -54,7 +60,7 @@ def hampered_work(rank: int, run, moment: Path) -> int:
 
 def run_hampered(base: Path, source: Path) -> dict:
     folder, log, moment = base / "hampered", base / "log-hampered-", base / "moment-hampered"
-    run = small_run(source, folder, training={"steps": 40}, checkpoint={"interval": 10})
+    run = small_run(source, folder, training={"steps": 120}, checkpoint={"interval": 20})
     codes = await_ranks(start_ranks(2, log, lambda rank: hampered_work(rank, run, moment)), 90)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -62,6 +68,7 @@ def run_hampered(base: Path, source: Path) -> dict:
         "died_in_step": int(moment.read_text()),
         "saved": sorted(int(path.name[5:]) for path in (folder / "checkpoint").glob("step-*")),
         "failed_saves": [row["failed_saves"] for row in rows],
+        "slowest": [(row["slowest_rank"], row["slowest_rank_ratio"]) for row in rows if "slowest_rank" in row],
         "log": (folder / "log.txt").read_text(),
         "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
     }

@@ -21,6 +21,7 @@ def test_a_silent_rank_is_found_named_and_ended():
     assert done.returncode == 0, done.stderr[-4000:]
     hampered, *rows = [json.loads(line) for line in done.stdout.splitlines()]
     check_saver(hampered)
+    check_straggler(hampered)
     assert [row["hang"] for row in rows] == ["asleep", "stopped", "blocked"]
     for row in rows:
         victim, other = row["victim"], 1 - row["victim"]
@@ -46,8 +47,15 @@ def check_saver(row: dict) -> None:
     # It died in that step, or between it and the next; steps are counted when the next one begins.
     assert row["died_in_step"] <= told <= row["died_in_step"] + 1, row
     assert "the save of step 20 is lost" in row["log"]
-    assert row["saved"] == [10, 30, 40]
-    assert row["failed_saves"] == [0] * told + [1] * (40 - told)
+    assert (row["saved"][0], row["saved"][-1]) == (40, 120)
+    assert row["failed_saves"] == [0] * told + [1] * (120 - told)
+
+
+def check_straggler(row: dict) -> None:
+    """A rank that is held up in every step from the sixtieth on: named within fifty steps, and none before."""
+    ((told, named),) = re.findall(r"step (\d+): rank (\d) is slow", row["log"])
+    assert named == "0" and 60 < int(told) <= 110, row
+    assert row["slowest"][-1][0] == 0 and row["slowest"][-1][1] > 1.5, row
 
 
 def answer(place: str = "torch/x.py:1 wait", **collectives: int) -> dict:
