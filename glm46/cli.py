@@ -110,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
     )
+    launch.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all processes again, from the newest checkpoint, up to N times after one has failed or hangs; "
+        "0, the default, ends the run",
+    )
     _add_run_verb(verbs, "train", "train in this process; launch and torchrun start one for each rank", _train)
     prepare = _add_run_verb(
         verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare
@@ -157,7 +165,9 @@ def _processes(text: str) -> int | None:
 def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.launch import launch
 
-    return launch(arguments.config, overrides, arguments.nproc)
+    if arguments.max_restarts < 0:
+        raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
+    return launch(arguments.config, overrides, arguments.nproc, arguments.max_restarts)
 
 
 def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

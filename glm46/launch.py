@@ -8,10 +8,12 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from glm46.checkpoint.publish import published_steps
 from glm46.config.check import check_run
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
@@ -32,25 +34,43 @@ _SAVE_SECONDS = 600
 """How long ranks may take to save and leave after a signal before they are killed."""
 _PREPARE_SECONDS = 3600
 """How long other nodes wait for the first, which may have data to prepare."""
+_REJOIN_SECONDS = 600
+"""How long a node that starts again waits for the others to do so."""
+_FRUITLESS_STARTS = 3
+"""Starts in a row without a new checkpoint after which no other is tried."""
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int:
+class End(NamedTuple):
+    """How the processes of one start ended."""
+
+    code: int
+    cause: str = ""
+    """Of a failure, in words."""
+
+
+def launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int = 0) -> int:
     """Train the run of a TOML file on this node.
 
     Args:
         config: the TOML file.
         overrides: tokens of the command line, see `load_run`.
         processes: ranks to start on this node; None takes one for each GPU, or a few without GPUs.
+        max_restarts: how often all ranks are started again after one failed or went silent.
 
     Returns:
         Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1 after a save;
-        128 + n stopped by signal n otherwise; else a rank failed.
+        128 + n stopped by signal n otherwise; else a rank failed, or went silent, and no start is left.
 
     Raises:
         UserError: the run is not sound.
     """
     run = load_run(config, overrides, world_size=None)
+    if max_restarts and not run.checkpoint.enable:
+        raise UserError(
+            f"command line: --max-restarts {max_restarts} with checkpoint.enable = false: every start would begin "
+            "anew; enable checkpoints, or leave it out"
+        )
     # Torch takes seconds to import and is needed from here on only: the file is sound.
     from glm46.distributed.process import set_variables, share_cores, visible_gpus
 
@@ -67,7 +87,12 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None) -> int
     share_cores(machine.cores, processes)
     mark = Path(run.job.dump_folder) / STOPPED
     mark.unlink(missing_ok=True)
-    code = _start(_meeting(nodes, processes), ["train", "--config", str(config), *overrides])
+    checkpoints = Path(run.job.dump_folder) / run.checkpoint.folder
+    code = keep_running(
+        lambda number: _start(_meeting(nodes, processes, number), ["train", "--config", str(config), *overrides]),
+        lambda: max(published_steps(checkpoints), default=0),
+        max_restarts,
+    )
     # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
     stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return EXIT_STOPPED if stopped_by_system and mark.exists() else code
@@ -89,15 +114,50 @@ def _prepare(run: Run, world_size: int) -> None:
         raise
 
 
-def _meeting(nodes: Nodes, processes: int) -> list[str]:
-    """Options of torchrun: how many processes, and where the nodes meet."""
+def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], max_restarts: int) -> int:
+    """Start, and start again after a failure while there is hope; the exit code of the last start.
+
+    Torchrun's own restarts are not used: its ranks met stale addresses of the start before. Here everything is new, the
+    store and the port. The launchers of several nodes count the starts alike, because a failed rank ends those of all.
+
+    Args:
+        start: starts all ranks, for the n-th time, and waits for their end.
+        newest_step: the newest checkpoint, 0 if there is none.
+        max_restarts: starts after the first.
+    """
+    best, fruitless = newest_step(), 0
+    for number in range(max_restarts + 1):
+        end = start(number)
+        if end.code not in (_EXIT_FAILED_RANK, EXIT_HANG) or not max_restarts:
+            return end.code
+        newest = newest_step()
+        fruitless, best = (0, newest) if newest > best else (fruitless + 1, best)
+        where = f"the checkpoint of step {newest}" if newest else "the beginning, there is no checkpoint"
+        if fruitless == _FRUITLESS_STARTS:
+            print(
+                f"error: {fruitless} starts in a row failed before a new checkpoint; the last one: {end.cause.rstrip('.')}. Not "
+                f"started again: what fails every time needs a person. The same command goes on from {where}; a "
+                "smaller checkpoint.interval saves more of a run that fails often.",
+                file=sys.stderr,
+            )
+            return end.code
+        if number < max_restarts:
+            print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
+    print(f"error: no restart is left of {max_restarts}; the same command goes on from {where}", file=sys.stderr)
+    return end.code
+
+
+def _meeting(nodes: Nodes, processes: int, number: int) -> list[str]:
+    """Options of torchrun for the n-th start: how many processes, and where the nodes meet."""
     options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
         return [*options, "--local-addr=localhost"]
-    patience = f"join_timeout={_PREPARE_SECONDS},read_timeout={_PREPARE_SECONDS}"
+    seconds = _REJOIN_SECONDS if number else _PREPARE_SECONDS
+    patience = f"join_timeout={seconds},read_timeout={seconds}"
     options += [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={nodes.host}:{nodes.port}",
+        # A node may be ahead of the first, which then still listens for the start before.
+        f"--rdzv-endpoint={nodes.host}:{nodes.port + number}",
         f"--rdzv-id={nodes.job}",
         f"--rdzv-conf=is_host={int(nodes.rank == 0)},{patience}",
     ]
@@ -123,10 +183,11 @@ def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
     return None if fits else screen
 
 
-def _start(options: Sequence[str], command: Sequence[str]) -> int:
+def _start(options: Sequence[str], command: Sequence[str]) -> End:
     """Run ``python -m glm46 COMMAND`` in each rank through torchrun and turn its end into an exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
     # What torchrun logs about the end of its ranks is said below in one line; the cause is the rank's own traceback.
@@ -135,24 +196,35 @@ def _start(options: Sequence[str], command: Sequence[str]) -> int:
     arguments = get_args_parser().parse_args([*options, "--module", "glm46", *command])
     arguments.signals_to_handle = _FORWARDED_SIGNALS
     arguments.shutdown_timeout = _SAVE_SECONDS
+    before = {
+        number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _FORWARDED_SIGNALS.split(","))
+    }
     try:
         run(arguments)
+    except RendezvousError as error:
+        cause = f"the first node has gone, or another did not come: {error}"
+        print(f"error: {cause}", file=sys.stderr)
+        return End(_EXIT_FAILED_RANK, cause)
     except SignalException as stop:
-        return _EXIT_SIGNAL + stop.sigval
+        return End(_EXIT_SIGNAL + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if any(each.exitcode == EXIT_HANG for each in error.failures.values()):
-            return EXIT_HANG  # the rank that found it has said what it found
+            return End(EXIT_HANG, "a rank went silent")  # the rank that found it has said what it found
         if failure.exitcode == EXIT_STOPPED:  # a signal was sent to a rank, not to this process
-            return EXIT_STOPPED
-        print(f"error: rank {rank} {_describe_exit(failure.exitcode)}", file=sys.stderr)
-        return _EXIT_USER_ERROR if failure.exitcode == _EXIT_USER_ERROR else _EXIT_FAILED_RANK
-    return 0
+            return End(EXIT_STOPPED)
+        cause = f"rank {rank} {_describe_exit(failure.exitcode)}"
+        print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
+        return End(_EXIT_USER_ERROR if failure.exitcode == _EXIT_USER_ERROR else _EXIT_FAILED_RANK, cause)
+    finally:
+        for number, handler in before.items():  # torchrun keeps them, for ranks that are no more
+            signal.signal(number, handler)
+    return End(0)
 
 
 def _describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"ended with exit code {exit_code}; what it wrote is above. The other ranks were stopped."
+        return f"ended with exit code {exit_code}; what it wrote is above."
     name = signal.Signals(-exit_code).name
     remark = " Most often the system does that when memory runs out." if name == "SIGKILL" else ""
-    return f"was ended by {name}.{remark} The other ranks were stopped."
+    return f"was ended by {name}.{remark}"

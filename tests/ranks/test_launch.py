@@ -88,23 +88,38 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, tmp_path):
 
 
 def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, tmp_path):
+    """By itself while a restart is left, and when the same command is given again."""
     # The schedule's end is stated, so that the shorter second start does not change the learning rate.
     schedule = {"total_tokens": 100_000}
     run = make_run(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
-    process = start(run, tmp_path)
+    process = start(run, tmp_path, options=("--nproc", "2", "--max-restarts", "1"))
     wait_for_step(run, 5, process)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    before = kill_a_rank(run, process)
+    log = Path(run.job.dump_folder) / "log.txt"
+    while "resumed after step" not in log.read_text():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    wait_for_step(run, max(before) + 3, process)
+    before |= kill_a_rank(run, process)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1, output
-    assert "SIGKILL" in output.splitlines()[-1]
-    before = dict(losses(run))
-    process = start(run, tmp_path, training__steps=8)
+    assert output.count("was ended by SIGKILL") == 2 and "restart 1 of 1, from the checkpoint of step" in output
+    assert output.splitlines()[-1].startswith("error: no restart is left of 1; the same command goes on from the check")
+    steps = max(before) + 3
+    process = start(run, tmp_path, training__steps=steps)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     after = dict(losses(run))
-    assert sorted(after) == list(range(1, max(8, *after) + 1))
-    assert all(before[step] == after[step] for step in before if step in after)
+    assert sorted(after) == list(range(1, steps + 1))
+    assert all(before[step] == after[step] for step in before)
+
+
+def kill_a_rank(run, process: subprocess.Popen) -> dict[int, float]:
+    """kill -9 of the last rank; returns the losses up to then."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    before = dict(losses(run))
+    os.kill(int(children[-1]), signal.SIGKILL)
+    return before
 
 
 LAYOUTS = {

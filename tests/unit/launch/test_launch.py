@@ -9,7 +9,7 @@ import pytest
 
 from glm46.config.loader import load_run
 from glm46.config.run import Run
-from glm46.launch import _describe_exit, _refuse, choose_processes
+from glm46.launch import End, _describe_exit, _refuse, choose_processes, keep_running
 from glm46.planner.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,39 @@ def test_large_run_says_what_it_needs_and_what_was_found():
 def test_end_of_a_rank_is_said_in_words():
     assert _describe_exit(1).startswith("ended with exit code 1;")
     assert _describe_exit(-9).startswith("was ended by SIGKILL. Most often the system does that when memory runs out.")
-    assert _describe_exit(-11).startswith("was ended by SIGSEGV. The other")
+    assert _describe_exit(-11) == "was ended by SIGSEGV."
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "expected", "starts"),
+    [
+        # (exit code, newest checkpoint afterwards) of each start
+        ([(1, 10)], 0, 1, 1),
+        ([(1, 10), (0, 20)], 3, 0, 2),
+        ([(76, 10), (1, 20), (75, 20)], 3, 75, 3),  # stopped by a signal
+        ([(1, 10), (2, 10)], 3, 2, 2),  # a mistake of the user
+        ([(1, 10), (143, 10)], 3, 143, 2),
+        ([(1, 10), (1, 20)], 1, 1, 2),  # no restart left
+        ([(1, 10), (1, 10), (1, 10), (76, 10)], 9, 76, 4),  # three in a row got nowhere
+        ([(1, 0), (1, 0), (1, 0)], 9, 1, 3),
+        ([(1, 0), (1, 0), (1, 5), (1, 5), (1, 5), (1, 6), (0, 9)], 9, 0, 7),
+    ],
+)
+def test_failed_starts_are_followed_by_others_while_checkpoints_move(ends, max_restarts, expected, starts, capsys):
+    started: list[int] = []
+
+    def start(number: int) -> End:
+        assert number == len(started)
+        started.append(number)
+        return End(ends[number][0], "rank 1 was ended by SIGKILL.")
+
+    code = keep_running(start, lambda: ends[len(started) - 1][1] if started else 0, max_restarts)
+    said = capsys.readouterr().err
+    assert (code, len(started)) == (expected, starts)
+    assert said.count("\nrestart") + said.startswith("restart") == starts - 1
+    assert ("3 starts in a row failed" in said and "rank 1 was ended by SIGKILL. Not" in said) == (
+        ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)])
+    )
 
 
 def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
