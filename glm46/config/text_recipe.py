@@ -34,6 +34,10 @@ class Recipe(Section):
     deduplicate: Literal["exact", "near"] = "near"
     """exact: of equal texts keep the first. near: of similar ones too, by MinHash over runs of tokens."""
 
+    deduplicate_memory_mb: int = Field(1024, ge=16)
+    """Memory in MB that finding copies may hold, however many documents there are; what does not fit lies on the disk
+    of the output. The result does not depend on it."""
+
     verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"] = "none"
     """Leave out documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this
     language; all but the first two need gcc, g++, rustc, gofmt or node on this machine. maths: leave out solutions that

@@ -1,6 +1,8 @@
 """Whether a text compiles, by the compilers that this machine has. Texts are compiled or parsed, never run."""
 
+import hashlib
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -38,6 +40,23 @@ def require_compiler(language: str) -> None:
     """
     if language in COMPILERS and shutil.which(program := COMPILERS[language][0]) is None:
         raise UserError(f"verify = '{language}': {program} is not on this machine; install it or set verify = 'none'")
+
+
+def verifier_version(language: str) -> str | None:
+    """What the verdicts on a language depend on besides the texts; None if on nothing.
+
+    What the program says of its version; gofmt says nothing, so it is known by the hash of its file. Headers and
+    libraries that a text may include are not looked at.
+    """
+    if language == "python":
+        return f"Python {platform.python_version()}"
+    if language not in COMPILERS:
+        return None
+    file = shutil.which(COMPILERS[language][0])
+    told = subprocess.run([file, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if told.returncode == 0:
+        return told.stdout.strip().partition("\n")[0]
+    return f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
 
 
 def compile_fault(text: str, language: str) -> str | None:

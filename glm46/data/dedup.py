@@ -1,10 +1,10 @@
-"""What hashes of documents and of runs of tokens decide: copies, similar texts, evaluation text, the split.
+"""What is computed of one document: hashes of its runs of tokens, by which similar texts and evaluation text are found.
 
 Similar: MinHash over runs of tokens, in bands (arXiv math/9903042; Broder 1997). Two documents whose sets of runs
 overlap by a share s agree in some band with probability 1 - (1 - s^rows)^bands: 0.5 at about 0.72.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,37 +52,6 @@ def band_hashes(tokens: np.ndarray) -> np.ndarray:
     for row in range(ROWS):
         bands = bands * _MULTIPLIER + rows[:, row]
     return bands
-
-
-def first_occurrences(hashes: np.ndarray) -> np.ndarray:
-    """Which documents have no equal one before them, bool [d], by 128-bit hashes U64 [d, 2]."""
-    # Stable, so that among equals the first document comes first.
-    ranking = np.lexsort((hashes[:, 1], hashes[:, 0]))
-    ordered = hashes[ranking]
-    keep = np.ones(len(hashes), bool)
-    keep[ranking[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return keep
-
-
-def first_of_similar(band: Callable[[int], np.ndarray], documents: int) -> np.ndarray:
-    """Which documents have no similar one before them, directly or through others; bool [documents].
-
-    Args:
-        band: gives one band of all documents, uint64 [documents]; asked for one at a time, so that only one is held.
-        documents: how many.
-    """
-    # The lowest document known to be similar; spreads through the bands until nothing changes.
-    lowest, before = np.arange(documents), None
-    while before is None or not np.array_equal(before, lowest):
-        before = lowest.copy()
-        for number in range(BANDS):
-            values = band(number)
-            ranking = np.argsort(values, kind="stable")
-            starts = np.flatnonzero(np.concatenate(([True], values[ranking][1:] != values[ranking][:-1])))
-            groups = np.minimum.reduceat(lowest[ranking], starts)
-            lowest[ranking] = np.repeat(groups, np.diff(np.append(starts, documents)))
-        lowest = np.minimum(lowest, lowest[lowest])
-    return lowest == np.arange(documents)
 
 
 def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:

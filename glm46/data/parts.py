@@ -20,6 +20,9 @@ from glm46.data.tokenizer import Tokenizer, load_tokenizer
 # Text per file that a part writes: bounds the memory of a process, and what a killed run loses.
 PIECE_BYTES = 8_000_000
 
+# What a document costs in memory besides its text, so that a million of single words are cut into pieces too.
+DOCUMENT_BYTES = 500
+
 # Places shown per reason in the report on what was left out.
 SAMPLES = 3
 
@@ -128,7 +131,7 @@ def _pieces(part: Part, recipe: TextRecipe) -> Iterator[tuple[list[Document], Ta
             tally.count(tally.dropped if reason == EMPTY else tally.bad, reason, [place])
             continue
         documents.append(document)
-        size += len(document.text)
+        size += len(document.text) + DOCUMENT_BYTES
     yield documents, tally, True
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.compilers import require_compiler
+from glm46.data.compilers import require_compiler, verifier_version
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
-from glm46.data.parts import Tally, finished_pieces, make_part, start_worker
+from glm46.data.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
 from glm46.data.progress import bytes_progress
 from glm46.data.readers import Part, find_files, parts_of
 from glm46.data.sharding import write_splits
@@ -96,7 +96,8 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 def _settings(recipe: TextRecipe) -> dict:
     """What decides the bytes; where they go and who makes them does not, and texts and tokenizer are known by hash."""
-    return recipe.model_dump(mode="json", exclude={"input", "output", "processes", "max_bad", "tokenizer"})
+    who_and_where = {"input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer"}
+    return recipe.model_dump(mode="json", exclude=who_and_where)
 
 
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
@@ -117,13 +118,18 @@ def _prepare(
     output, parts = Path(recipe.output), parts_of(files)
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
-    key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, [(p.start, p.stop) for p in parts])
+    if version := verifier_version(recipe.verify):
+        settings["verifier"] = version
+    # How text is cut into parts and pieces changes no shard, but work that was cut otherwise cannot go on.
+    cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((p.start, p.stop) for p in parts)]
+    key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, cuts)
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
     report(f"preparing {recipe.name}: {len(files)} files, {total / 1e6:.1f} MB, into {output}")
     pieces, tally = _make_parts(parts, partial, key, recipe, report)
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
-    splits = write_splits(pieces, partial, recipe.held_out, metadata, tally)
+    memory = recipe.deduplicate_memory_mb * 10**6
+    splits = write_splits(pieces, partial, recipe.held_out, metadata, tally, memory)
     if not sum(split.documents for split in splits.values()):
         raise UserError(
             f"{recipe.name}: no document is left of {len(files)} files; {_summary(tally) or 'all are empty'}"
@@ -164,6 +170,7 @@ def _make_parts(
         workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(recipe, key)
     )
     tallies: dict[int, Tally] = {}
+    bad = 0
     total = sum(part.size_bytes for part in parts)
     with pool, bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
         try:
@@ -173,7 +180,9 @@ def _make_parts(
             for job in as_completed(jobs):
                 size, tallies[jobs[job]] = job.result()
                 advance(size)
-                _check_bad(tallies, recipe)
+                bad += sum(number for number, _ in tallies[jobs[job]].bad.values())
+                if bad > recipe.max_bad:
+                    _refuse_bad(_sum(tallies).bad, recipe)
         except BaseException:
             # Leave at once on an error or Ctrl-C: what is done is kept, what waits is not started.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -189,11 +198,10 @@ def _sum(tallies: dict[int, Tally]) -> Tally:
     return total
 
 
-def _check_bad(tallies: dict[int, Tally], recipe: TextRecipe) -> None:
-    bad = _sum(tallies).bad
+def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
     number = sum(count for count, _ in bad.values())
     # A file of the embedded sources that cannot be read is no reason to stop: nobody chose it.
-    if number > recipe.max_bad and not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
+    if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
             f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
             *(f"{reason}: {count}, such as {', '.join(places)}" for reason, (count, places) in bad.items()),

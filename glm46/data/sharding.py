@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from glm46.data.dedup import first_occurrences, first_of_similar, is_held_out
+from glm46.data.copies import Copies
+from glm46.data.dedup import is_held_out
 from glm46.data.manifest import ShardEntry, Split
 from glm46.data.parts import Tally
 from glm46.data.shards import map_tensors, write_shard
@@ -50,39 +51,29 @@ class SplitWriter:
 
 
 def write_splits(
-    pieces: Sequence[Path], folder: Path, held_out: float, metadata: dict[str, str], tally: Tally
+    pieces: Sequence[Path], folder: Path, held_out: float, metadata: dict[str, str], tally: Tally, memory_bytes: int
 ) -> dict[str, Split]:
     """Shards of the training and validation split from the pieces, in their order.
 
     Of equal documents the first is kept. A document is held out if its own hash says so, whatever else there is.
 
     Args:
-        pieces: files of `make_part`.
+        pieces: files of `make_part`; each is open only while it is read.
         folder: to write into.
         held_out: share of the documents to hold out.
         metadata: for the header of each shard.
         tally: counts what is left out here.
+        memory_bytes: what finding copies may hold.
     """
-    arrays = [map_tensors(piece)[0] for piece in pieces]
-    keep = _kept(arrays, tally)
+    copies = Copies(pieces, memory_bytes, pieces[0].parent if pieces else folder)
     writers = {name: SplitWriter(folder, name, metadata) for name in ("train", "validation")}
-    first = 0
-    for tensors in arrays:
-        chosen = keep[first : first + len(tensors["doc_ends"])]
+    for piece in pieces:
+        tensors = map_tensors(piece)[0]
+        equal, similar = copies.take(len(tensors["doc_ends"]))
+        tally.count_dropped("exact duplicate", int(equal.sum()))
+        tally.count_dropped("near duplicate", int((similar & ~equal).sum()))
+        keep = ~(equal | similar)
         held_out_here = is_held_out(tensors["hashes"][:, 0], held_out)
         for name, part in (("train", ~held_out_here), ("validation", held_out_here)):
-            writers[name].add(tensors["tokens"], tensors["doc_ends"], tensors["text_bytes"], chosen & part)
-        first += len(chosen)
+            writers[name].add(tensors["tokens"], tensors["doc_ends"], tensors["text_bytes"], keep & part)
     return {name: writer.finish() for name, writer in writers.items()}
-
-
-def _kept(arrays: Sequence[dict[str, np.ndarray]], tally: Tally) -> np.ndarray:
-    """The documents of all pieces that are no copy of an earlier one, bool [documents]."""
-    hashes = np.concatenate([np.empty((0, 2), np.uint64), *(tensors["hashes"] for tensors in arrays)])
-    keep = first_occurrences(hashes)
-    tally.count_dropped("exact duplicate", int((~keep).sum()))
-    if any("bands" in tensors for tensors in arrays):
-        alone = first_of_similar(lambda band: np.concatenate([t["bands"][band] for t in arrays]), len(keep))
-        tally.count_dropped("near duplicate", int((keep & ~alone).sum()))
-        keep &= alone
-    return keep

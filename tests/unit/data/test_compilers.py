@@ -1,6 +1,7 @@
 """Texts that compile are kept, others are left out; nothing is ever run."""
 
 import json
+import platform
 import shutil
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data import compilers
-from glm46.data.compilers import COMPILERS, compile_fault
+from glm46.data import compilers, prepare
+from glm46.data.compilers import COMPILERS, compile_fault, verifier_version
 from glm46.data.filters import VERIFIERS
 from glm46.data.manifest import load_manifest
 from glm46.data.prepare import prepare_text
+from glm46.data.shards import open_shard
+from glm46.data.tokenizer import load_tokenizer
 
 GOOD = {
     "c": ['#include <stdio.h>\nint main(void) { return puts("é"); }\n'],
@@ -86,3 +89,53 @@ def test_a_missing_compiler_is_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no-such-rustc is not on this machine; install it"):
         prepare_text(recipe, report=print)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_work_begun_with_one_compiler_does_not_go_on_with_another(tmp_path, monkeypatch):
+    def install(version, accepts):
+        program = tmp_path / "bin" / "gcc"
+        program.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo gcc {version} && echo more && exit 0\n'
+            f'echo {version} >> {tmp_path / "calls"}\ngrep -q "{accepts}" text.c\n'
+        )
+        program.chmod(0o755)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{name}\n"}) + "\n" for name in ("old", "new")))
+    recipe = TextRecipe(
+        input=(str(tmp_path / "a.jsonl"),), output=str(tmp_path / "out"), verify="c", held_out=0.0, processes=1,
+    )  # fmt: skip
+    install(1, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_splits", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_text(recipe, report=print)
+        # The same compiler goes on: nothing is compiled again.
+        with pytest.raises(KeyboardInterrupt):
+            prepare_text(recipe, report=print)
+    install(2, "new")
+    prepare_text(recipe, report=print)
+    manifest = load_manifest(tmp_path / "out")
+    assert (tmp_path / "calls").read_text().split() == ["1", "1", "2", "2"]
+    assert manifest.settings["verifier"] == "gcc 2" and manifest.splits["train"].documents == 1
+    (shard,) = manifest.splits["train"].shards
+    assert load_tokenizer("builtin").decode(open_shard(tmp_path / "out" / shard.file).tokens[:-1]) == "new\n"
+    # Whoever only reads the shards needs no compiler; the recipe is still the same.
+    install(3, "other")
+    assert prepare_text(recipe, report=print) == manifest
+
+
+def test_a_program_that_tells_no_version_is_known_by_its_bytes(tmp_path, monkeypatch):
+    program, versions = tmp_path / "gofmt", []
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for text in ("one", "two", "one"):
+        program.write_text(f"#!/bin/sh\n# {text}\nexit 2\n")
+        program.chmod(0o755)
+        versions.append(verifier_version("go"))
+    assert versions[0] == versions[2] != versions[1] and versions[0].startswith("gofmt ")
+    assert verifier_version("json") is verifier_version("maths") is verifier_version("none") is None
+    assert verifier_version("python") == f"Python {platform.python_version()}"

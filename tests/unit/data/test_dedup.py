@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from glm46.config.text_recipe import TextRecipe
+from glm46.data.copies import similar
 from glm46.data.dedup import (
     BANDS,
     band_hashes,
     evaluation_runs,
-    first_occurrences,
-    first_of_similar,
     is_contaminated,
     is_held_out,
     run_hashes,
 )
 from glm46.data.filters import json_fault, prose_fault, python_fault
 from glm46.data.fim import MIDDLE, PREFIX, SUFFIX, encode_document
+from glm46.data.sorting import SortedRecords
 from glm46.data.tokenizer import load_tokenizer
 
 
@@ -39,7 +39,10 @@ def jaccard(a, b):
 
 def similar_kept(documents):
     bands = np.array([band_hashes(d) for d in documents]).T.reshape(BANDS, len(documents))
-    return first_of_similar(lambda band: bands[band], len(documents)).tolist()
+    keep = np.ones(len(documents), bool)
+    for numbers in similar(lambda band: [bands[band]], lambda columns: SortedRecords(columns, 2**20, None)):
+        keep[numbers] = False
+    return keep.tolist()
 
 
 def test_run_hashes_see_order_and_content():
@@ -86,11 +89,6 @@ def test_similarity_reaches_through_others():
 def test_short_documents_are_similar_only_if_equal():
     a, b = np.array([1, 2, 3], np.uint32), np.array([1, 2, 4], np.uint32)
     assert similar_kept([a, b, a]) == [True, True, False]
-
-
-def test_the_first_of_equals_is_kept():
-    hashes = np.array([[1, 2], [1, 3], [1, 2], [0, 9], [1, 3]], np.uint64)
-    assert first_occurrences(hashes).tolist() == [True, True, False, True, False]
 
 
 def test_evaluation_text_is_found_by_runs_of_thirteen():

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -114,7 +115,15 @@ def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes)
     texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
     write_lines(folder / "a.jsonl", texts)
     monkeypatch.setattr(parts, "PIECE_BYTES", piece_bytes)
-    assert texts_of(prepare(tmp_path, deduplicate="exact")) == texts
+    # Hundreds of pieces, but not all of them open at once.
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    try:
+        manifest = prepare(tmp_path, deduplicate="near" if piece_bytes == 100 else "exact")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    # Numbers repeated are no similar texts.
+    assert texts_of(manifest) == texts
 
 
 def test_of_equal_texts_the_first_is_kept_over_all_files(folder, tmp_path):
