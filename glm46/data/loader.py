@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -264,7 +265,9 @@ def _carry(stream: IterableDataset, num_workers: int, prefetch_factor: int) -> S
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which is without effect and deprecated since torch 2.12.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
-        # Each item of the stream is a whole batch already.
+        # Each item of the stream is a whole batch already. An iterator draws a seed that nobody uses: not from the
+        # process's generator, which a resumed run, with its further iterators, must find where an unbroken one has it.
         return StatefulDataLoader(
-            stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None
-        )
+            stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None,
+            generator=torch.Generator(),
+        )  # fmt: skip

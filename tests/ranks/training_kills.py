@@ -1,0 +1,227 @@
+"""A training run that is ended at random moments, by kill -9 or by a signal to stop, until it is through; a program.
+
+    PYTHONPATH=. python tests/ranks/training_kills.py --kills 100 --seed 1
+    PYTHONPATH=. python tests/ranks/training_kills.py --kills 50 --by signal --seed 1
+
+Two ranks train a small GLM with experts and a prediction layer under Muon, and save behind training every third step.
+Each round starts the same command again, and ends it: one rank or both by kill -9, at any time or in the middle of a
+save; or both by SIGTERM, SIGUSR1 or SIGHUP, as the launcher passes them on. No published step may be lost, a stopped
+run must have saved the step it was in, and every figure of every step, and every bit of the last checkpoint, must be
+those of a run that nobody disturbed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from glm46.checkpoint import dcp, integrity
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.metadata import read_metadata
+from glm46.checkpoint.publish import published_steps, step_folder
+from glm46.data.tokenizer import load_tokenizer
+from glm46.training import trainer
+from glm46.training.stop import EXIT_STOPPED
+from tests.conftest import small_run, write_source
+from tests.ranks.forked_ranks import start_ranks
+
+SECONDS_TO_END = 10
+"""For a rank whose neighbour is gone, before it is killed. In a collective gloo notices at once; while connections are
+made nobody can. torchrun gives it thirty."""
+
+# Columns that tell of the machine or of this attempt, not of what was computed.
+OF_THE_ATTEMPT = ("seconds", "second", "device", "mfu", "gib", "failed_saves", "rank", "bytes", "ratio")
+
+
+def work(rank: int, run, base: Path, fatal_sync: int) -> int:
+    """Train. ``fatal_sync``: the call of fsync, nearly all of which are in a save, that this rank does not survive."""
+    torch.set_num_threads(1)
+    calls = 0
+
+    def sync(descriptor: int, original=os.fsync) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fatal_sync:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(descriptor)
+
+    class Ready(trainer.StopRequest):
+        """From now on a signal asks to stop."""
+
+        def __init__(self):
+            super().__init__()
+            (base / f"ready{rank}").touch()
+
+    dcp.fsync = integrity.os.fsync = sync
+    trainer.StopRequest = Ready
+    return trainer.train(run)
+
+
+def begin(run, base: Path, fatal_syncs: tuple[int, int] = (0, 0)) -> list[int]:
+    """Start both ranks; their process ids."""
+    for rank in range(2):
+        (base / f"ready{rank}").unlink(missing_ok=True)
+    return start_ranks(2, base / "log", lambda rank: work(rank, run, base, fatal_syncs[rank]))
+
+
+def end(children: list[int], seconds: float = SECONDS_TO_END) -> list[int]:
+    """Exit codes of both ranks. As torchrun does it, the other one is asked to end when one has failed, then killed."""
+    codes: dict[int, int] = {}
+    limit = time.monotonic() + 600
+    while len(codes) < len(children):
+        for child in set(children) - codes.keys():
+            done, status = os.waitpid(child, os.WNOHANG)
+            if not done:
+                continue
+            codes[child] = os.waitstatus_to_exitcode(status)
+            if codes[child] not in (0, EXIT_STOPPED):
+                limit = min(limit, time.monotonic() + seconds)
+                for other in set(children) - codes.keys():
+                    os.kill(other, signal.SIGTERM)
+        if time.monotonic() > limit:
+            for child in set(children) - codes.keys():
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+    return [codes[child] for child in children]
+
+
+def await_ready(base: Path, children: list[int]) -> None:
+    """Until both ranks take signals as wishes."""
+    while not all((base / f"ready{rank}").exists() for rank in range(2)):
+        if os.waitpid(children[0], os.WNOHANG)[0]:
+            raise SystemExit((base / "log0").read_text())
+        time.sleep(0.002)
+
+
+def kill(run, base: Path, chance: random.Random) -> tuple[list[int], str]:
+    """A round that ends by kill -9; exit codes and what was done."""
+    victim, in_a_sync = chance.choice([0, 1, "both"]), chance.random() < 0.5
+    # A save has some ten syncs on rank 0 and fewer on rank 1.
+    syncs = tuple(chance.randint(1, 40) if in_a_sync and victim in (rank, "both") else 0 for rank in range(2))
+    children = begin(run, base, syncs)
+    if not in_a_sync:
+        time.sleep(chance.uniform(0.05, 2.5))
+        for rank, child in enumerate(children):
+            if victim in (rank, "both"):
+                os.kill(child, signal.SIGKILL)
+    codes = end(children)
+    draft = bool(list((Path(run.job.dump_folder) / "checkpoint").glob("*.tmp")))
+    return codes, f"kill of {victim}, {'in a save' if in_a_sync or draft else 'elsewhere'}"
+
+
+def ask_to_stop(run, base: Path, chance: random.Random) -> tuple[list[int], str]:
+    """A round that ends by a signal; exit codes and what was done."""
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    children = begin(run, base)
+    await_ready(base, children)
+    time.sleep(chance.uniform(0.0, 2.0))
+    seen = len(rows(run))
+    for child in children:
+        os.kill(child, number)
+    codes = end(children)
+    if codes == [0, 0]:
+        return codes, "too late"
+    saved = max(published_steps(Path(run.job.dump_folder) / "checkpoint"), default=0)
+    # The step in which it arrived is finished; one more may have been finished since its row was seen.
+    if codes != [EXIT_STOPPED] * 2 or not seen <= saved <= seen + 2:
+        raise SystemExit(
+            f"{number.name} after step {seen}: codes {codes}, saved {saved}\n{(base / 'log0').read_text()}"
+        )
+    return codes, f"{number.name}, {'before the first step' if saved == 0 else 'in training'}"
+
+
+def rows(run) -> list[dict]:
+    """The rows of metrics of whole lines."""
+    file = Path(run.job.dump_folder) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n") and '"loss"' in line]
+
+
+def computed(run) -> list[dict]:
+    """What each step computed."""
+    return [{k: v for k, v in row.items() if not k.endswith(OF_THE_ATTEMPT)} for row in rows(run)]
+
+
+def contents(run, step: int) -> dict[str, str]:
+    """Hashes of the tensors of a checkpoint: weights, states, averages, generators."""
+    folder = step_folder(Path(run.job.dump_folder) / "checkpoint", step)
+    kinds = read_metadata(folder)[0].state_dict_metadata
+    tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    assert CheckpointManager(folder.parent, keep_latest_k=0).load(step, tensors)["progress"]["step"] == step
+    return {name: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest() for name, t in tensors.items()}
+
+
+def disturb(run, base: Path, by: str, most: int, chance: random.Random) -> Counter:
+    """Start the run and end it again until it is through; what was done, how often."""
+    done, newest = Counter(), 0
+    while True:
+        if sum(done.values()) < most:
+            codes, kind = (kill if by == "kill" else ask_to_stop)(run, base, chance)
+        else:
+            codes, kind = end(begin(run, base)), "none"
+        log = (base / "log0").read_text()
+        resumed = [
+            int(line.split("step ")[1].split(",")[0]) for line in log.splitlines() if "resumed after step" in line
+        ]
+        if resumed and resumed[0] < newest:
+            raise SystemExit(f"step {newest} was published, the run went on from {resumed[0]}")
+        newest = max(published_steps(Path(run.job.dump_folder) / "checkpoint"), default=0)
+        if codes == [0, 0]:
+            return done
+        if kind == "none" or 1 in codes and not {-9, -15} & set(codes):
+            raise SystemExit(f"{kind}: codes {codes}\n{log}\n{(base / 'log1').read_text()}")
+        done[kind] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--by", choices=("kill", "signal"), default="kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of a run; another one is begun until all kills are done"
+    )
+    arguments = parser.parse_args()
+    chance, done = random.Random(arguments.seed), Counter()
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        settings = {
+            "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2, "ns_dtype": "float32"},
+            "checkpoint": {"interval": 3, "keep_latest_k": 2}, "validation": {"enable": True, "freq": 25},
+        }  # fmt: skip
+        whole = small_run(source, base / "whole", **settings)
+        if end(begin(whole, base)) != [0, 0]:
+            raise SystemExit((base / "log0").read_text())
+        for number in range(arguments.kills):
+            run = small_run(source, base / f"run{number}", **settings)
+            done += disturb(run, base, arguments.by, arguments.kills - sum(done.values()), chance)
+            for expected, found in zip(computed(whole), computed(run), strict=True):
+                if expected != found:
+                    raise SystemExit(f"another figure than undisturbed:\n{expected}\n{found}")
+            expected, found = contents(whole, arguments.steps), contents(run, arguments.steps)
+            if expected != found:
+                others = [name for name in expected | found if expected.get(name) != found.get(name)]
+                raise SystemExit(f"other tensors than undisturbed: {', '.join(others)}")
+            print(f"{sum(done.values())} of {arguments.kills}", file=sys.stderr, flush=True)
+            if sum(done.values()) >= arguments.kills:
+                break
+        print(
+            f"{sum(done.values())} ends in {number + 1} runs of {arguments.steps} steps, all equal to an undisturbed one"
+        )
+        for kind, count in sorted(done.items()):
+            print(f"{count:5} {kind}")
+
+
+if __name__ == "__main__":
+    main()
