@@ -216,9 +216,8 @@ def main() -> None:
             print(f"{sum(done.values())} of {arguments.kills}", file=sys.stderr, flush=True)
             if sum(done.values()) >= arguments.kills:
                 break
-        print(
-            f"{sum(done.values())} ends in {number + 1} runs of {arguments.steps} steps, all equal to an undisturbed one"
-        )
+        runs = f"{number + 1} runs of {arguments.steps} steps"
+        print(f"{sum(done.values())} ends in {runs}, all equal to an undisturbed one")
         for kind, count in sorted(done.items()):
             print(f"{count:5} {kind}")
 
