@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.benchmark.cpu_memory import peak_bytes
+from glm46.benchmark.data_speed import Work, data_speed
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, race
-from glm46.benchmark.text_speed import loader_speed, tokenizer_speed
+from glm46.benchmark.text_speed import tokenizer_speed
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
@@ -58,11 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
-    data = kinds.add_parser("data", help="tokens per second of the loader", allow_abbrev=False)
-    data.add_argument("--batch", type=_positive, default=4, help="sequences")
+    data = kinds.add_parser("data", help="from text to batches, each figure beside its goal", allow_abbrev=False)
+    data.add_argument("--batch", type=_positive, default=4, help="sequences of a batch")
     data.add_argument("--seq-len", type=_positive, default=4096, help="tokens of each")
-    data.add_argument("--rounds", type=_positive, default=9, help="timed rounds")
-    data.set_defaults(run=lambda arguments: _print(loader_speed(arguments.batch, arguments.seq_len, arguments.rounds)))
+    data.add_argument("--rounds", type=_positive, default=7, help="timed rounds")
+    data.add_argument("--megabytes", type=_positive, default=32, help="of text to tokenise and prepare")
+    data.add_argument("--shard-tokens", type=_positive, default=20_000_000, help="of made-up text to read")
+    data.set_defaults(run=_data)
     tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
     tokenizer.add_argument("--rounds", type=_positive, default=5, help="timed rounds")
     tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
@@ -112,6 +115,11 @@ def _model(arguments: argparse.Namespace) -> None:
         for contestant in contestants:
             contestant.peak_bytes = peak_bytes(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
+
+
+def _data(arguments: argparse.Namespace) -> None:
+    sizes = (arguments.batch, arguments.seq_len, arguments.rounds, 10**6 * arguments.megabytes, arguments.shard_tokens)
+    _print(data_speed(Work(*sizes), _progress))
 
 
 def _checkpoint(arguments: argparse.Namespace) -> None:

@@ -29,8 +29,8 @@ def describe(folder: Path) -> Iterator[str]:
             f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text "
             f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), {len(split.shards)} shards"
         )
-        ends = [open_shard(manifest.folder / shard.file).doc_ends for shard in split.shards]
-        lengths = np.concatenate([np.diff(e, prepend=0) for e in ends])
+        files = [manifest.folder / shard.file for shard in split.shards]
+        lengths = np.concatenate([np.diff(open_shard(file).doc_ends, prepend=0) for file in files])
         marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
         yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
     for reason, number in manifest.dropped.items():

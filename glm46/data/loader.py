@@ -22,8 +22,9 @@ from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.mixing import integer_weights, order, permute
 from glm46.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
 
-# Samples whose places are computed at once: small arrays cost more in calls than in arithmetic.
-_ORDER_BLOCK = 1024
+# Samples whose places are computed at once: small arrays cost more in calls than in arithmetic. The first batch after a
+# seek does not wait for those behind it.
+_FIRST_ORDER_BLOCK, _ORDER_BLOCK = 1, 1024
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class _TrainIterator:
         self._stride = workers * stream.layout.global_rows
         self._next = stream.start_sample + worker * stream.layout.global_rows
         self._located: dict[int, tuple] = {}
+        self._block = _FIRST_ORDER_BLOCK
 
     def __iter__(self):
         return self
@@ -160,7 +162,8 @@ class _TrainIterator:
 
     def _locate_block(self) -> None:
         rows = self._layout.local_batch_size
-        starts = self._next + self._stride * np.arange(max(1, _ORDER_BLOCK // rows))
+        starts = self._next + self._stride * np.arange(max(1, self._block // rows))
+        self._block = _ORDER_BLOCK
         numbers = starts[:, None] + self._layout.dp_rank * rows + np.arange(rows)
         source, sample = self._stream.locate(numbers.ravel())
         pairs = list(zip(source.tolist(), sample.tolist(), strict=True))

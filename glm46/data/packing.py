@@ -6,6 +6,7 @@ trains on long contexts: rows of whole documents.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,7 +14,11 @@ import numpy as np
 
 from glm46.data.best_fit import PackPlan
 from glm46.data.manifest import Split
-from glm46.data.shards import open_shard
+from glm46.data.shards import Shard, open_shard
+
+# Each open shard is an open file, of which a process may have about a thousand; opening costs a twentieth of a
+# millisecond.
+_OPEN_SHARDS = 64
 
 
 class TokenStream:
@@ -21,13 +26,18 @@ class TokenStream:
 
     def __init__(self, folder: Path, split: Split):
         self.length = split.tokens
-        self._shards = [open_shard(folder / entry.file) for entry in split.shards]
+        self._files = [folder / entry.file for entry in split.shards]
+        self._open: dict[int, Shard] = {}
         self._starts = [0, *accumulate(entry.tokens for entry in split.shards)]
 
     def doc_ends(self) -> np.ndarray:
         """Places behind the last token of every document, int64 [documents]."""
-        starts = zip(self._shards, self._starts, strict=False)
-        return np.concatenate([np.empty(0, np.int64), *(shard.doc_ends + start for shard, start in starts)])
+        return np.concatenate([np.empty(0, np.int64), *self.doc_ends_by_shard()])
+
+    def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
+        """As `doc_ends`, of one shard after another."""
+        for number, start in enumerate(self._starts[:-1]):
+            yield self._shard(number).doc_ends + start
 
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Copy the tokens from ``start`` on into ``out``, int64 [n].
@@ -38,8 +48,8 @@ class TokenStream:
         """
         done, ends = 0, []
         number = bisect_right(self._starts, start) - 1
-        while done < len(out) and number < len(self._shards):
-            shard = self._shards[number]
+        while done < len(out) and number < len(self._files):
+            shard = self._shard(number)
             low = start + done - self._starts[number]
             high = min(low + len(out) - done, len(shard.tokens))
             out[done : done + high - low] = shard.tokens[low:high]
@@ -48,6 +58,14 @@ class TokenStream:
             done += high - low
             number += 1
         return done, ends
+
+    def _shard(self, number: int) -> Shard:
+        """A shard, opened when it is first read; those read last stay open."""
+        shard = self._open.pop(number, None) or open_shard(self._files[number])
+        self._open[number] = shard
+        if len(self._open) > _OPEN_SHARDS:
+            del self._open[next(iter(self._open))]
+        return shard
 
 
 def falls_into(documents: int, share: tuple[float, float]) -> np.ndarray:

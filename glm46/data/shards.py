@@ -6,6 +6,8 @@
 
 import hashlib
 import json
+import math
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +108,15 @@ def map_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     expected = 8 + length + max((end for *_, end in entries.values()), default=0)
     if size != expected:
         raise UserError(f"{file}: {size} bytes where its header says {expected}; it is truncated or damaged; {_REMEDY}")
-    tensors = {}
-    for name, (dtype, shape, start, _) in entries.items():
-        # An empty range cannot be mapped.
-        tensors[name] = (
-            np.memmap(file, dtype=dtype, mode="r", offset=8 + length + start, shape=tuple(shape))
-            if np.prod(shape)
-            else np.empty(shape, dtype)
-        )
+    # One map for all: each costs an open file, of which a process may have about a thousand.
+    with file.open("rb") as handle:
+        content = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
+    tensors = {
+        name: np.frombuffer(content, dtype, math.prod(shape), 8 + length + start).reshape(shape)
+        if math.prod(shape)
+        else np.empty(shape, dtype)
+        for name, (dtype, shape, start, _) in entries.items()
+    }
     return tensors, metadata
 
 

@@ -6,7 +6,7 @@ import torch
 
 from glm46.benchmark.command import benchmark_command
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
-from glm46.benchmark.text_speed import build_peer_tokenizer, documents, loader_speed
+from glm46.benchmark.text_speed import build_peer_tokenizer, documents
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import load_tokenizer
 
@@ -67,9 +67,16 @@ def test_the_command_prints_what_it_measured(capsys):
         assert part in text
 
 
-def test_the_loader_is_measured():
-    text = loader_speed(2, 128, 1)
-    assert float(text.split(": ")[1].split(" M tokens/s")[0]) > 0
+def test_the_way_from_text_to_batches_is_measured_beside_its_goals(capsys):
+    sizes = ["--batch", "2", "--seq-len", "128", "--rounds", "1", "--megabytes", "1", "--shard-tokens", "2000000"]
+    assert benchmark_command(["data", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    names = ("tokenise", "against `tokenizers`", "prepare", "find copies", "through StatefulDataLoader", "without",
+             "disk", "seek", "slowest", "state")  # fmt: skip
+    assert len(lines) == len(names) and all(name in line for name, line in zip(names, lines, strict=True))
+    assert all(float(line[61:70]) > 0 and line.endswith(("held", "MISSED")) for line in lines)
+    # These two are sizes, which no busy machine changes.
+    assert lines[6].endswith("held") and lines[9].endswith("held")
 
 
 def test_generation_is_raced_against_transformers(capsys):

@@ -1,6 +1,7 @@
 """Shards and manifests: size on disk, and every kind of damage named."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -8,8 +9,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from glm46.config.errors import UserError
+from glm46.data import packing
 from glm46.data.manifest import load_manifest
+from glm46.data.packing import TokenStream
 from glm46.data.shards import open_shard, write_shard
+
+EOS = 8156
 
 
 @pytest.fixture
@@ -111,3 +116,16 @@ def test_document_ends_that_do_not_fit_are_refused(tmp_path):
 def test_another_tokenizer_than_the_models_is_refused(source):
     with pytest.raises(UserError, match="model.tokenizer_path"):
         load_manifest(source).require_tokenizer("f" * 64)
+
+
+def test_a_source_of_many_shards_keeps_few_of_them_open(make_source, counting_documents, tmp_path):
+    documents = counting_documents([5] * 150)
+    folder = make_source(tmp_path / "s", documents, documents_per_shard=1)
+    stream = TokenStream(folder, load_manifest(folder).splits["train"])
+    before = len(os.listdir("/proc/self/fd"))
+    out = np.empty(12, np.int64)
+    for start in (0, 888, *range(0, 880, 7), 3):
+        assert stream.read(start, out)[0] == 12
+        assert out[out != EOS].tolist() == [t for t in range(start, start + 12) if t % 6 != 5]
+    assert len(stream.doc_ends()) == 150
+    assert len(os.listdir("/proc/self/fd")) - before <= packing._OPEN_SHARDS

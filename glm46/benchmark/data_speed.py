@@ -1,0 +1,208 @@
+"""From text to batches on one core, each figure beside its goal: tokenise, prepare, find copies, read, size on disk."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from glm46.benchmark.text_speed import build_peer_tokenizer
+from glm46.config.text_recipe import TextRecipe
+from glm46.data.copies import Copies
+from glm46.data.dedup import band_hashes
+from glm46.data.loader import TrainSource, build_train_loader
+from glm46.data.manifest import Manifest, ShardEntry, Split, save_manifest
+from glm46.data.prepare import prepare_text
+from glm46.data.shards import write_shard, write_tensors
+from glm46.data.sources import embedded_files
+from glm46.data.tokenizer import load_tokenizer
+
+_MEAN_DOCUMENT_TOKENS = 1_000
+_SECONDS = 0.5  # of each timed loop over batches
+_SEEKS = 200
+_FAR = 10**9
+_SOURCES = 8
+
+
+class Figure(NamedTuple):
+    """One measured number."""
+
+    what: str
+    value: float
+    unit: str
+    goal: float
+    at_most: bool = False
+
+    def line(self) -> str:
+        """Name, number, goal, and whether it is held."""
+        held = self.value <= self.goal if self.at_most else self.value >= self.goal
+        bound = f"at most {self.goal:g}" if self.at_most else f"at least {self.goal:g}"
+        return f"  {self.what:<58} {self.value:9.3f} {self.unit:<13} {bound:<14} {'held' if held else 'MISSED'}"
+
+
+class Work(NamedTuple):
+    """What is measured on."""
+
+    batch: int
+    seq_len: int
+    rounds: int
+    text_bytes: int
+    shard_tokens: int
+
+
+def data_speed(work: Work, report: Callable[[str], None]) -> str:
+    """Measure everything; a table of figures and goals.
+
+    Args:
+        work: sizes.
+        report: told of every part that is done.
+    """
+    texts = real_texts(work.text_bytes)
+    lines = [
+        f"text to batches on one core: {sum(map(len, texts)) / 1e6:.1f} MB of Python source, {len(texts)} documents"
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        parts = (
+            lambda: _tokenizer(texts, work.rounds), lambda: _preparation(texts, Path(folder)),
+            lambda: _deduplication(texts, Path(folder)), lambda: _reading(work, Path(folder)),
+        )  # fmt: skip
+        for measure in parts:
+            figures = measure()
+            lines += [figure.line() for figure in figures]
+            report(figures[0].what)
+    if find_spec("transformers") is None:
+        lines.append("  transformers is not installed, so `tokenizers` was not measured; pip install 'glm46[hf]'")
+    return "\n".join(lines)
+
+
+def real_texts(total_bytes: int) -> list[str]:
+    """Sources of the Python library and of installed packages, up to about so many bytes."""
+    found, size = [], 0
+    for source in ("python_stdlib", "python_packages"):
+        for file in embedded_files(source):
+            if size >= total_bytes:
+                return found
+            found.append(file.read_text(encoding="utf-8", errors="replace"))
+            size += len(found[-1])
+    return found
+
+
+def _tokenizer(texts: Sequence[str], rounds: int) -> list[Figure]:
+    """Tokens per second, and against `tokenizers` on the same documents in turn; ids must be equal."""
+    ours = load_tokenizer("builtin")
+    tokens = sum(len(ours.encode(text)) for text in texts)
+    encoders = {"ours": lambda text: ours.encode(text)}
+    if find_spec("transformers") is not None:
+        peer = build_peer_tokenizer()
+        encoders["peer"] = lambda text: peer.encode(text)
+    seconds = {name: [] for name in encoders}
+    # The peer takes seconds per round: a tenth of the documents is enough for the ratio.
+    some = texts[::10]
+    for _ in range(rounds):
+        for name, encode in encoders.items():
+            seconds[name].append(_timed(lambda encode=encode: [encode(text) for text in some]))
+    whole = statistics.median(_timed(lambda: [ours.encode(text) for text in texts]) for _ in range(rounds))
+    figures = [Figure("tokenise", tokens / whole / 1e6, "M tokens/s", 2.5)]
+    if "peer" in seconds:
+        ratio = statistics.median(p / o for p, o in zip(seconds["peer"], seconds["ours"], strict=True))
+        figures.append(Figure("tokenise, against `tokenizers`, interleaved", ratio, "times", 4.0))
+    return figures
+
+
+def _preparation(texts: Sequence[str], folder: Path) -> list[Figure]:
+    """A user's command from JSON lines to shards, in one process, its start included."""
+    file = folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = TextRecipe(input=(str(file),), output=str(folder / "prepared"), processes=1)
+    manifests = []
+    seconds = _timed(lambda: manifests.append(prepare_text(recipe, report=lambda _: None)))
+    tokens = sum(split.tokens for split in manifests[0].splits.values())
+    return [
+        Figure("prepare end to end, JSON lines to shards, near copies out", tokens / seconds / 1e6, "M tokens/s", 0.7)
+    ]
+
+
+def _deduplication(texts: Sequence[str], folder: Path) -> list[Figure]:
+    """Hashes of all documents, and what follows from them; tokens are there before."""
+    tokenizer = load_tokenizer("builtin")
+    documents = [tokenizer.encode(text) for text in texts if text]
+    hashes = np.random.default_rng(0).integers(0, 2**63, (len(documents), 2)).astype(np.uint64)
+
+    def work() -> None:
+        bands = np.array([band_hashes(document) for document in documents]).T
+        write_tensors(folder / "piece", {"hashes": hashes, "bands": bands}, {})
+        Copies([folder / "piece"], 10**9, folder).take(len(documents))
+
+    return [
+        Figure("find copies (MinHash and sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)
+    ]
+
+
+def synthetic_source(folder: Path, tokens: int) -> None:
+    """A source of random tokens in documents of random length, for speed and size alone."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 8000, tokens, dtype=np.uint32)
+    lengths = generator.geometric(1 / _MEAN_DOCUMENT_TOKENS, 2 * tokens // _MEAN_DOCUMENT_TOKENS)
+    ends = lengths.cumsum()
+    ends = np.append(ends[ends < tokens], tokens).astype(np.int64)
+    name, metadata = "train-000000.safetensors", {"tokenizer": "synthetic"}
+    digest = write_shard(folder / name, ids, ends, metadata)
+    split = Split.of((ShardEntry(name, len(ends), tokens, 4 * tokens, digest),))
+    save_manifest(Manifest(folder, "synthetic", "synthetic", 8192, 0, {"train": split, "validation": Split.of(())}))
+
+
+def _reading(work: Work, parent: Path) -> list[Figure]:
+    """The loader of one rank with labels, document mask and one prediction depth, in this process."""
+    folder = parent / "synthetic"
+    folder.mkdir()
+    synthetic_source(folder, work.shard_tokens)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+
+    def build(sources: int, start_sample: int = 0):
+        return build_train_loader(
+            [TrainSource(f"s{i}", folder, 1.0) for i in range(sources)], seq_len=work.seq_len, mtp_depth=1,
+            local_batch_size=work.batch, dp_rank=0, dp_degree=1, seed=0, document_mask=True, start_sample=start_sample,
+        )  # fmt: skip
+
+    loader = build(1)
+    paths = {"with": iter(loader), "without": iter(loader.dataset)}
+    rates = {name: [] for name in paths}
+    for _ in range(work.rounds):
+        for name, batches in paths.items():
+            rates[name].append(work.batch * work.seq_len * _batches_per_second(batches))
+    stream = build(_SOURCES).dataset
+    seeks = []
+    for number in np.random.default_rng(1).integers(0, _FAR, _SEEKS).tolist():
+        stream.start_sample = number
+        seeks.append(1e3 * _timed(lambda: next(iter(stream))))
+    state = build(_SOURCES, _FAR)
+    next(iter(state))
+    name = f"loader, {work.batch} x {work.seq_len} tokens"
+    return [
+        Figure(f"{name}, through StatefulDataLoader", statistics.median(rates["with"]) / 1e6, "M tokens/s", 20.0),
+        Figure(f"{name}, without", statistics.median(rates["without"]) / 1e6, "M tokens/s", 40.0),
+        Figure(f"disk, {_MEAN_DOCUMENT_TOKENS}-token documents", size / work.shard_tokens, "bytes/token", 4.02, True),
+        Figure(f"seek to a sample and read its batch, {_SOURCES} sources", statistics.median(seeks), "ms", 5.0, True),
+        Figure("the same, the slowest of a hundred", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
+        Figure("state of the loader, per source", len(json.dumps(state.state_dict())) / _SOURCES, "bytes", 1024, True),
+    ]  # fmt: skip
+
+
+def _batches_per_second(batches) -> float:
+    next(batches)
+    count, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < _SECONDS:
+        next(batches)
+        count += 1
+    return count / seconds
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
