@@ -63,6 +63,10 @@ class Data(Section):
     """Other mixtures and sequence lengths by token boundary. Absent: one stage, with training.seq_len and the weights
     of the sources."""
 
+    plan_folder: str | None = None
+    """Folder in which plans of best-fit packing are kept. Absent: the folder of each source; if that cannot be written,
+    every process plans for itself."""
+
     document_mask: bool = False
     """Attend only within a document and restart positions at its first token. Labels never cross documents
     either way."""

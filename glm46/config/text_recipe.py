@@ -1,6 +1,6 @@
 """How text becomes a source: in a run as [data.sources.recipe], in a file of its own, or on the command line."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,10 @@ class Recipe(Section):
 
     fim_spm_rate: float = Field(0.5, ge=0.0, le=1.0)
     """Share of those with the suffix first; the others begin with the prefix."""
+
+    pack_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    """Lengths of rows to plan best-fit packing for at once. A run that packs in rows of another length plans when it
+    starts."""
 
     processes: int | None = Field(None, ge=1)
     """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""

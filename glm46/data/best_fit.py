@@ -4,6 +4,7 @@ For long-context stages, where a reasoning trace or a repository must stay in on
 is never cut; a longer one is cut into full rows and a rest. Source: Ding et al., arXiv 2404.10830, best-fit decreasing.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,14 +35,37 @@ def plan_packs(doc_ends: np.ndarray, seq_len: int) -> PackPlan:
         doc_ends: int64 [documents], the place behind each document's last token, ascending, all lengths positive.
         seq_len: tokens per row.
     """
-    starts, lengths = _cut(doc_ends, seq_len)
-    rows = np.empty(len(starts), np.int64)
-    count = 0
-    for first in range(0, len(starts), _GROUP):
-        group = slice(first, first + _GROUP)
-        rows[group], used = best_fit(lengths[group], seq_len)
-        rows[group] += count
-        count += used
+    return joined(list(plan_groups([doc_ends], seq_len)))
+
+
+def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
+    """The same group by group, for the documents of one block after another: rows of a later group come behind."""
+    waiting, before = (np.empty(0, np.int64), np.empty(0, np.int64)), 0
+    for ends in doc_ends:
+        if len(ends):
+            cut = _cut(ends, before, seq_len)
+            waiting, before = tuple(map(np.concatenate, zip(waiting, cut, strict=True))), int(ends[-1])
+        while len(waiting[0]) >= _GROUP:
+            yield _pack(waiting[0][:_GROUP], waiting[1][:_GROUP], seq_len)
+            waiting = waiting[0][_GROUP:], waiting[1][_GROUP:]
+    if len(waiting[0]):
+        yield _pack(*waiting, seq_len)
+
+
+def joined(groups: Sequence[PackPlan]) -> PackPlan:
+    """One plan of several, the rows of each behind those of the one before."""
+    nothing = np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])
+    row_starts = [group.row_starts[1:] + first for group, first in zip(groups, before[:-1], strict=True)]
+    return PackPlan(
+        np.concatenate([nothing[0], *row_starts]),
+        np.concatenate([nothing[1], *(group.piece_starts for group in groups)]),
+        np.concatenate([nothing[2], *(group.piece_lengths for group in groups)]),
+    )
+
+
+def _pack(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> PackPlan:
+    rows, count = best_fit(lengths, seq_len)
     order = np.argsort(rows, kind="stable")
     row_starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=count))))
     return PackPlan(row_starts, starts[order], lengths[order])
@@ -78,9 +102,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return row_of, count
 
 
-def _cut(doc_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the pieces when documents are cut every ``seq_len`` tokens from their beginning."""
-    lengths = np.diff(doc_ends, prepend=0)
+def _cut(doc_ends: np.ndarray, before: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the pieces when documents are cut every ``seq_len`` tokens from their beginning.
+
+    The first document begins at ``before``.
+    """
+    lengths = np.diff(doc_ends, prepend=before)
     counts = -(-lengths // seq_len)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(doc_ends - lengths, counts) + number * seq_len

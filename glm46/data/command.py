@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of the keys below")
     for key, field in TextRecipe.model_fields.items():
         meaning = " ".join(field.description.split()).replace("%", "%%")
-        many = key in ("input", "decontaminate")
+        many = key in ("input", "decontaminate", "pack_lengths")
         parser.add_argument(f"--{key}", help=meaning, nargs="+" if many else None, metavar="VALUE")
     return parser
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 def _value(key: str, text: str | list[str]):
     """Lists and words are text; numbers are numbers."""
     if isinstance(text, list):
-        return text
+        return [int(word) if key == "pack_lengths" and word.isdecimal() else word for word in text]
     if TextRecipe.model_fields[key].annotation in (int, float, int | None):
         try:
             return tomli.loads(f"value = {text}")["value"]

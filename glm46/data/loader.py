@@ -17,9 +17,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
-from glm46.data.best_fit import plan_packs
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.mixing import integer_weights, order, permute
+from glm46.data.pack_plans import plan_of
 from glm46.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
 
 # Samples whose places are computed at once: small arrays cost more in calls than in arithmetic. The first batch after a
@@ -57,6 +57,8 @@ class TrainSource(NamedTuple):
     weight: float
     """Share of the rows, and so of the tokens."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
+    plan_folder: Path | None = None
+    """Where plans of best-fit packing are kept. None: in the folder of the source."""
 
 
 class Span(NamedTuple):
@@ -90,8 +92,10 @@ class TrainStream(IterableDataset):
         self.weights = integer_weights([source.weight for source in self.sources])
         streams = [self._open(i) for i in range(len(self.sources))]
         self._plans = [
-            plan_packs(stream.doc_ends(), layout.seq_len) if source.packing == "best_fit" else None
-            for source, stream in zip(self.sources, streams, strict=True)
+            plan_of(manifest, layout.seq_len, span.documents, folder=source.plan_folder)
+            if source.packing == "best_fit"
+            else None
+            for source, manifest in zip(self.sources, self.manifests, strict=True)
         ]
         self._tokens = [stream.length for stream in streams]
         self.rows_per_source = [
@@ -216,7 +220,7 @@ def build_train_loader(
     """The endless training stream of one rank.
 
     Args:
-        sources: `TrainSource`, or plain (name, folder, weight[, packing]).
+        sources: `TrainSource`, or plain (name, folder, weight[, packing[, plan_folder]]).
         seq_len: tokens per sample.
         mtp_depth: multi-token prediction layers to make inputs and labels for.
         local_batch_size: samples per micro-batch.

@@ -93,6 +93,10 @@ class SelectedTokens:
         """As `TokenStream.doc_ends`."""
         return self._ends
 
+    def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
+        """As `TokenStream.doc_ends_by_shard`, in one piece."""
+        yield self._ends
+
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """As `TokenStream.read`."""
         stop = min(start + len(out), self.length)

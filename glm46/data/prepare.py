@@ -22,6 +22,7 @@ from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.compilers import require_compiler, verifier_version
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
+from glm46.data.pack_plans import keep_plan
 from glm46.data.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
 from glm46.data.progress import bytes_progress
 from glm46.data.readers import Part, find_files, parts_of
@@ -72,6 +73,7 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
         if manifest:
             require_recipe(manifest, recipe)
             report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
+            _plan_packs(recipe, manifest)
             return manifest
         require_compiler(recipe.verify)
         return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
@@ -96,7 +98,9 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 def _settings(recipe: TextRecipe) -> dict:
     """What decides the bytes; where they go and who makes them does not, and texts and tokenizer are known by hash."""
-    who_and_where = {"input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer"}
+    who_and_where = {
+        "input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer", "pack_lengths",
+    }  # fmt: skip
     return recipe.model_dump(mode="json", exclude=who_and_where)
 
 
@@ -141,6 +145,7 @@ def _prepare(
             eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
         )
     )  # fmt: skip
+    _plan_packs(recipe, load_manifest(partial, full=False))
     _publish(partial, output)
     if summary := _summary(tally):
         report(summary)
@@ -151,6 +156,12 @@ def _prepare(
         f"{held_out.tokens / 1e6:.2f} M held out, {seconds:.1f} s, {total / 1e6 / seconds:.1f} MB/s"
     )
     return load_manifest(output)
+
+
+def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
+    """The plans that a recipe asks for, where there is text to pack."""
+    for length in recipe.pack_lengths if manifest.splits["train"].tokens else ():
+        keep_plan(manifest, length)
 
 
 def _make_parts(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,9 +62,10 @@ class Feed:
         chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
         before = rows_before(parts, self._stages, stage, progress.read_before)
         sources = [run.data.sources[i] for i in chosen]
+        plans = Path(run.data.plan_folder) if run.data.plan_folder is not None else None
         self._loader = iter(
             build_train_loader(
-                [TrainSource(run.data.sources[i].name, run.data.sources[i].path, stage.weights[i], s.packing)
+                [TrainSource(s.name, s.path, stage.weights[i], s.packing, plans)
                  for i, s in zip(chosen, sources, strict=True)],
                 seq_len=stage.seq_len,
                 mtp_depth=parts.shape.num_nextn_predict_layers,

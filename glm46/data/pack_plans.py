@@ -1,0 +1,143 @@
+"""Plans of best-fit packing on disk: made once, by whoever comes first, and mapped by every process that reads rows.
+
+A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source, or in one that the
+run names. The key stands for the shards, the range of documents and the row length. A file that does not hold what it
+says is made again.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from glm46.config.errors import UserError
+from glm46.data.best_fit import PackPlan, joined, plan_groups
+from glm46.data.manifest import Manifest
+from glm46.data.packing import open_tokens
+from glm46.data.shards import map_tensors, write_tensors
+
+# Raised when the same documents would be packed otherwise.
+_FORMAT = "glm46-packs-1"
+
+_WHOLE = (0.0, 1.0)
+
+# Where a plan cannot be kept: each process then plans for itself, as slow, and as good.
+_NO_ROOM = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+
+# Up to here the content of a plan is compared with its hash at each load; above it only what its header says.
+_HASHED_AT_LOAD_BYTES = 2**30
+
+
+def plan_of(
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+) -> PackPlan:
+    """The packing of the training split of a source: kept if it can be, else made for this process.
+
+    Args:
+        manifest: of the source.
+        seq_len: tokens per row.
+        share: the range of documents, as in `open_tokens`.
+        folder: where plans are kept; None: in the folder of the source.
+    """
+    try:
+        return keep_plan(manifest, seq_len, share, folder=folder)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+    tokens = open_tokens(manifest.folder, manifest.splits["train"], share)
+    return joined(list(plan_groups(tokens.doc_ends_by_shard(), seq_len)))
+
+
+def keep_plan(
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+) -> PackPlan:
+    """The same plan, read from its file; if there is none or a damaged one it is made.
+
+    Any number of processes may ask at once: one plans, the others wait and read.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    folder, key = folder or manifest.folder, _key(manifest, seq_len, share)
+    file = folder / f"packs-{seq_len}-{key[:16]}.safetensors"
+    if (plan := _read(file, key)) is not None:
+        return plan
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if (plan := _read(file, key)) is not None:
+            return plan
+        scratch = folder / ".packs.partial"
+        # Whoever left one has died: we hold the lock.
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            tokens = open_tokens(manifest.folder, manifest.splits["train"], share)
+            _write(file, key, plan_groups(tokens.doc_ends_by_shard(), seq_len), scratch)
+        finally:
+            shutil.rmtree(scratch)
+    if (plan := _read(file, key)) is None:
+        raise OSError(errno.EIO, "a plan that was just written cannot be read", str(file))
+    return plan
+
+
+def _key(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> str:
+    shards = [shard.sha256 for shard in manifest.splits["train"].shards]
+    return hashlib.sha256(json.dumps([_FORMAT, seq_len, share, shards]).encode()).hexdigest()
+
+
+def _read(file: Path, key: str) -> PackPlan | None:
+    """The plan in a file; None if there is none or it is damaged."""
+    try:
+        tensors, metadata = map_tensors(file)
+        plan = PackPlan(**tensors)
+    except (UserError, TypeError):
+        return None
+    sizes = [len(tensor) for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths)]
+    if (metadata.get("key"), metadata.get("sizes")) != (key, json.dumps(sizes)):
+        return None
+    if sum(tensor.nbytes for tensor in tensors.values()) <= _HASHED_AT_LOAD_BYTES and metadata["sha256"] != _hash(plan):
+        return None
+    return plan
+
+
+def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> None:
+    """Group by group, so that memory does not grow with the documents; the file is complete or absent."""
+    parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
+    rows, pieces = 0, 0
+    with parts[0].open("wb") as starts, parts[1].open("wb") as places, parts[2].open("wb") as lengths:
+        starts.write(np.zeros(1, np.int64))
+        for group in groups:
+            starts.write(group.row_starts[1:] + pieces)
+            places.write(group.piece_starts)
+            lengths.write(group.piece_lengths)
+            rows += len(group.row_starts) - 1
+            pieces += len(group.piece_starts)
+    sizes = (rows + 1, pieces, pieces)
+    plan = PackPlan(*map(_mapped, parts, sizes))
+    metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
+    write_tensors(file, vars(plan), metadata)
+
+
+def _mapped(file: Path, size: int) -> np.ndarray:
+    return np.memmap(file, np.int64, "r", shape=(size,)) if size else np.empty(0, np.int64)
+
+
+def _hash(plan: PackPlan) -> str:
+    digest = hashlib.sha256()
+    for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths):
+        digest.update(tensor.view(np.uint8))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder's plans; the system frees it when a process dies."""
+    with (folder / ".packs.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
