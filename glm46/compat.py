@@ -94,6 +94,10 @@ def _timed_wait(work: dist.Work, *arguments, **named) -> bool:
         _waited.seconds += time.perf_counter() - began
 
 
+WAITING = _timed_wait.__code__
+"""Of the innermost frame of a thread that waits for a collective."""
+
+
 def own_clock() -> float:
     """A clock, in seconds, that stands still while this thread waits for other ranks in a collective of the host.
 

@@ -135,9 +135,9 @@ def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], ma
         where = f"the checkpoint of step {newest}" if newest else "the beginning, there is no checkpoint"
         if fruitless == _FRUITLESS_STARTS:
             print(
-                f"error: {fruitless} starts in a row failed before a new checkpoint; the last one: {end.cause.rstrip('.')}. Not "
-                f"started again: what fails every time needs a person. The same command goes on from {where}; a "
-                "smaller checkpoint.interval saves more of a run that fails often.",
+                f"error: {fruitless} starts in a row failed before a new checkpoint; the last one: "
+                f"{end.cause.rstrip('.')}. Not started again: what fails every time needs a person. The same command "
+                f"goes on from {where}; a smaller checkpoint.interval saves more of a run that fails often.",
                 file=sys.stderr,
             )
             return end.code

@@ -4,7 +4,7 @@ import json
 from types import FrameType
 from typing import Any
 
-from glm46.compat import flight_recorder_json
+from glm46.compat import WAITING, flight_recorder_json
 
 Answers = dict[int, dict[str, Any]]
 """By rank: operation, step, place, and collectives: by process group [number of the last one started, its name]."""
@@ -35,7 +35,8 @@ def place_of(frame: FrameType | None) -> list[str]:
     places = []
     while frame is not None and len(places) < _FRAMES_SHOWN:
         code = frame.f_code
-        places.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}")
+        if code is not WAITING:  # torch's own frames follow
+            places.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
     return places
 

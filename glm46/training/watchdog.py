@@ -39,6 +39,9 @@ _ANSWER_SECONDS = 3.0
 _PATIENCE_SECONDS = 15.0
 """After an alarm this process ends within this time, whatever else hangs."""
 _ALARM = "glm46/hang/alarm"
+_TOLD = "glm46/hang/told"
+_AWAKE_SECONDS = 0.5
+"""How long a stopped rank is woken to show its stacks before it is killed."""
 
 
 class Watchdog:
@@ -138,6 +141,9 @@ class Watchdog:
 
     def _end_run(self, silent_seconds: float) -> None:
         rank, size = self._process.rank, self._process.world_size
+        if self._store is not None and self._store.check([_TOLD]):
+            time.sleep(2 * _AWAKE_SECONDS)  # it was this rank, now woken, and the others are killing it
+            os._exit(EXIT_HANG)
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.flush()
         collectives, recorder = collectives_here()
@@ -158,6 +164,7 @@ class Watchdog:
             (self._folder / "hang.txt").write_text(text + "\n")
             print(f"error: {text}", file=sys.stderr, flush=True)
         if self._store is not None:
+            self._store.set(_TOLD, "1")
             self._kill_silent(answers)
             time.sleep(1.0 if rank == speaker else 0.2)  # the store may live in the first rank: it goes last
         os._exit(EXIT_HANG)
@@ -185,4 +192,4 @@ class Watchdog:
                     os.kill(process_id, number)
                 except ProcessLookupError:
                     continue
-            time.sleep(0.5 if number == signal.SIGCONT else 0.0)
+            time.sleep(_AWAKE_SECONDS if number == signal.SIGCONT else 0.0)

@@ -6,11 +6,13 @@ import os
 import platform
 import re
 import signal
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
@@ -23,7 +25,10 @@ HANGS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     # Years of backtracking without giving the interpreter back; unlike a C sleep, no signal ends it.
     "blocked": lambda: re.match("(a+)+$", "a" * 60 + "b"),
+    # A collective that the other rank never comes to: it waits in another.
+    "deadlocked": lambda: dist.all_reduce(torch.ones(1), group=_GROUPS[0]),
 }
+_GROUPS: list[dist.ProcessGroup] = []
 SILENT_STEP = 30  # after the steps that are timed
 
 
@@ -33,20 +38,24 @@ FATAL_SAVE = 20
 """The first, so that the staged copies are made again."""
 
 
-SLOW_STEPS, SLOW_SECONDS = range(60, 120), 0.03
+SLOW_FROM, LAST_STEP = 60, 110
 
 
 def hampered_work(rank: int, run, moment: Path) -> int:
     """Train, while the thread that saves dies in rank 1; later rank 0 is held up in every step."""
     torch.set_num_threads(1)
-    step, train_step, save = 0, trainer.train_step, saving.write_tensors
+    step, train_step, save, times = 0, trainer.train_step, saving.write_tensors, []
 
     def counted(*arguments):
         nonlocal step
         step += 1
-        if rank == 0 and step in SLOW_STEPS:
-            time.sleep(SLOW_SECONDS)
-        return train_step(*arguments)
+        began = time.perf_counter()
+        if rank == 0 and step >= SLOW_FROM:
+            time.sleep(2 * statistics.median(times))  # much, because other work may share the cores
+        outcome = train_step(*arguments)
+        if step in range(SLOW_FROM - 20, SLOW_FROM):
+            times.append(time.perf_counter() - began)
+        return outcome
 
     def write_tensors(folder: Path, *arguments):
         if rank == 1 and folder.name == f"step-{FATAL_SAVE:06d}.tmp":
@@ -60,7 +69,7 @@ def hampered_work(rank: int, run, moment: Path) -> int:
 
 def run_hampered(base: Path, source: Path) -> dict:
     folder, log, moment = base / "hampered", base / "log-hampered-", base / "moment-hampered"
-    run = small_run(source, folder, training={"steps": 120}, checkpoint={"interval": 20})
+    run = small_run(source, folder, training={"steps": LAST_STEP}, checkpoint={"interval": 20})
     codes = await_ranks(start_ranks(2, log, lambda rank: hampered_work(rank, run, moment)), 90)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -81,26 +90,39 @@ def work(rank: int, run, hang: str, victim: int, moment: Path) -> int:
     def train_step(*arguments):
         nonlocal step
         step += 1
-        if step == SILENT_STEP and rank == victim:
+        if step == 1:
+            _GROUPS[:] = [dist.new_group(backend="gloo")]
+        if step == SILENT_STEP and rank == victim and hang != "no text":
             moment.write_text(str(time.monotonic()))
             HANGS[hang]()
         return original(*arguments)
 
-    trainer.train_step = train_step
+    def take(feed, *arguments):
+        if step == SILENT_STEP - 1 and rank == victim and hang == "no text":
+            moment.write_text(str(time.monotonic()))
+            time.sleep(1000)
+        return read(feed, *arguments)
+
+    read = trainer.Feed.take
+    trainer.train_step, trainer.Feed.take = train_step, take
     return trainer.train(run)
 
 
-def main() -> None:
+CASES = (("asleep", 1), ("stopped", 0), ("blocked", 1), ("no text", 0), ("deadlocked", 1))
+
+
+def main(hang_seconds: float = 2.0, cases=CASES) -> None:
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
         print(json.dumps(run_hampered(base, source)), flush=True)
-        for hang, victim in (("asleep", 1), ("stopped", 0), ("blocked", 1)):
+        for hang, victim in cases:
             folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
             run = small_run(
-                source, folder, training={"steps": 1000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0}
-            )
+                source, folder, training={"steps": 1000}, checkpoint={"enable": False},
+                comm={"hang_seconds": hang_seconds},
+            )  # fmt: skip
             children = start_ranks(2, log, lambda rank, r=run, h=hang, v=victim, m=moment: work(rank, r, h, v, m))
             codes = await_ranks(children, 90)
             times = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -109,6 +131,8 @@ def main() -> None:
                 "victim": victim,
                 "codes": codes,
                 "seconds": time.monotonic() - float(moment.read_text()),
+                "found_seconds": (folder / "hang" / f"stacks-rank{1 - victim}.txt").stat().st_mtime
+                - moment.stat().st_mtime,
                 "slowest_step": max(row["step_seconds"] for row in times[2:]),
                 "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
                 "files": {path.name: path.stat().st_size for path in (folder / "hang").iterdir()},
