@@ -13,7 +13,7 @@ import pytest
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data import parts
+from glm46.data import copies, parts, sharding, sorting
 from glm46.data.command import read_recipe
 from glm46.data.manifest import load_manifest
 from glm46.data.packing import TokenStream
@@ -124,6 +124,38 @@ def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     # Numbers repeated are no similar texts.
     assert texts_of(manifest) == texts
+
+
+def test_neither_the_memory_for_copies_nor_interruptions_change_a_byte(folder, tmp_path, monkeypatch):
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["one", "two", "three", "four"], k=60)) for _ in range(150)]
+    texts += [rng.choice(texts) + rng.choice(["", "", " five"]) for _ in range(250)]
+    write_lines(folder / "a.jsonl", texts)
+    monkeypatch.setattr(parts, "PIECE_BYTES", 8_000)
+    roomy = prepare(tmp_path, "roomy", name="s")
+    assert roomy.dropped["near duplicate"] > 20 and roomy.dropped["exact duplicate"] > 100
+    # Memory for a few records: everything is sorted on disk, in many runs.
+    monkeypatch.setattr(sorting, "_PER_RECORD", 10**6)
+    monkeypatch.setattr(sorting, "_FAN_IN", 4)
+    read, calls = sharding.map_tensors, []
+    for stop in (3, 40, 300):
+
+        def interrupted(file, stop=stop):
+            calls.append(file)
+            if len(calls) == stop:
+                raise KeyboardInterrupt
+            return read(file)
+
+        for module in (sharding, copies):
+            monkeypatch.setattr(module, "map_tensors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+        calls.clear()
+    for module in (sharding, copies):
+        monkeypatch.setattr(module, "map_tensors", read)
+    tight = prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+    assert (tight.splits, tight.dropped) == (roomy.splits, roomy.dropped)
+    assert sorted(f.name for f in (tmp_path / "tight").iterdir()) == ["manifest.json", "train-00000.safetensors"]
 
 
 def test_of_equal_texts_the_first_is_kept_over_all_files(folder, tmp_path):
