@@ -49,6 +49,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("slowest_rank_ratio", "ratio", "speed", "Its own time per step over the median of the others."),
     Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the row before."),
     Metric("checkpoint_seconds", "s", "speed", "Time the last checkpoint held training up."),
+    Metric("checkpoint_save_seconds", "s", "speed", "From the start of the last checkpoint until it was published."),
+    Metric("checkpoint_gib", "GiB", "speed", "Its size on the disk, of all ranks."),
     Metric("failed_saves", "saves", "progress", "Checkpoints that could not be saved since this start of the run."),
     Metric("memory_peak_gib", "GiB", "hardware", "Largest memory held by tensors on this GPU since the row before."),
     Metric("memory_reserved_gib", "GiB", "hardware", "Largest memory taken from this GPU since the row before."),

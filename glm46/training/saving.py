@@ -36,6 +36,8 @@ class Saver:
         row: dict[str, float] = {"failed_saves": self._failed_saves}
         if self._last is not None:
             row["checkpoint_seconds"] = self._last.stall_seconds
+            row["checkpoint_save_seconds"] = self._last.save_seconds
+            row["checkpoint_gib"] = self._last.bytes / 2**30
         return row
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
