@@ -64,7 +64,7 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp
     whole = make_run(job={"dump_folder": str(tmp_path / "whole")}, **settings)
     assert train(whole) == 0
     figures = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-2])
-    # Weights and both AdamW states in FP32: 12 bytes for each of 556,392 parameters; some KB around each tensor are the rest.
+    # Weights and both AdamW states in FP32: 12 bytes for each of 556,392 parameters, and some KB for each tensor.
     assert 1 < figures["checkpoint_gib"] * 2**30 / (12 * 556_392) < 1.1
     assert figures["checkpoint_save_seconds"] == figures["checkpoint_seconds"] > 0  # it was waited for
     again = make_run(job={"dump_folder": str(tmp_path / "again")}, **settings)
