@@ -45,7 +45,7 @@ def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: i
     """
     manifest.require_tokenizer(tokenizer.fingerprint)
     split = manifest.splits["train"]
-    stream, count = TokenStream(manifest.folder, split), max(1, split.tokens // seq_len)
+    stream, count = TokenStream(manifest.folder, split, manifest.vocab_size), max(1, split.tokens // seq_len)
     for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
         tokens = np.empty(seq_len, np.int64)
         used, pieces = stream.read(row * seq_len, tokens)

@@ -106,7 +106,7 @@ class TrainStream(IterableDataset):
 
     def _open(self, source: int) -> TokenStream | SelectedTokens:
         manifest = self.manifests[source]
-        return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents)
+        return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents, manifest.vocab_size)
 
     def _refuse_short(self) -> None:
         facts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
@@ -197,7 +197,7 @@ class ValidationStream(IterableDataset):
 
     def __iter__(self):
         layout = self.layout
-        tokens = TokenStream(self.manifest.folder, self.manifest.splits["validation"])
+        tokens = TokenStream(self.manifest.folder, self.manifest.splits["validation"], self.manifest.vocab_size)
         builder = layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
         rows = permute(np.arange(self.rows), self.rows, "validation").tolist()

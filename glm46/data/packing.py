@@ -14,20 +14,27 @@ import numpy as np
 
 from glm46.data.best_fit import PackPlan
 from glm46.data.manifest import Split
-from glm46.data.shards import Shard, open_shard
+from glm46.data.verified import VerifiedShard
 
-# Each open shard is an open file, of which a process may have about a thousand; opening costs a twentieth of a
-# millisecond.
+# Each open shard is an open file, of which a process may have about a thousand; opening one again costs microseconds.
 _OPEN_SHARDS = 64
 
 
 class TokenStream:
-    """The tokens of one split as one sequence over all its shards, read through memory maps."""
+    """The tokens of one split as one sequence over all its shards; every read is verified.
 
-    def __init__(self, folder: Path, split: Split):
+    Args:
+        folder: of the source.
+        split: of its manifest.
+        vocab_size: ids must be below.
+    """
+
+    def __init__(self, folder: Path, split: Split, vocab_size: int):
         self.length = split.tokens
+        self._vocab_size = vocab_size
         self._files = [folder / entry.file for entry in split.shards]
-        self._open: dict[int, Shard] = {}
+        self._shards: dict[int, VerifiedShard] = {}
+        self._open: dict[int, VerifiedShard] = {}
         self._starts = [0, *accumulate(entry.tokens for entry in split.shards)]
 
     def doc_ends(self) -> np.ndarray:
@@ -37,7 +44,7 @@ class TokenStream:
     def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
         """As `doc_ends`, of one shard after another."""
         for number, start in enumerate(self._starts[:-1]):
-            yield self._shard(number).doc_ends + start
+            yield self._shard(number).all_ends() + start
 
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Copy the tokens from ``start`` on into ``out``, int64 [n].
@@ -45,26 +52,30 @@ class TokenStream:
         Returns:
             How many there were before the split ended, and the places in ``out`` behind each last token of a document,
             ascending, as a list of int64 arrays.
+
+        Raises:
+            UserError: what is read is damaged; names file and bytes.
         """
         done, ends = 0, []
         number = bisect_right(self._starts, start) - 1
         while done < len(out) and number < len(self._files):
             shard = self._shard(number)
             low = start + done - self._starts[number]
-            high = min(low + len(out) - done, len(shard.tokens))
-            out[done : done + high - low] = shard.tokens[low:high]
-            first, last = np.searchsorted(shard.doc_ends, (low, high), side="right")
-            ends.append(shard.doc_ends[first:last] + (done - low))
+            high = min(low + len(out) - done, self._starts[number + 1] - self._starts[number])
+            out[done : done + high - low] = shard.tokens(low, high)
+            ends.append(shard.ends_in(low, high) + (done - low))
             done += high - low
             number += 1
         return done, ends
 
-    def _shard(self, number: int) -> Shard:
-        """A shard, opened when it is first read; those read last stay open."""
-        shard = self._open.pop(number, None) or open_shard(self._files[number])
+    def _shard(self, number: int) -> VerifiedShard:
+        """A shard, opened when it is first read; the files of those read last stay open."""
+        shard = self._open.pop(number, None) or self._shards.get(number)
+        if shard is None:
+            shard = self._shards[number] = VerifiedShard(self._files[number], self._vocab_size)
         self._open[number] = shard
         if len(self._open) > _OPEN_SHARDS:
-            del self._open[next(iter(self._open))]
+            self._open.pop(next(iter(self._open))).close()
         return shard
 
 
@@ -116,9 +127,11 @@ def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
     return max(0, (tokens - 1 - mtp_depth) // seq_len)
 
 
-def open_tokens(folder: Path, split: Split, share: tuple[float, float]) -> TokenStream | SelectedTokens:
+def open_tokens(
+    folder: Path, split: Split, share: tuple[float, float], vocab_size: int
+) -> TokenStream | SelectedTokens:
     """The tokens of a split, or of the documents in a range of shares."""
-    stream = TokenStream(folder, split)
+    stream = TokenStream(folder, split, vocab_size)
     return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
 
 

@@ -52,7 +52,7 @@ def test_documents_come_out_as_they_went_in(library, tokenizer, tmp_path):
     manifest = prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=lines.append)
     texts = []
     for split in manifest.splits.values():
-        stream = TokenStream(manifest.folder, split)
+        stream = TokenStream(manifest.folder, split, manifest.vocab_size)
         tokens = np.empty(split.tokens, np.int64)
         used, ends = stream.read(0, tokens)
         ends = np.concatenate(ends)

@@ -29,7 +29,7 @@ def write_lines(file, texts):
 def texts_of(manifest, split="train"):
     tokenizer, part = load_tokenizer("builtin"), manifest.splits[split]
     tokens = np.empty(part.tokens, np.int64)
-    _, ends = TokenStream(manifest.folder, part).read(0, tokens)
+    _, ends = TokenStream(manifest.folder, part, manifest.vocab_size).read(0, tokens)
     return [tokenizer.decode(t[:-1]) for t in np.split(tokens, np.concatenate(ends)[:-1])]
 
 

@@ -31,7 +31,7 @@ def test_ranges_share_out_all_documents():
 def test_selected_documents_read_as_one_sequence(make_source, counting_documents, tmp_path):
     rng = np.random.default_rng(1)
     folder = make_source(tmp_path / "s", counting_documents(rng.integers(1, 40, 80).tolist()))
-    stream = TokenStream(folder, load_manifest(folder).splits["train"])
+    stream = TokenStream(folder, load_manifest(folder).splits["train"], 8192)
     whole = np.empty(stream.length, np.int64)
     stream.read(0, whole)
     for share in ((0.0, 0.3), (0.3, 1.0), (0.5, 0.5001)):

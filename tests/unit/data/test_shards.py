@@ -39,7 +39,7 @@ def test_any_safetensors_reader_opens_a_shard(tmp_path):
     assert np.array_equal(loaded["tokens"], tokens) and np.array_equal(loaded["doc_ends"], ends)
     assert np.array_equal(ours.tokens, tokens) and np.array_equal(ours.doc_ends, ends)
     with safe_open(tmp_path / "x.safetensors", "np") as file:
-        assert file.metadata() == {"source": "web", "format": "glm46-shard-1", "tokens": "11", "documents": "2"}
+        assert file.metadata() == {"source": "web", "format": "glm46-shard-2", "tokens": "11", "documents": "2"}
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def _edit(change):
     (lambda f: f.write_bytes(f.read_bytes() + b"more"), "damaged"),
     (lambda f: f.write_bytes(b"\xff" * 500), "truncated"),
     (lambda f: f.write_bytes((20).to_bytes(8, "little") + b"x" * 500), "header is corrupt"),
-    (lambda f: f.write_bytes((2).to_bytes(8, "little") + b"{}"), "not a glm46-shard-1 file"),
+    (lambda f: f.write_bytes((2).to_bytes(8, "little") + b"{}"), "not a glm46-shard-2 file"),
     (_flip, "SHA-256"),
     (lambda f: f.write_bytes((f.parent / "train-00000.safetensors").read_bytes()), "the manifest says"),
     (lambda f: (f.parent / "manifest.json").unlink(), "no manifest.json in it"),
@@ -121,7 +121,7 @@ def test_another_tokenizer_than_the_models_is_refused(source):
 def test_a_source_of_many_shards_keeps_few_of_them_open(make_source, counting_documents, tmp_path):
     documents = counting_documents([5] * 150)
     folder = make_source(tmp_path / "s", documents, documents_per_shard=1)
-    stream = TokenStream(folder, load_manifest(folder).splits["train"])
+    stream = TokenStream(folder, load_manifest(folder).splits["train"], 8192)
     before = len(os.listdir("/proc/self/fd"))
     out = np.empty(12, np.int64)
     for start in (0, 888, *range(0, 880, 7), 3):
