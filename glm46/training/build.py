@@ -24,6 +24,7 @@ from glm46.planner.curriculum import plan_stages
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.training.balance import ExpertBalance
 from glm46.training.text import check_epochs, load_text
+from glm46.training.together import together
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def build(run: Run, process: Process) -> Parts:
         UserError: the data, the layout or the checkpoint folder do not fit the configuration.
     """
     layout = resolve_layout(run.parallelism, process.world_size)
-    tokenizer, manifests = load_text(run)
+    tokenizer, manifests = together(lambda: load_text(run))
     check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
     return assemble(run, process, tokenizer, manifests)
 

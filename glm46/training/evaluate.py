@@ -11,6 +11,7 @@ from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
 from glm46.training.loss import count_drafts
 from glm46.training.step import judge_drafts, to_device
+from glm46.training.together import together
 
 
 @torch.no_grad()
@@ -38,21 +39,25 @@ def evaluate(parts: Parts) -> dict[str, float]:
 def _evaluate_source(parts: Parts, path: str) -> torch.Tensor:
     """FP64 [5] on the CPU, summed over ranks: loss, targets, bytes of the targets' text, accepted drafts, drafts."""
     run, layout = parts.run, parts.layout
-    loader = build_validation_loader(
-        path,
-        seq_len=run.training.seq_len,
-        mtp_depth=parts.shape.num_nextn_predict_layers,
-        local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
-        dp_rank=parts.batch_rank,
-        dp_degree=layout.batch_ranks,
-        document_mask=run.data.document_mask,
-        max_batches=None if run.validation.steps == -1 else run.validation.steps,
+    loader = together(
+        lambda: build_validation_loader(
+            path,
+            seq_len=run.training.seq_len,
+            mtp_depth=parts.shape.num_nextn_predict_layers,
+            local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
+            dp_rank=parts.batch_rank,
+            dp_degree=layout.batch_ranks,
+            document_mask=run.data.document_mask,
+            max_batches=None if run.validation.steps == -1 else run.validation.steps,
+        )
     )
     token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
     loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)
     good_drafts = torch.zeros((), dtype=torch.float64, device=parts.process.device)
     targets = text_bytes = drafts = 0
-    for batch in loader:
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        batch = together(lambda: next(batches))
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())

@@ -36,7 +36,7 @@ def count_tokens(micro_batches: list[dict[str, Tensor]]) -> TokenCounts:
     mtp = sum((batch["mtp_labels"] != IGNORE).sum((0, 2)) for batch in micro_batches)
     drafts = [sum(depth) for depth in zip(*(count_drafts(batch["mtp_labels"]) for batch in micro_batches), strict=True)]
     real = sum(int((batch["document_ids"] >= 0).sum()) for batch in micro_batches)
-    return TokenCounts(targets, tuple(mtp.tolist()), tuple(drafts), real)
+    return TokenCounts(targets, tuple(mtp.tolist()) if micro_batches else (), tuple(drafts), real)
 
 
 def objective(sums: LossSums, counts: TokenCounts, weights: LossWeights) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.config.run import Run
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
@@ -29,6 +30,7 @@ from glm46.training.step import train_step
 from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.training.stragglers import Stragglers
 from glm46.training.text import budget_tokens
+from glm46.training.together import attempt, raise_together
 from glm46.training.watchdog import Watchdog
 
 
@@ -41,6 +43,8 @@ class Agreement(NamedTuple):
     """Some rank was asked to stop."""
     saver_died: bool
     """The thread that saves behind training has died on some rank."""
+    text_is_damaged: bool
+    """Some rank could not read its part of the text."""
     paces: list[int]
     """What each rank has shared of its own times."""
 
@@ -105,6 +109,9 @@ def _train_from(
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])
         return _train(parts, progress, stop, report, spikes, watchdog)
+    except UserError as error:
+        report.log("\n".join(error.faults))
+        raise
     finally:
         report.close()
 
@@ -136,10 +143,14 @@ def _train(
         stragglers.step_begins()
         fetched = time.perf_counter()
         progress.pass_over(sequences)
-        micro_batches, sequences, seq_len, flops_per_token = feed.take(progress, sequences)
+        portion, damage = attempt(lambda samples=sequences: feed.take(progress, samples))
         data_seconds = time.perf_counter() - fetched
         watchdog.operation("agreeing on the step")
-        agreement = agree(count_tokens(micro_batches), stop, saver, stragglers, parts.readers_of_a_batch)
+        counts = count_tokens(portion.micro_batches if portion else [])
+        agreement = agree(counts, damage, stop, saver, stragglers, parts)
+        if agreement.text_is_damaged:
+            raise_together(damage)
+        micro_batches, sequences, seq_len, flops_per_token = portion
         if agreement.saver_died:
             saver.start_again(progress)
         if slow := stragglers.learn(agreement.paces):
@@ -186,30 +197,35 @@ def _train(
 
 
 def agree(
-    counts: TokenCounts, stop: StopRequest, saver: Saver, stragglers: Stragglers, readers_of_a_batch: int
+    counts: TokenCounts,
+    damage: UserError | None,
+    stop: StopRequest,
+    saver: Saver,
+    stragglers: Stragglers,
+    parts: Parts,
 ) -> Agreement:
-    """Sum the token counts over all ranks, and stop everywhere if anyone was asked to; collective.
+    """Sum the token counts over all ranks, and stop everywhere if anyone was asked to, or cannot read; collective.
 
     On CPU tensors, through gloo: no rank waits for its GPU.
-
-    Args:
-        readers_of_a_batch: ranks that read, and have counted, the same sequences.
     """
+    depths, readers = parts.shape.num_nextn_predict_layers, parts.readers_of_a_batch
+    # Nothing is counted where nothing was read.
+    per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
     flat = torch.tensor(
         [
-            *(stop.signal_name is not None, saver.has_died),
-            *(counts.targets, counts.real, *counts.mtp_targets, *counts.drafts),
+            *(stop.signal_name is not None, saver.has_died, damage is not None),
+            *(counts.targets, counts.real, *per_depth),
             *stragglers.to_share(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
-    wishes, deaths = flat[:2].tolist()
-    depths = len(counts.mtp_targets)
-    tokens, paces = flat[2:].tensor_split([2 + depths + len(counts.drafts)])
-    targets, real, *rest = (tokens // readers_of_a_batch).tolist()
+    wishes, deaths, damages = flat[:3].tolist()
+    tokens, paces = flat[3:].tensor_split([2 + 2 * depths])
+    # Ranks that read the same sequences have counted them each.
+    targets, real, *rest = (tokens // readers).tolist()
     summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real)
-    return Agreement(summed, wishes > 0, deaths > 0, paces.tolist())
+    return Agreement(summed, wishes > 0, deaths > 0, damages > 0, paces.tolist())
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

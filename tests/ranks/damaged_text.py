@@ -1,0 +1,110 @@
+"""Two ranks train while shards are damaged after the start; a program that prints what came of it as JSON."""
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from glm46.config.loader import dump_run
+from glm46.data.manifest import load_manifest
+from glm46.data.shards import BLOCK_BYTES
+from glm46.data.tokenizer import load_tokenizer
+from glm46.data.verified import VerifiedShard
+from glm46.training import trainer
+from tests.conftest import small_run, write_source
+from tests.ranks.forked_launch import fork_launch, is_alive
+
+SOUND_STEPS = 3
+CASES = [
+    ("flipped for rank 0", {}),
+    ("flipped for rank 1", {"tensor_parallel_degree": 2}),
+    ("flipped for rank 1", {"pipeline_parallel_degree": 2}),
+    ("flipped", {}),
+    ("cut short", {"context_parallel_degree": 2}),
+    ("held-out text flipped for rank 1", {}),
+]
+
+
+def damage(case: str, source: Path, rank: int) -> None:
+    """Do it: to the files for all, or to what one rank reads of them."""
+    if case.endswith(f"for rank {rank}"):
+        pread = VerifiedShard._pread
+
+        def flipped(shard: VerifiedShard, place: int, size: int) -> bytes:
+            data = bytearray(pread(shard, place, size))
+            data[size // 2] ^= 4
+            return bytes(data)
+
+        VerifiedShard._pread = flipped
+    elif "for rank" not in case and rank == 0:
+        for shard in source.glob("train*.safetensors"):
+            if case == "cut short":
+                os.truncate(shard, 10)
+                continue
+            with open(shard, "r+b") as file:
+                for place in range(BLOCK_BYTES, shard.stat().st_size, BLOCK_BYTES):
+                    file.seek(place)
+                    byte = file.read(1)[0]
+                    file.seek(place)
+                    file.write(bytes([byte ^ 1]))
+
+
+def hamper(case: str, source: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    step, train_step, validate = 0, trainer.train_step, trainer._validate
+
+    def counted(*arguments):
+        nonlocal step
+        outcome = train_step(*arguments)
+        step += 1
+        if step == SOUND_STEPS and not case.startswith("held-out"):
+            damage(case, source, rank)
+        return outcome
+
+    def validated(*arguments):
+        if step == SOUND_STEPS and case.startswith("held-out"):
+            damage(case, source, rank)
+        return validate(*arguments)
+
+    trainer.train_step, trainer._validate = counted, validated
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        for number, (case, degrees) in enumerate(CASES):
+            base = Path(name) / str(number)
+            (base / "source").mkdir(parents=True)
+            source = write_source(base / "source", load_tokenizer("builtin"))
+            assert load_manifest(source).splits["train"].tokens > BLOCK_BYTES // 4
+            held_out = {"enable": True, "freq": SOUND_STEPS if case.startswith("held-out") else 100}
+            run = small_run(
+                source, base / "out", training={"steps": 20, "global_batch_size": 4}, checkpoint={"interval": 1},
+                parallelism=degrees, validation=held_out, model={"num_key_value_heads": 2},
+            )  # fmt: skip
+            (base / "run.toml").write_text(dump_run(run))
+            began = time.monotonic()
+            child = fork_launch(
+                base / "run.toml", base / "log", lambda rank, case=case, source=source: hamper(case, source, rank)
+            )
+            while is_alive(child) and time.monotonic() - began < 90:
+                time.sleep(0.01)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if not is_alive(child) else None
+            rows = [json.loads(line) for line in (base / "out" / "metrics.jsonl").read_text().splitlines()]
+            row = {
+                "case": case,
+                "code": code,
+                "seconds": time.monotonic() - began,
+                "steps": [row["step"] for row in rows if "loss" in row],
+                "said": (base / "log").read_text(),
+                "log": (base / "out" / "log.txt").read_text(),
+                "saved": sorted(int(path.name[5:]) for path in (base / "out" / "checkpoint").glob("step-??????")),
+            }
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

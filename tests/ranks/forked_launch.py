@@ -1,0 +1,102 @@
+"""`python -m glm46 launch` by fork: real launcher, real torchrun, real ranks, without their seconds of imports.
+
+The caller has torch and glm46 imported. The launcher is a fork of it, and where torchrun would start a new interpreter
+for each rank, the launcher forks itself; the rank then runs the command line that torchrun made for it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from glm46 import cli
+
+
+class ForkedRank:
+    """What torchrun uses of `subprocess.Popen`."""
+
+    prepare: Callable[[int], None] = staticmethod(lambda rank: None)
+    """Called in each rank before its command."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str]):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            # As in a new interpreter: no descriptors of the launcher, no handlers, a session of its own.
+            os.closerange(3, 512)
+            for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.setsid()
+            os.environ.update(env)
+            _end_with(lambda: self._run(args))
+
+    def _run(self, args: tuple[str, ...]) -> int:
+        ForkedRank.prepare(int(os.environ["RANK"]))
+        return cli.main(args[args.index("glm46") + 1 :])
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("forked rank", timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+
+def fork_launch(config: Path, log: Path, prepare: Callable[[int], None] = ForkedRank.prepare) -> int:
+    """Start the launcher with two ranks; its process id. ``prepare(rank)`` is called in each rank before it starts."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        ForkedRank.prepare = staticmethod(prepare)
+        SubprocessHandler._popen = lambda self, args, env: ForkedRank(args, env)
+        _end_with(lambda: cli.main(["launch", "--config", str(config), "--nproc", "2"]))
+    return child
+
+
+def _end_with(work: Callable[[], int]) -> None:
+    """End this forked process with the exit code that ``work`` gives, as an interpreter does."""
+    code = 1
+    try:
+        code = work()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # it must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def children_of(process: int) -> list[int]:
+    """Process ids of its living children, in the order in which they were started."""
+    try:
+        listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for child in listed if is_alive(int(child))]
+
+
+def is_alive(process: int) -> bool:
+    """Whether it exists and is no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,33 @@
+"""A shard that is damaged during a run ends it on all ranks before anything is trained on it, whatever the layout."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it():
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("damaged_text.py"))],
+        capture_output=True, text=True, timeout=400, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["code"] == 2, row
+        assert row["steps"] == [1, 2, 3], row
+        assert max(row["saved"], default=0) <= 3, row
+        kind = "missing, the file was cut short" if row["case"] == "cut short" else "not what was written"
+        part = "validation" if row["case"].startswith("held-out") else "train"
+        found = re.findall(rf"error: \S+/{part}-00000.safetensors: bytes \d+ to \d+: {kind}", row["said"])
+        # Once for each damaged place, however many ranks have seen it; ranks that read other rows may see another.
+        assert 1 <= len(found) <= 2 and len(set(found)) == len(found), row
+        assert "Traceback" not in row["said"], row
+        assert kind in row["log"], row
+        assert row["seconds"] < 60, row
