@@ -50,7 +50,7 @@ def plan_of(
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-    tokens = open_tokens(manifest.folder, manifest.splits["train"], share)
+    tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
     return joined(list(plan_groups(tokens.doc_ends_by_shard(), seq_len)))
 
 
@@ -77,7 +77,7 @@ def keep_plan(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
-            tokens = open_tokens(manifest.folder, manifest.splits["train"], share)
+            tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
             _write(file, key, plan_groups(tokens.doc_ends_by_shard(), seq_len), scratch)
         finally:
             shutil.rmtree(scratch)

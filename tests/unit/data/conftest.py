@@ -31,7 +31,8 @@ def make_source():
             "train": write_split(folder, "train", list(train), documents_per_shard, tokenizer),
             "validation": write_split(folder, "validation", list(validation), documents_per_shard, tokenizer),
         }
-        save_manifest(Manifest(folder, "test", tokenizer, 8192, EOS, splits))
+        highest = max((max(document, default=0) for document in [*train, *validation]), default=0)
+        save_manifest(Manifest(folder, "test", tokenizer, max(8192, highest + 1), EOS, splits))
         return folder
 
     return make
