@@ -27,6 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _print_faults(error)
         return _EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        package = (error.name or "glm46").partition(".")[0]
+        if package == "glm46":
+            raise
+        print(
+            f"error: {sys.executable} has no package {package}; ./run_train.sh makes an environment that has all, "
+            "and '. .venv/bin/activate' enters it",
+            file=sys.stderr,
+        )
+        return _EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _EXIT_INTERRUPTED

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Gather node-local checkpoint files on shared storage: see --help, and docs/checkpoints.md."""
 
 import sys

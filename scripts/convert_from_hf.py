@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """A Hugging Face folder as a checkpoint to start training from: see --help, and docs/huggingface.md."""
 
 import sys

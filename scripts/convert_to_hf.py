@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """A training checkpoint as a Hugging Face folder: see --help, and docs/huggingface.md."""
 
 import sys
