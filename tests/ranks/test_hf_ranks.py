@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
 
 from glm46 import compat
 from glm46.checkpoint.agreement import CheckpointError
@@ -21,6 +23,7 @@ from glm46.checkpoint.hf_export import Layout, export_weights
 from glm46.checkpoint.hf_import import import_weights
 from glm46.checkpoint.hf_names import HFNames
 from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
@@ -32,39 +35,63 @@ from glm46.planner.layout import resolve_layout
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
-SHAPE = PRESETS["GLM-4.5"].model_copy(
-    update=dict(
-        vocab_size=50, hidden_size=28, num_hidden_layers=4, first_k_dense_replace=1, intermediate_size=36,
-        moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-    )
+TINY = dict(
+    vocab_size=50, hidden_size=28, num_hidden_layers=4, first_k_dense_replace=1, intermediate_size=36,
+    moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
 )  # fmt: skip
-CONFIG = config_of(SHAPE, None, eos_ids=[1, 2], dtype="bfloat16")
 SMALL_FILES = 30_000
 
 
-def published(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    names = HFNames(SHAPE, with_copies=True)
-    tensors = {}
-    for entry in names.entries.values():
-        whole = torch.randn(entry.shape, generator=generator)
-        tensors |= {part.hf_name: whole[part.index()].contiguous().clone() for part in entry.parts}
-        if not entry.is_fp32:
-            tensors |= {part.hf_name: tensors[part.hf_name].bfloat16() for part in entry.parts}
-    return tensors
+@dataclass(frozen=True)
+class Kind:
+    """A release in small: what tells it from the others stays."""
+
+    shape: ModelShape
+    with_copies: bool
+
+    @classmethod
+    def of(cls, release: str, *, with_copies: bool, **changes: int) -> "Kind":
+        return cls(PRESETS[release].model_copy(update=TINY | changes), with_copies)
+
+    @property
+    def config(self) -> dict:
+        return config_of(self.shape, None, eos_ids=[1, 2], dtype="bfloat16")
+
+    def published(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for entry in HFNames(self.shape, with_copies=self.with_copies).entries.values():
+            whole = torch.randn(entry.shape, generator=generator)
+            tensors |= {part.hf_name: whole[part.index()].contiguous().clone() for part in entry.parts}
+            if not entry.is_fp32:
+                tensors |= {part.hf_name: tensors[part.hf_name].bfloat16() for part in entry.parts}
+        return tensors
+
+    def publish(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config))
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def blank() -> dict[str, torch.Tensor]:
-    model = Transformer(SHAPE)
+# QK-norm and copies; several dense layers, no copies, its length; no QK-norm, its scaling factor, two more experts.
+GLM_45 = Kind.of("GLM-4.5", with_copies=True)
+OTHERS = {
+    "4.6-like": Kind.of("GLM-4.6", with_copies=False, first_k_dense_replace=2, max_position_embeddings=202752),
+    "Air-like": Kind.of("GLM-4.5-Air", with_copies=True, n_routed_experts=8),
+}
+
+
+def blank(shape: ModelShape) -> dict[str, torch.Tensor]:
+    model = Transformer(shape)
     return {n: t.detach().fill_(torch.nan) for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def on_mesh(size: tuple[int, ...], dense, experts=None) -> dict[str, torch.Tensor]:
+def on_mesh(shape: ModelShape, size: tuple[int, ...], dense, experts=None) -> dict[str, torch.Tensor]:
     """Parameters with the given placements (a shorter list for vectors that have too few dimensions), buffers plain."""
     mesh = init_device_mesh("cpu", size)
     tensors = {}
-    for name, tensor in blank().items():
+    for name, tensor in blank(shape).items():
         placements = experts if experts is not None and tensor.ndim == 3 else dense
         if name.endswith("_bias"):
             tensors[name] = tensor
@@ -74,22 +101,22 @@ def on_mesh(size: tuple[int, ...], dense, experts=None) -> dict[str, torch.Tenso
     return tensors
 
 
-def on_stages() -> dict[str, torch.Tensor]:
+def on_stages(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Pipeline: two stages with different layers, each sharded over two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     first = mesh["stage"].get_local_rank() == 0
     tensors = {}
-    for name, tensor in blank().items():
+    for name, tensor in blank(shape).items():
         if name.startswith(("embed_tokens", "layers.0", "layers.1")) == first:
             plain = name.endswith("_bias")
             tensors[name] = tensor if plain else distribute_tensor(tensor, mesh["shard"], [Shard(0)])
     return tensors
 
 
-def on_fsdp_over_tensor_parallel() -> dict[str, torch.Tensor]:
+def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
     """What training makes: FSDP2 over column- and row-parallel matrices, so some shards are strided."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    model = Transformer(SHAPE)
+    model = Transformer(shape)
     for layer in model.layers.values():
         plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
         parallelize_module(layer, mesh["tensor"], plan)
@@ -102,15 +129,15 @@ def on_fsdp_over_tensor_parallel() -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def of_training(**degrees: int | str) -> dict[str, torch.Tensor]:
+def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
     """Exactly what a run has: the transforms of parallelize/plan.py, the expert axis included."""
     run = Run.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
     meshes = build_meshes(resolve_layout(run.parallelism, WORLD), "cpu")
     if meshes.pipeline is None:
         with torch.device("meta"):
-            models = [Transformer(SHAPE)]
+            models = [Transformer(shape)]
     else:
-        models = [stage.model for stage in split_model(SHAPE, run, meshes.pipeline)]
+        models = [stage.model for stage in split_model(shape, run, meshes.pipeline)]
     tensors: dict[str, torch.Tensor] = {}
     for model in models:
         parallelize(model, meshes, run, torch.device("cpu"))
@@ -119,38 +146,58 @@ def of_training(**degrees: int | str) -> dict[str, torch.Tensor]:
 
 
 MESHES = {
-    "all plain": lambda: on_mesh((4,), [Replicate()]),
-    "rows": lambda: on_mesh((4,), [Shard(0)]),
-    "columns": lambda: on_mesh((4,), [Shard(1)]),
-    "rows of experts": lambda: on_mesh((4,), [Shard(0)], experts=[Shard(1)]),
-    "two copies": lambda: on_mesh((2, 2), [Replicate(), Shard(0)]),
-    "rows and columns": lambda: on_mesh((2, 2), [Shard(0), Shard(1)]),
-    "rows twice": lambda: on_mesh((2, 2), [Shard(0), Shard(0)]),
-    "experts and their rows": lambda: on_mesh((2, 2), [Shard(0), Replicate()], experts=[Shard(1), Shard(0)]),
-    "experts' columns": lambda: on_mesh((2, 2), [Replicate(), Shard(1)], experts=[Shard(0), Shard(2)]),
+    "all plain": lambda shape: on_mesh(shape, (4,), [Replicate()]),
+    "rows": lambda shape: on_mesh(shape, (4,), [Shard(0)]),
+    "columns": lambda shape: on_mesh(shape, (4,), [Shard(1)]),
+    "rows of experts": lambda shape: on_mesh(shape, (4,), [Shard(0)], experts=[Shard(1)]),
+    "two copies": lambda shape: on_mesh(shape, (2, 2), [Replicate(), Shard(0)]),
+    "rows and columns": lambda shape: on_mesh(shape, (2, 2), [Shard(0), Shard(1)]),
+    "rows twice": lambda shape: on_mesh(shape, (2, 2), [Shard(0), Shard(0)]),
+    "experts and their rows": lambda shape: on_mesh(
+        shape, (2, 2), [Shard(0), Replicate()], experts=[Shard(1), Shard(0)]
+    ),
+    "experts' columns": lambda shape: on_mesh(shape, (2, 2), [Replicate(), Shard(1)], experts=[Shard(0), Shard(2)]),
     "pipeline": on_stages,
     "fsdp over tensor parallel": on_fsdp_over_tensor_parallel,
-    "training, FSDP": lambda: of_training(),
-    "training, HSDP": lambda: of_training(data_parallel_replicate_degree=2),
-    "training, expert parallel": lambda: of_training(expert_parallel_degree=2),
-    "training, expert parallel with copies": lambda: of_training(
-        expert_parallel_degree=2, data_parallel_replicate_degree=2
+    "training, FSDP": of_training,
+    "training, HSDP": lambda shape: of_training(shape, data_parallel_replicate_degree=2),
+    "training, expert parallel": lambda shape: of_training(shape, expert_parallel_degree=2),
+    "training, expert parallel with copies": lambda shape: of_training(
+        shape, expert_parallel_degree=2, data_parallel_replicate_degree=2
     ),
-    "training, context parallel": lambda: of_training(context_parallel_degree=2),
-    "training, tensor parallel": lambda: of_training(tensor_parallel_degree=2),
-    "training, tensor and expert parallel": lambda: of_training(tensor_parallel_degree=2, expert_parallel_degree=2),
-    "training, tensor and context parallel": lambda: of_training(tensor_parallel_degree=2, context_parallel_degree=2),
-    "training, pipeline": lambda: of_training(pipeline_parallel_degree=2),
-    "training, pipeline of four": lambda: of_training(pipeline_parallel_degree=4),
+    "training, context parallel": lambda shape: of_training(shape, context_parallel_degree=2),
+    "training, tensor parallel": lambda shape: of_training(shape, tensor_parallel_degree=2),
+    "training, tensor and expert parallel": lambda shape: of_training(
+        shape, tensor_parallel_degree=2, expert_parallel_degree=2
+    ),
+    "training, tensor and context parallel": lambda shape: of_training(
+        shape, tensor_parallel_degree=2, context_parallel_degree=2
+    ),
+    "training, pipeline": lambda shape: of_training(shape, pipeline_parallel_degree=2),
+    "training, pipeline of four": lambda shape: of_training(shape, pipeline_parallel_degree=4),
     # A rank holds the first and the last layers, the other those between.
-    "training, V-shaped pipeline": lambda: of_training(
-        pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"
+    "training, V-shaped pipeline": lambda shape: of_training(
+        shape, pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"
     ),
-    "training, pipeline and tensor parallel": lambda: of_training(pipeline_parallel_degree=2, tensor_parallel_degree=2),
-    "training, V-shaped pipeline and expert parallel": lambda: of_training(
-        pipeline_parallel_degree=2, expert_parallel_degree=2, pipeline_parallel_schedule="DualPipeV"
+    "training, pipeline and tensor parallel": lambda shape: of_training(
+        shape, pipeline_parallel_degree=2, tensor_parallel_degree=2
+    ),
+    "training, V-shaped pipeline and expert parallel": lambda shape: of_training(
+        shape, pipeline_parallel_degree=2, expert_parallel_degree=2, pipeline_parallel_schedule="DualPipeV"
     ),
 }
+FOR_OTHERS = (
+    "rows",
+    "experts' columns",
+    "fsdp over tensor parallel",
+    "training, HSDP",
+    "training, expert parallel",
+    "training, context parallel",
+    "training, tensor and expert parallel",
+    "training, pipeline and tensor parallel",
+    "training, V-shaped pipeline and expert parallel",
+)
+"""Meshes for the kinds that differ in names and shapes only."""
 SHARDED_EVENLY = ("rows", "rows twice", "columns")
 
 
@@ -166,17 +213,15 @@ def check_bytes_read(case: str, read: int, of_ranks: list[int], total: int) -> N
 
 def round_trips(folder: Path, rank: int) -> None:
     source = folder / "published"
-    expected = published()
+    expected = GLM_45.published()
     if rank == 0:
-        source.mkdir()
-        (source / "config.json").write_text(json.dumps(CONFIG))
-        safetensors.torch.save_file(expected, source / "model.safetensors", {"format": "pt"})
+        GLM_45.publish(source, expected)
     dist.barrier()
     total = sum(t.nbytes for t in expected.values())
-    names = HFNames(SHAPE, with_copies=True)
+    names = HFNames(GLM_45.shape, with_copies=True)
     for number, (case, make) in enumerate(MESHES.items()):
-        tensors = make()
-        read = import_weights(source, SHAPE, tensors, global_indices)
+        tensors = make(GLM_45.shape)
+        read = import_weights(source, GLM_45.shape, tensors, global_indices)
         of_ranks: list[int] = [0] * WORLD
         dist.all_gather_object(of_ranks, read)
         check_bytes_read(case, read, of_ranks, total)
@@ -184,18 +229,36 @@ def round_trips(folder: Path, rank: int) -> None:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             for hf_name, part in names.to_hf(name, whole):
                 assert torch.equal(part, expected[hf_name].float()), (case, hf_name)
-        target = folder / f"out{number}"
-        layout = Layout(with_copies=True, max_file_bytes=SMALL_FILES)
-        written = export_weights(target, SHAPE, CONFIG, tensors, global_indices, layout=layout)
-        dist.all_gather_object(of_ranks, written)
-        assert sum(of_ranks) == total, (case, of_ranks, total)
-        files = sorted(target.glob("*.safetensors"))
-        again = {name: t for file in files[rank::WORLD] for name, t in safetensors.torch.load_file(file).items()}
-        for name, t in again.items():
-            assert t.dtype == expected[name].dtype and torch.equal(t, expected[name]), (case, name)
-        counts: list[int] = [0] * WORLD
-        dist.all_gather_object(counts, len(again))
-        assert sum(counts) == len(expected), case
+        check_export(folder / f"out{number}", GLM_45, tensors, expected, case, rank)
+
+
+def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: str, rank: int) -> None:
+    """Written by all ranks, byte for byte what was read; the config too."""
+    layout = Layout(with_copies=kind.with_copies, max_file_bytes=SMALL_FILES)
+    written = export_weights(folder, kind.shape, kind.config, tensors, global_indices, layout=layout)
+    of_ranks: list[int] = [0] * WORLD
+    dist.all_gather_object(of_ranks, written)
+    assert sum(of_ranks) == sum(t.nbytes for t in expected.values()), (case, of_ranks)
+    files = sorted(folder.glob("*.safetensors"))
+    again = {name: t for file in files[rank::WORLD] for name, t in safetensors.torch.load_file(file).items()}
+    for name, t in again.items():
+        assert t.dtype == expected[name].dtype and torch.equal(t, expected[name]), (case, name)
+    counts: list[int] = [0] * WORLD
+    dist.all_gather_object(counts, len(again))
+    assert sum(counts) == len(expected), case
+    assert json.loads((folder / "config.json").read_text()) == kind.config
+
+
+def other_kinds(folder: Path, rank: int) -> None:
+    for name, kind in OTHERS.items():
+        expected = kind.published()
+        if rank == 0:
+            kind.publish(folder / name, expected)
+        dist.barrier()
+        for number, case in enumerate(FOR_OTHERS):
+            tensors = MESHES[case](kind.shape)
+            import_weights(folder / name, kind.shape, tensors, global_indices)
+            check_export(folder / f"{name} {number}", kind, tensors, expected, f"{name}, {case}", rank)
 
 
 def error_of(action) -> Exception:
@@ -210,26 +273,25 @@ def faults_reach_every_rank(folder: Path, rank: int) -> None:
     source = folder / "published"
     # A copy differs in a row that only the last rank reads.
     if rank == 0:
-        changed = published()
+        changed = GLM_45.published()
         changed["model.layers.4.embed_tokens.weight"][49, 3] += 1
-        (folder / "changed").mkdir()
-        (folder / "changed/config.json").write_text(json.dumps(CONFIG))
-        safetensors.torch.save_file(changed, folder / "changed/model.safetensors", {"format": "pt"})
+        GLM_45.publish(folder / "changed", changed)
     dist.barrier()
-    tensors = MESHES["rows"]()
-    error = error_of(lambda: import_weights(folder / "changed", SHAPE, tensors, global_indices))
+    shape, config = GLM_45.shape, GLM_45.config
+    tensors = MESHES["rows"](shape)
+    error = error_of(lambda: import_weights(folder / "changed", shape, tensors, global_indices))
     assert isinstance(error, UserError) and "model.layers.4.embed_tokens.weight differs" in str(error)
     # One rank's memory is of another shape; one rank lacks a tensor that it should hold.
-    import_weights(source, SHAPE, tensors, global_indices)
+    import_weights(source, shape, tensors, global_indices)
     broken = dict(tensors) | ({"norm.weight": tensors["norm.weight"].to_local()} if rank == 2 else {})
     error = error_of(
         lambda: export_weights(
-            folder / "broken", SHAPE, CONFIG, broken, lambda t: 1 / 0 if rank == 1 else global_indices(t)
+            folder / "broken", shape, config, broken, lambda t: 1 / 0 if rank == 1 else global_indices(t)
         )
     )
     assert isinstance(error, CheckpointError) and "rank 1" in str(error) and "ZeroDivisionError" in str(error)
     missing = {name: t for name, t in tensors.items() if not (rank == 3 and name == "lm_head.weight")}
-    error = error_of(lambda: export_weights(folder / "broken", SHAPE, CONFIG, missing, global_indices))
+    error = error_of(lambda: export_weights(folder / "broken", shape, config, missing, global_indices))
     assert isinstance(error, CheckpointError) and "lm_head.weight: " in str(error)
     dist.barrier()
     assert not list(folder.glob("broken*"))
@@ -241,6 +303,7 @@ def worker(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         round_trips(folder, rank)
+        other_kinds(folder, rank)
         faults_reach_every_rank(folder, rank)
     finally:
         dist.destroy_process_group()
@@ -252,3 +315,20 @@ def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
         port = probe.getsockname()[1]
     mp.spawn(worker, (port, tmp_path), nprocs=WORLD)
     assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 24
+    for name, kind in {"out": GLM_45, **OTHERS}.items():
+        exports = sorted(tmp_path.glob(f"{name}?*"))
+        assert len(exports) >= 8
+        transformers_opens(exports[-1], kind)
+
+
+@torch.no_grad()
+def transformers_opens(folder: Path, kind: Kind) -> None:
+    """Its logits of an export from the last of the meshes are ours of what was published."""
+    ours, whole = Transformer(kind.shape), kind.published()
+    own = dict(ours.named_parameters()) | dict(ours.named_buffers())
+    HFNames(kind.shape, with_copies=kind.with_copies).from_hf(whole.items(), own)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(24).view(2, 12)
+    expected = ours(tokens)
+    # FP32 sums in another order, relative to the largest logit: weights of N(0, 1) make large ones.
+    assert (theirs(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
