@@ -1,4 +1,4 @@
-"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with one tensor in memory at a time."""
+"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with two or three tensors in memory."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from glm46.checkpoint.hf_export import Layout, export_weights
 from glm46.checkpoint.hf_fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import HFNames, raise_if
-from glm46.checkpoint.step_tensors import StepTensors, write_model
+from glm46.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.config.model import Model, ModelShape
@@ -95,10 +95,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
     if layout.fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(layout.fp8)
-    with _progress() as progress:
+    with _progress() as progress, ReadAhead(list(names.entries), tensors.__getitem__) as ahead:
         task = progress.add_task("writing tensors", total=len(names.entries))
         size = export_weights(
-            arguments.output, shape, config, tensors, _whole, layout=layout,
+            arguments.output, shape, config, ahead, _whole, layout=layout,
             report=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")

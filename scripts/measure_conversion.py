@@ -38,7 +38,7 @@ from glm46.data.tokenizer_export import files_beside_weights, stop_ids  # noqa: 
 LEAST_SPEED = 0.6
 """Of the copy's bytes per second."""
 
-MOST_TENSORS = 2.0
+MOST_TENSORS = 4.0
 """Memory beyond the model's, in tensors as large as the largest, plus `BASE_BYTES`."""
 
 BASE_BYTES = 32_000_000
@@ -231,6 +231,9 @@ class Measurement:
             take("export", self.source, lambda model=model: self._export(model))
             self._require_same(self.place / "exported")
             shutil.rmtree(self.place / "exported")
+            # Again at the end, and the mean counts: memory that was just given back is taken faster than other.
+            take("copy", self.source, lambda: copy(self.source, self.place / "copied"))
+            shutil.rmtree(self.place / "copied")
         for name in [name for name in seconds if name != "copy"]:
             self._require_memory(name, memory[name])
         if rounds:
@@ -249,7 +252,8 @@ class Measurement:
             self._require(False, f"{folder.name}: {len(differing)} tensors differ, such as {differing[0]}")
 
     def _report(self, seconds: dict[str, list[float]]) -> None:
-        base = seconds.pop("copy")
+        copies = seconds.pop("copy")
+        base = [statistics.mean(copies[i : i + 2]) for i in range(0, len(copies), 2)]
         print(f"  copy: {self.nbytes / statistics.median(base) / 1e9:.3f} GB/s")
         for name, times in seconds.items():
             ratio = statistics.median(copied / took for copied, took in zip(base, times, strict=True))

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.integrity import FileRecord
 from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
+from glm46.checkpoint.safetensors_file import WRITE_BYTES
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = WRITE_BYTES
 
 
 class _HashedFile:
@@ -44,7 +45,8 @@ class _HashedFile:
         else:
             hashed = self._hasher.submit(self._digest.update, piece)
             try:
-                self._file.write(piece)
+                for start in range(0, length, WRITE_BYTES):
+                    self._file.write(memoryview(piece).cast("B")[start : start + WRITE_BYTES])
             finally:
                 hashed.result()  # torch owns the memory of the piece only until this call returns
         self._length += length
@@ -256,13 +258,19 @@ def read_tensors(
     if faults:
         return faults
     wanted = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
-    with ranks.stage("reading tensors"), torch.no_grad():
-        planner, reader = DefaultLoadPlanner(), _Reader(folder, metadata)
-        planner.set_up_planner(wanted, metadata, ranks.is_first)
-        reader.set_up_storage_reader(metadata, ranks.is_first)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+    with ranks.stage("reading tensors"):
+        fill_tensors(folder, metadata, wanted, is_first=ranks.is_first)
     return []
+
+
+@torch.no_grad()
+def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
+    """Fill tensors in place by metadata that was checked, and has all of them. Not collective."""
+    planner, reader = DefaultLoadPlanner(), _Reader(folder, metadata)
+    planner.set_up_planner(tensors, metadata, is_first)
+    reader.set_up_storage_reader(metadata, is_first)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _name_faults(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, optional: Sequence[str]) -> list[str]:

@@ -156,9 +156,8 @@ def _make_draft(draft: Path, files: list[_File]) -> None:
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     for file in files:
-        with (draft / file.name).open("xb") as opened:
-            opened.write(file.header)
-            opened.truncate(file.nbytes)
+        # No longer than its header: ext4 takes what is written behind the end twice as fast as what fills a hole.
+        (draft / file.name).write_bytes(file.header)
 
 
 def _names_to_write(names: HFNames, tensors: Mapping[str, Tensor], held: Held, ranks: Ranks) -> list[str]:

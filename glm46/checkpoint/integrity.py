@@ -7,6 +7,7 @@ bytes are not exactly the canonical text of its content is refused, so no byte o
 import hashlib
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,21 @@ class FileRecord:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Length and SHA-256 of a file, read in pieces.
+    """Length and SHA-256 of a file, read in pieces; each is hashed by another thread while the next one is read.
 
     Raises:
         OSError: when it cannot be read.
     """
     digest = hashlib.sha256()
     length = 0
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+    reading, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
+    hashed: Future[None] | None = None
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
+        while count := file.readinto(reading):
+            if hashed is not None:
+                hashed.result()
+            hashed = hasher.submit(digest.update, reading[:count])
+            reading, other = other, reading
             length += count
     return FileRecord(bytes=length, sha256=digest.hexdigest())
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from glm46.checkpoint.manager import CheckpointManager
-from glm46.checkpoint.step_tensors import StepTensors
+from glm46.checkpoint.step_tensors import ReadAhead, StepTensors
 from glm46.cli import main
 from glm46.config.loader import dump_run
 from glm46.config.model import Model
@@ -112,3 +112,20 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
     )
     assert "SHA-256" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_tensors_are_made_ahead_once_each_and_not_to_see_whether_they_are_there():
+    made = []
+
+    def make(name):
+        made.append(name)
+        if name == "c":
+            raise OSError("the disk fails")
+        return torch.ones(1)
+
+    with ReadAhead(["a", "b", "c", "d"], make) as tensors:
+        assert "a" in tensors and "e" not in tensors and list(tensors) == ["a", "b", "c", "d"] and made == []
+        assert all(torch.equal(tensors[name], torch.ones(1)) for name in "ab")
+        with pytest.raises(OSError, match="the disk fails"):
+            tensors["c"]
+    assert made == ["a", "b", "c"]
