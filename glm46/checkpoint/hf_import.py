@@ -31,6 +31,9 @@ Held = Callable[[Tensor], list[Tensor]]
 Report = Callable[[int, int], None]
 """(elements done, elements in all), called after each tensor."""
 
+_TENSORS_SHOWN = 10
+"""Tensors of a wrong shape or type that are named; the rest is counted. A wrong config.json makes thousands."""
+
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
 """Keys that a run may set otherwise than the weights were trained with: they stretch positions or do not matter.
 num_nextn_predict_layers may be smaller: then the prediction layers left out are not read."""
@@ -104,11 +107,15 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
     scheme = scheme_of(raw, str(folder / CONFIG))
     scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
     faults += names.name_faults(name for name in found if name not in scales)
+    unfit: list[str] = []
     for name, (_, record) in found.items():
         is_fp8 = scheme is not None and record.dtype == torch.float8_e4m3fn  # checked by scale_faults
         dtype = torch.bfloat16 if is_fp8 else record.dtype
         if name in names.places and (fault := names.fault(name, record.shape, dtype)) is not None:
-            faults.append(fault)
+            unfit.append(fault)
+    faults += unfit[:_TENSORS_SHOWN]
+    if len(unfit) > _TENSORS_SHOWN:
+        faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors have another shape or type than the model's")
     raise_if([f"{folder}: {fault}" for fault in faults])
     return names, found
 

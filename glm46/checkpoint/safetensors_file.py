@@ -42,8 +42,8 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the `safetensors` library."""
 
 WRITE_BYTES = 1 << 18
-"""Most bytes of one write. Linux 6.18 on ext4 took 256 KiB three times as fast as 1 or 8 MiB, for which it looks for large
-runs of free memory."""
+"""Most bytes of one write. Linux 6.18 on ext4 took 256 KiB three times as fast as 1 or 8 MiB, for which it looks for
+large runs of free memory."""
 
 
 @dataclass(frozen=True)

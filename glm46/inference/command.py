@@ -27,16 +27,18 @@ def generate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model, tokenizer = load_for_inference(
         arguments.model or arguments.checkpoint, tokenizer=arguments.tokenizer, dtype=dtype, device=device
     )
     if arguments.speculative and not model.mtp:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
+    prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
+    raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
     generation = Generation(
         model,
-        [_prompt(tokenizer, text, arguments) for text in arguments.prompt],
+        prompts,
         max_new_tokens=arguments.max_new_tokens,
         sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.seed),
         stop=frozenset(stop_ids(tokenizer)),
@@ -89,6 +91,29 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         faults.append("--system and --thinking belong to --chat; add it")
     if faults:
         raise UserError(*faults)
+
+
+def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
+    """Refuse text that is longer than what the model has positions for."""
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > positions:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
+            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: no such device; say cpu, or cuda:0 for the first GPU") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: glm46 runs on cpu and cuda")
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UserError(f"--device {name}: torch finds {gpus} GPUs here; say cpu")
+    return device
 
 
 def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from glm46.checkpoint.hf_config import CONFIG
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import raise_if
+from glm46.checkpoint.integrity import MANIFEST
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape
@@ -28,6 +29,10 @@ def load_for_inference(
     Raises:
         UserError: the folder is neither, or damaged, or there is no tokenizer.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
+        raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST})")
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
     model, known = load(folder, dtype, device)
     loaded = load_tokenizer(tokenizer or known)

@@ -15,7 +15,7 @@ from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import config_of, read_config, shape_of
 from glm46.checkpoint.hf_export import Layout, export_weights
-from glm46.checkpoint.hf_import import find_tensors, import_weights, stored_shape
+from glm46.checkpoint.hf_import import check_folder, find_tensors, import_weights, stored_shape
 from glm46.checkpoint.hf_names import HFNames, Part
 from glm46.checkpoint.safetensors_file import TensorFile, lay_out, read_records
 from glm46.config.errors import UserError
@@ -399,3 +399,15 @@ def test_other_files_are_written_with_the_weights(tmp_path):
     layout = Layout(other_files={"tokenizer.json": b"{}"})
     export_weights(tmp_path / "a/b/out", shape, config, tensors, whole, layout=layout)
     assert (tmp_path / "a/b/out/tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_wrong_config_is_told_in_a_few_lines(tmp_path):
+    shape, with_copies = MODELS["4.6-like"]
+    make_folder(tmp_path / "hf", shape, with_copies)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"moe_intermediate_size": 16}))
+    with pytest.raises(UserError) as caught:
+        check_folder(tmp_path / "hf", stored_shape(tmp_path / "hf"))
+    # Three matrices of each routed and shared expert, in two layers and a prediction layer.
+    assert len(caught.value.faults) == 11
+    assert "53 more tensors have another shape or type" in caught.value.faults[-1]

@@ -266,12 +266,26 @@ def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
         (["--system", "x"], ["belong to --chat"]),
         (["--prompt", ""], ["--prompt is empty"]),
         (["--tokenizer", "nowhere"], ["no such file"]),
+        (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 tokens", "2048 positions"]),
+        (["--device", "nonsense"], ["--device nonsense: no such device"]),
+        (["--device", "meta"], ["--device meta: glm46 runs on"]),
+        (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
+        (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
     ],
 )
 def test_mistakes_are_said_with_exit_code_2(arguments, words, folders, capsys):
     assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words)
+
+
+def test_a_folder_that_is_no_model_is_said(tmp_path, capsys):
+    for option, folder, words in (
+        ("--model", tmp_path / "none", "none: no such folder"),
+        ("--checkpoint", tmp_path, "neither a Hugging Face folder (config.json) nor a step folder"),
+    ):
+        assert main(["generate", option, str(folder), "--prompt", "x"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
