@@ -88,7 +88,7 @@ def test_a_disk_without_room_keeps_what_it_has_and_takes_the_next_save_when_ther
     for step in (2, 3):
         with pytest.raises(CheckpointError, match="No space left on device"):
             getattr(manager, save)(step, large, {})
-            manager._background.settle()
+            manager._settle()
             manager.poll()
         assert sorted(path.name for path in (full_disk / "run").iterdir()) == ["latest", "step-000001"]
         assert shutil.disk_usage(full_disk).free > 700_000  # the draft went
