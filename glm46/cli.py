@@ -218,10 +218,12 @@ def _refuse_overrides(verb: str, overrides: Sequence[str]) -> None:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.config.loader import load_run
+    from glm46.training.stop import StopRequest
 
+    stop = StopRequest()
     load_run(arguments.config, overrides)
     # Torch takes seconds to import: only now, and the rules about the number of processes with it.
     from glm46.distributed.process import launched_world_size
     from glm46.training.trainer import train
 
-    return train(load_run(arguments.config, overrides, world_size=launched_world_size() or 1))
+    return train(load_run(arguments.config, overrides, world_size=launched_world_size() or 1), stop)

@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +23,10 @@ from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.nodes import VARIABLES, Nodes, detect_nodes
 from glm46.planner.requirement import describe_requirement
-from glm46.training.stop import EXIT_HANG, EXIT_STOPPED, STOPPED
+from glm46.training.stop import EXIT_HANG, EXIT_SIGNAL, EXIT_STOPPED, STOPPED
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
-_EXIT_SIGNAL = 128
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough that sharding and collectives are real; more would only split the same cores further."""
@@ -39,6 +39,7 @@ _REJOIN_SECONDS = 600
 _FRUITLESS_STARTS = 3
 """Starts in a row without a new checkpoint after which no other is tried."""
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SIGNALS_OF_JOB_SYSTEMS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class End(NamedTuple):
@@ -59,12 +60,28 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
         max_restarts: how often all ranks are started again after one failed or went silent.
 
     Returns:
-        Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1 after a save;
+        Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1, nothing is lost;
         128 + n stopped by signal n otherwise; else a rank failed, or went silent, and no start is left.
 
     Raises:
         UserError: the run is not sound.
     """
+    with _stopping_at_once():
+        return _launch(config, overrides, processes, max_restarts)
+
+
+@contextmanager
+def _stopping_at_once() -> Iterator[None]:
+    """While torchrun does not listen to signals there is nothing to save: EXIT_STOPPED at once."""
+    handlers = {number: signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED)) for number in _SIGNALS_OF_JOB_SYSTEMS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int) -> int:
     run = load_run(config, overrides, world_size=None)
     if max_restarts and not run.checkpoint.enable:
         raise UserError(
@@ -86,16 +103,23 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
         _prepare(run, processes * nodes.count)
     share_cores(machine.cores, processes)
     mark = Path(run.job.dump_folder) / STOPPED
-    mark.unlink(missing_ok=True)
+    mark.parent.mkdir(parents=True, exist_ok=True)
     checkpoints = Path(run.job.dump_folder) / run.checkpoint.folder
+
+    def start(number: int) -> End:
+        mark.write_text("0\n")  # the first rank removes it when training begins
+        return _start(_meeting(nodes, processes, number), ["train", "--config", str(config), *overrides])
+
     code = keep_running(
-        lambda number: _start(_meeting(nodes, processes, number), ["train", "--config", str(config), *overrides]),
+        start,
         lambda: max(published_steps(checkpoints), default=0),
         max_restarts,
     )
     # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
-    stopped_by_system = code - _EXIT_SIGNAL in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return EXIT_STOPPED if stopped_by_system and mark.exists() else code
+    stopped_by_system = code - EXIT_SIGNAL in _SIGNALS_OF_JOB_SYSTEMS
+    is_at_rest = mark.exists()
+    mark.unlink(missing_ok=True)
+    return EXIT_STOPPED if stopped_by_system and is_at_rest else code
 
 
 def _prepare(run: Run, world_size: int) -> None:
@@ -206,7 +230,7 @@ def _start(options: Sequence[str], command: Sequence[str]) -> End:
         print(f"error: {cause}", file=sys.stderr)
         return End(_EXIT_FAILED_RANK, cause)
     except SignalException as stop:
-        return End(_EXIT_SIGNAL + stop.sigval)
+        return End(EXIT_SIGNAL + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if any(each.exitcode == EXIT_HANG for each in error.failures.values()):

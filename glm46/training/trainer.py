@@ -53,18 +53,22 @@ class _TooManyBadSteps(Exception):
     """A row of skipped steps is longer than [training] max_skipped_steps; raised on all ranks together."""
 
 
-def train(run: Run) -> int:
+def train(run: Run, stop: StopRequest | None = None) -> int:
     """Train as `run` says, on this rank of however many there are; collective.
+
+    Args:
+        run: what to do.
+        stop: made earlier, so that signals are heard from then on.
 
     Returns:
         Exit code: 0 when the budget is spent, EXIT_STOPPED when a signal stopped the run after a save.
     """
     die_with_parent()
+    stop = stop or StopRequest()
     dump_folder = Path(run.job.dump_folder)
     # Before the ranks meet: one that is refused then is no rank that the others wait for.
     lock = RunLock(dump_folder) if launched_rank() == 0 else None
     process = join(run.comm.init_timeout_seconds)
-    stop = StopRequest()
     watchdog = Watchdog(
         process,
         dump_folder / "hang",
@@ -135,6 +139,10 @@ def _train(
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
     saver = Saver(parts, report, progress, spikes)
     stragglers = Stragglers(parts.process.rank, parts.process.world_size, parts.layout.pp)
+    at_rest = Path(run.job.dump_folder) / STOPPED
+    if parts.process.is_main:
+        at_rest.unlink(missing_ok=True)
+    stop.training_begins()
     while progress.tokens < budget:
         sequences = batch_sequences(
             run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
@@ -185,15 +193,13 @@ def _train(
     gc.enable()
     watchdog.close()
     saver.finish(progress, validation)
+    if parts.process.is_main and run.checkpoint.enable:
+        at_rest.write_text(f"{progress.step}\n")
     is_finished = progress.tokens >= budget
     if run.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop.signal_name, is_finished=is_finished))
-    if is_finished:
-        return 0
-    if parts.process.is_main and run.checkpoint.enable:
-        (Path(run.job.dump_folder) / STOPPED).write_text(f"{progress.step}\n")
-    return EXIT_STOPPED
+    return 0 if is_finished else EXIT_STOPPED
 
 
 def agree(

@@ -1,0 +1,131 @@
+"""Run under torchrun with four ranks: save on one mesh, go on with others; what each pair shows is printed as JSON.
+
+    PYTHONPATH=. python -m torch.distributed.run --standalone --nproc-per-node=4 tests/ranks/changed_meshes.py
+
+Names of meshes as arguments choose a few, each of which loads what the one before it has saved.
+The trainer's own parts, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
+another has saved: every weight, optimizer state, buffer and balance must be equal bit for bit, and the next losses
+those of the mesh that saved and went on.
+"""
+
+import json
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.distributed.process import Process, join, leave
+from glm46.training.build import Parts, assemble
+from glm46.training.loss import count_tokens
+from glm46.training.resume import checkpoint_tensors
+from glm46.training.step import train_step
+from tests.ranks.sharded_layouts import Layout, make_batch, make_run, micro_batches, whole
+
+MESHES = {
+    "FSDP": Layout(),
+    "HSDP": Layout(replicate=2),
+    "copies": Layout(replicate=4),
+    "EP": Layout(experts_over=2),
+    "EP4": Layout(experts_over=4),
+    "CP": Layout(context=2),
+    "TP": Layout(tensor=2),
+    "TP and EP": Layout(tensor=4, experts_over=2),
+    "PP": Layout(pipeline=2, micro_batches=4),
+    "PP and TP": Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
+    "PP and CP": Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
+    "PP4": Layout(pipeline=4, micro_batches=4),
+}
+# Twelve experts, which every mesh can divide.
+MESHES = {name: layout._replace(num_experts=12) for name, layout in MESHES.items()}
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+OFFSETS = (1, 5)
+"""Each mesh loads what those so many places before it have saved."""
+
+
+def settings(layout: Layout):
+    """A run whose optimizer has every kind of state: Muon's momentum, and AdamW's for the rest."""
+    run = make_run(layout)
+    moe = run.moe.model_copy(update={"balance": "sign", "bias_update_rate": 0.01})
+    return run.model_copy(update={"moe": moe})
+
+
+def next_steps(parts: Parts, layout: Layout, first: int, count: int) -> list[float]:
+    """Losses of some steps."""
+    losses = []
+    for step in range(first, first + count):
+        counts = count_tokens([make_batch(step)])
+        outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
+        losses.append(outcome.loss_sum.item() / counts.targets)
+    return losses
+
+
+def state(parts: Parts) -> dict[str, Tensor]:
+    """All tensors that a checkpoint holds and that are the same on every mesh, whole; collective."""
+    tensors = {n: t for n, t in checkpoint_tensors(parts).items() if not n.startswith("rng.")}
+    return {name: whole(tensor).clone() for name, tensor in tensors.items()}
+
+
+def merged(here: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks: the stages of a pipeline hold different ones."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return {name: tensor for tensors in everyone for name, tensor in tensors.items()}
+
+
+def save(process: Process, base: Path, name: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Train on a mesh and save; the saved tensors, and the losses of the steps after it."""
+    layout, run = MESHES[name], settings(MESHES[name])
+    run = run.model_copy(update={"job": run.job.model_copy(update={"dump_folder": str(base / name)})})
+    parts = assemble(run, process, None, {})
+    next_steps(parts, layout, 0, STEPS_BEFORE)
+    parts.checkpoints.save(STEPS_BEFORE, checkpoint_tensors(parts), {"mesh": name})
+    parts.checkpoints.close()
+    return merged(state(parts)), next_steps(parts, layout, STEPS_BEFORE, STEPS_AFTER)
+
+
+def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Load on a mesh what another one has saved, and go on."""
+    layout, run = MESHES[name], settings(MESHES[name])
+    run = run.model_copy(update={"job": run.job.model_copy(update={"dump_folder": str(base / saved)})})
+    parts = assemble(run, process, None, {})
+    meta = parts.checkpoints.load(STEPS_BEFORE, checkpoint_tensors(parts), optional=("rng.",), ignored=("rng.",))
+    assert meta == {"mesh": saved}
+    parts.checkpoints.close()
+    found = merged(state(parts))
+    return found, next_steps(parts, layout, STEPS_BEFORE, STEPS_AFTER)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    process = join(120)
+    base: list = [tempfile.mkdtemp() if process.is_main else None]
+    dist.broadcast_object_list(base)
+    base, names, offsets = Path(base[0]), list(MESHES), OFFSETS
+    if sys.argv[1:]:
+        names, offsets = sys.argv[1:], (1,)
+    kept = {name: save(process, base, name) for name in names}
+    for place, offset in product(range(len(names)), offsets):
+        name, saved = names[place], names[place - offset]
+        tensors, losses = load(process, base, saved, name)
+        before, expected = kept[saved]
+        errors = [abs(found / wanted - 1.0) for found, wanted in zip(losses, expected, strict=True)]
+        row = {
+            "saved on": saved,
+            "went on with": name,
+            "tensors": len(before),
+            "states": sum(key.startswith("optimizer.") for key in before),
+            "different": [key for key in before.keys() | tensors.keys()
+                          if key not in tensors or key not in before or not torch.equal(before[key], tensors[key])],
+            "loss errors": errors,
+        }  # fmt: skip
+        if process.is_main:
+            print(json.dumps(row), flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A signal to the launcher at moments that are hard to hit, and a rank that leaves; a program that prints JSON.
+
+PYTHONPATH=. python tests/ranks/stops.py --moments 50 --seed 1
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from glm46.checkpoint.publish import published_steps
+from glm46.config.loader import dump_run
+from glm46.data.tokenizer import load_tokenizer
+from glm46.training import resume, trainer
+from tests.conftest import small_run, write_source
+from tests.ranks.forked_launch import fork_launch, is_alive
+
+MOMENTS = ("start", "load", "validation", "save", "step")
+LEFT_WITH = 7
+"""Exit code of a rank that leaves on its own."""
+
+
+def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
+    """Make the mark when this rank is at a moment, and stay there for a while."""
+    torch.set_num_threads(1)
+    steps = 0
+
+    def arrive() -> None:
+        if rank == 0 and not mark.exists():
+            mark.write_text(str(steps))
+        time.sleep(pause)
+
+    def at(name: str, function):
+        def wrapped(*arguments):
+            nonlocal steps
+            if moment == name and (name not in ("step", "second", "leave") or steps == 2):
+                if name == "leave" and rank == 1:
+                    os._exit(LEFT_WITH)
+                arrive()
+            steps += function is train_step
+            return function(*arguments)
+
+        return wrapped
+
+    train_step = trainer.train_step
+    for name in ("step", "second", "leave"):
+        if name == moment:
+            trainer.train_step = at(name, train_step)
+    if moment not in ("step", "second", "leave"):
+        trainer.train_step = at("none", train_step)
+    trainer.evaluate = at("validation", trainer.evaluate)
+    resume.start = at("load", resume.start)
+    trainer.Saver._save = at("save", trainer.Saver._save)
+
+
+def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random.Random) -> dict:
+    """Start the run and end it at a moment."""
+    mark, log = base / "mark", base / "log"
+    mark.unlink(missing_ok=True)
+    pause = 1000.0 if moment == "second" else chance.uniform(0.05, 0.3)
+    launcher = fork_launch(base / "run.toml", log, lambda rank: hamper(rank, moment, mark, pause))
+    if moment == "start":
+        time.sleep(chance.uniform(0.0, 0.8))
+    while moment not in ("start", "leave", "none") and not mark.exists() and is_alive(launcher):
+        time.sleep(0.002)
+    began = time.monotonic()
+    if moment not in ("leave", "none"):
+        time.sleep(chance.uniform(0.0, 0.05))
+        os.kill(launcher, number)
+    if moment == "second":
+        time.sleep(1.5)
+        began = time.monotonic()
+        os.kill(launcher, number)
+    while is_alive(launcher) and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    if is_alive(launcher):
+        os.kill(launcher, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+    folder = Path(run.job.dump_folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
+    return {
+        "moment": moment,
+        "signal": number.name,
+        "code": code,
+        "seconds": time.monotonic() - began,
+        "step": max(steps, default=0),
+        "saved": max(published_steps(folder / "checkpoint"), default=0),
+        "said": log.read_text()[-3000:],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--moments", type=int, default=0, help="0: each once, and the other cases")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        run = small_run(
+            source, base / "out", training={"steps": 12 if not arguments.moments else 10_000},
+            checkpoint={"interval": 3}, validation={"enable": True, "freq": 2, "steps": 1},
+        )  # fmt: skip
+        (base / "run.toml").write_text(dump_run(run))
+        chosen = ["step", *MOMENTS[:4], "second", "leave", "none"]
+        if arguments.moments:
+            chosen = ["step"] + [chance.choice(MOMENTS) for _ in range(arguments.moments - 1)]
+        for moment in chosen:
+            number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+            row = attempt(run, base, moment, number, chance)
+            print(json.dumps(row), flush=True)
+            if arguments.moments and (row["code"] != 75 or row["saved"] != row["step"]):
+                sys.exit(f"{moment}: not saved, or another exit code")
+
+
+if __name__ == "__main__":
+    main()

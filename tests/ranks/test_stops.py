@@ -1,0 +1,28 @@
+"""Signals at moments that are hard to hit, and a rank that leaves: stops.py, which says how to run many."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("stops.py")
+
+
+def test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once():
+    done = subprocess.run(
+        [sys.executable, PROGRAM], capture_output=True, text=True, timeout=400,
+        env=os.environ | {"PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {row["moment"]: row for row in map(json.loads, done.stdout.splitlines())}
+    for moment in ("step", "start", "load", "validation", "save"):
+        row = rows[moment]
+        assert row["code"] == 75, row
+        assert row["saved"] == row["step"] >= 3, row  # what was computed is saved; nothing before it is lost
+        assert "Traceback" not in row["said"], row
+    assert rows["step"]["step"] == 3  # the signal came in this step, which was ended
+    second = rows["second"]
+    assert second["code"] not in (0, 75) and second["seconds"] < 5, second  # a rank would have slept on
+    assert rows["leave"]["code"] == 1 and "rank 1 ended with exit code 7" in rows["leave"]["said"], rows["leave"]
+    assert rows["none"]["code"] == 0 and rows["none"]["saved"] == rows["none"]["step"] == 12, rows["none"]
