@@ -5,6 +5,7 @@ says it as often as there are ranks. What torchrun does is then done by torchrun
 """
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -72,8 +73,9 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
 
 @contextmanager
 def _stopping_at_once() -> Iterator[None]:
-    """While torchrun does not listen to signals there is nothing to save: EXIT_STOPPED at once."""
-    handlers = {number: signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED)) for number in _SIGNALS_OF_JOB_SYSTEMS}
+    """While torchrun does not listen to signals there is nothing to save: EXIT_STOPPED at once. Without an exception,
+    which is lost where the signal comes while the interpreter cleans up."""
+    handlers = {number: signal.signal(number, lambda *_: os._exit(EXIT_STOPPED)) for number in _SIGNALS_OF_JOB_SYSTEMS}
     try:
         yield
     finally:

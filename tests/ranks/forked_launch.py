@@ -26,15 +26,19 @@ class ForkedRank:
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str]):
         self.returncode: int | None = None
+        # Python has hooks around a fork and loses what a handler raises there; `subprocess` runs none of them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
             # As in a new interpreter: no descriptors of the launcher, no handlers, a session of its own.
             os.closerange(3, 512)
             for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.setsid()
             os.environ.update(env)
             _end_with(lambda: self._run(args))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _run(self, args: tuple[str, ...]) -> int:
         ForkedRank.prepare(int(os.environ["RANK"]))

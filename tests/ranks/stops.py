@@ -67,7 +67,7 @@ def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random
     pause = 1000.0 if moment == "second" else chance.uniform(0.05, 0.3)
     launcher = fork_launch(base / "run.toml", log, lambda rank: hamper(rank, moment, mark, pause))
     if moment == "start":
-        time.sleep(chance.uniform(0.0, 0.8))
+        time.sleep(chance.uniform(0.1, 0.8))  # before, the launcher itself is only beginning
     while moment not in ("start", "leave", "none") and not mark.exists() and is_alive(launcher):
         time.sleep(0.002)
     began = time.monotonic()
@@ -93,7 +93,7 @@ def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random
         "seconds": time.monotonic() - began,
         "step": max(steps, default=0),
         "saved": max(published_steps(folder / "checkpoint"), default=0),
-        "said": log.read_text()[-3000:],
+        "said": log.read_text(),
     }
 
 
