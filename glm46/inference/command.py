@@ -41,7 +41,7 @@ def generate_command(argv: Sequence[str]) -> int:
         prompts,
         max_new_tokens=arguments.max_new_tokens,
         sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.seed),
-        stop=frozenset(stop_ids(tokenizer)),
+        stop=frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token))),
         vocab_size=tokenizer.vocab_size,
         speculative=arguments.speculative,
     )
@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--stop-token", action="append", default=[], metavar="TEXT", help="end at this token too; again for more"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top-k", type=int, help="draw among this many likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest tokens up to this chance")
@@ -123,6 +126,16 @@ def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> l
     if not ids:
         raise UserError("--prompt is empty; give some text")
     return ids
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a special token by its name, or of a text that is one token."""
+    if text in tokenizer.special:
+        return tokenizer.special[text]
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) != 1:
+        raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
+    return ids[0]
 
 
 def _print_all(generation: Generation, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:

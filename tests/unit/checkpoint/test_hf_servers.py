@@ -1,8 +1,8 @@
 """The names of an export are those that SGLang's loader turns into the parameters of its model: all filled, none left.
 
-Neither server can run here. What its loader does with a name is written down again, from what it says in
-github.com/sgl-project/sglang, python/sglang/srt/models/glm4_moe.py (commit 005ffc65), `load_weights`; vLLM's
-`glm4_moe.py` has the same rules. Expert names: `make_expert_params_mapping` of its FusedMoE.
+No server can run here. What SGLang's loader does with a name is written down again, from what it says in
+github.com/sgl-project/sglang, python/sglang/srt/models/glm4_moe.py (commit 005ffc65), `load_weights`. Expert names as
+in the usual mapping of a FusedMoE, whose source was not read, nor was vLLM's loader.
 """
 
 import re

@@ -249,6 +249,15 @@ def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders,
     assert texts[0].strip("\n") in capsys.readouterr().out
 
 
+def test_a_row_ends_at_a_token_that_was_named(folders, capsys):
+    command = ["generate", "--model", str(folders[1]), "--prompt", "def f(", "--max-new-tokens"]
+    assert main([*command, "1"]) == 0
+    first = capsys.readouterr().out[:-1]
+    assert first and main([*command, "12", "--stop-token", "<think>", "--stop-token", first]) == 0
+    said = capsys.readouterr()
+    assert said.out == "\n" and said.err.startswith("0 tokens")
+
+
 def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
     step, hf, _ = folders
     for folder in (step, hf):
@@ -267,6 +276,7 @@ def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
         (["--prompt", ""], ["--prompt is empty"]),
         (["--tokenizer", "nowhere"], ["no such file"]),
         (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 tokens", "2048 positions"]),
+        (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
         (["--device", "nonsense"], ["--device nonsense: no such device"]),
         (["--device", "meta"], ["--device meta: glm46 runs on"]),
         (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
