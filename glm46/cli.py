@@ -19,11 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"], ["inspect"]) or _prepares_files(argv):
-            return _own_command(argv[0])(argv[1:])
-        tokens, overrides = _split_overrides(argv)
-        arguments = _parser().parse_args(tokens)
-        return arguments.run(arguments, overrides)
+        code = _run(argv)
+        # Here, and not when the interpreter ends: there nobody catches that the reader has gone.
+        sys.stdout.flush()
+        return code
     except UserError as error:
         _print_faults(error)
         return _EXIT_USER_ERROR
@@ -44,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough. Close before the interpreter tries to flush.
         sys.stderr.close()
         return 0
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"], ["inspect"]) or _prepares_files(argv):
+        return _own_command(argv[0])(argv[1:])
+    tokens, overrides = _split_overrides(argv)
+    arguments = _parser().parse_args(tokens)
+    return arguments.run(arguments, overrides)
 
 
 def _prepares_files(argv: Sequence[str]) -> bool:
