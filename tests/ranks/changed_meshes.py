@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python -m torch.distributed.run --standalone --nproc-per-node=4 tests/ranks/changed_meshes.py
 
-Names of meshes as arguments choose a few, each of which loads what the one before it has saved.
+Names of meshes as arguments: only these save, and every mesh loads what one of them, not itself, has saved.
 The trainer's own parts, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
 another has saved: every weight, optimizer state, buffer and balance must be equal bit for bit, and the next losses
 those of the mesh that saved and went on.
@@ -104,12 +104,12 @@ def main() -> None:
     process = join(120)
     base: list = [tempfile.mkdtemp() if process.is_main else None]
     dist.broadcast_object_list(base)
-    base, names, offsets = Path(base[0]), list(MESHES), OFFSETS
-    if sys.argv[1:]:
-        names, offsets = sys.argv[1:], (1,)
-    kept = {name: save(process, base, name) for name in names}
-    for place, offset in product(range(len(names)), offsets):
-        name, saved = names[place], names[place - offset]
+    base, names, some = Path(base[0]), list(MESHES), sys.argv[1:]
+    pairs = [(names[place - offset], names[place]) for place, offset in product(range(len(names)), OFFSETS)]
+    if some:
+        pairs = [(some[(i + (some[i % len(some)] == name)) % len(some)], name) for i, name in enumerate(names)]
+    kept = {name: save(process, base, name) for name in dict.fromkeys(saved for saved, _ in pairs)}
+    for saved, name in pairs:
         tensors, losses = load(process, base, saved, name)
         before, expected = kept[saved]
         errors = [abs(found / wanted - 1.0) for found, wanted in zip(losses, expected, strict=True)]
