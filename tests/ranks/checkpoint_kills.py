@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from glm46.checkpoint import dcp, integrity
 from glm46.checkpoint.manager import CheckpointManager
+from tests.ranks.forked_ranks import die_in_sync
 
 SECONDS_TO_NOTICE = 60  # gloo notices a closed connection at once; the rest is for a busy machine
 STEPS = 1000
@@ -53,16 +53,7 @@ def train(rank: int, folder: Path, store: Path, fatal_sync: int) -> None:
         assert manager.load(start, tensors) == {"step": start}
         assert all((getattr(t, "_local_tensor", t) == start).all() for t in tensors.values()), start
     store.with_suffix(f".ready{rank}").touch()
-    calls = 0
-
-    def sync(descriptor: int, original=os.fsync) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == fatal_sync:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(descriptor)
-
-    dcp.fsync = integrity.os.fsync = sync
+    die_in_sync(fatal_sync)
     for step in range(start + 1, start + STEPS):
         fill(tensors, step)
         if step % 2:

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from glm46.checkpoint import dcp, integrity
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
 from glm46.checkpoint.publish import published_steps, step_folder
@@ -32,27 +31,22 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.training import trainer
 from glm46.training.stop import EXIT_STOPPED
 from tests.conftest import small_run, write_source
-from tests.ranks.forked_ranks import start_ranks
+from tests.ranks.forked_ranks import die_in_sync, start_ranks
 
 SECONDS_TO_END = 10
 """For a rank whose neighbour is gone, before it is killed. In a collective gloo notices at once; while connections are
 made nobody can. torchrun gives it thirty."""
 
 # Columns that tell of the machine or of this attempt, not of what was computed.
-OF_THE_ATTEMPT = ("seconds", "second", "device", "mfu", "gib", "failed_saves", "rank", "bytes", "ratio")
+OF_THE_ATTEMPT = (
+    "seconds", "second", "device", "mfu", "gib", "failed_saves", "slowest_rank", "slowest_rank_ratio",
+    "memory_peak_ratio",
+)  # fmt: skip
 
 
 def work(rank: int, run, base: Path, fatal_sync: int) -> int:
     """Train. ``fatal_sync``: the call of fsync, nearly all of which are in a save, that this rank does not survive."""
     torch.set_num_threads(1)
-    calls = 0
-
-    def sync(descriptor: int, original=os.fsync) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == fatal_sync:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(descriptor)
 
     class Ready(trainer.StopRequest):
         """From now on a signal asks to stop."""
@@ -61,7 +55,7 @@ def work(rank: int, run, base: Path, fatal_sync: int) -> int:
             super().__init__()
             (base / f"ready{rank}").touch()
 
-    dcp.fsync = integrity.os.fsync = sync
+    die_in_sync(fatal_sync)
     trainer.StopRequest = Ready
     return trainer.train(run)
 
