@@ -12,9 +12,9 @@ from glm46.benchmark.peer import build_peer
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
-from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.parallelize import compile
+from glm46.parallelize.plan import initialise
 
 _SEED = 0
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -80,8 +80,7 @@ def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant
         return Contestant(name, peer, lambda: peer(inputs, labels=inputs, shift_labels=labels).loss)
     model = ours
     if name == "ours compiled":
-        model = Transformer(ours.shape).to(work.device, work.dtype)
-        _router_bias_to_float(model)
+        model = Transformer(ours.shape).to(work.device).cast(work.dtype)
         model.load_state_dict(ours.state_dict())
         compile.apply(model, whole_graphs=True)
     return Contestant(name, model, lambda: model(inputs, labels=labels).loss / work.tokens)
@@ -91,20 +90,9 @@ def build_ours(work: Workload) -> Transformer:
     """Our model with its initial weights."""
     with torch.device("meta"):
         model = Transformer(work.shape())
-    model = model.to(work.dtype).to_empty(device=work.device)
-    _router_bias_to_float(model)
-    for buffer in model.buffers():
-        buffer.zero_()
-    for name, parameter in model.named_parameters():
-        indices = [torch.arange(size) for size in parameter.shape]
-        std = model.shape.initializer_range
-        fill_parameter(parameter.data, indices, tuple(parameter.shape), seed=_SEED, name=name, std=std)
+    model.cast(work.dtype).to_empty(device=work.device)
+    initialise(model, _SEED)
     return model
-
-
-def _router_bias_to_float(model: Transformer) -> None:
-    for router in model.routers().values():
-        router.e_score_correction_bias = router.e_score_correction_bias.float()
 
 
 def race(work: Workload, names: tuple[str, ...], rounds: int, report: Callable[[str], None]) -> list[Contestant]:

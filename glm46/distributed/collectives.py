@@ -60,15 +60,17 @@ class _ReturnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-        return out
+        return _all_to_all(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        out = grad.new_empty(sum(ctx.send), *grad.shape[1:])
-        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return out, None, None, None
+        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
 
 
 def return_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -81,15 +83,17 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        out = grad.clone()
-        dist.all_reduce(out, group=ctx.group)
-        return out, None
+        return _all_reduce(grad, ctx.group), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,19 +104,37 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ranks = group, dist.get_world_size(group)
-        x = x.contiguous()
-        out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        compat.gather_rows(out, x, group)
-        return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+        ctx.group = group
+        return _gather(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ranks = dist.get_world_size(ctx.group)
-        parts = grad.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-        out = parts.new_empty(grad.shape[0], *parts.shape[1:])
-        compat.scatter_row_sums(out, parts, ctx.group)
-        return out, None
+        return _scatter(grad, ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _gather(grad, ctx.group), None
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+    compat.gather_rows(out, part.contiguous(), group)
+    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = whole.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    out = parts.new_empty(whole.shape[0], *parts.shape[1:])
+    compat.scatter_row_sums(out, parts, group)
+    return out
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,23 +147,6 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         [B, ranks * s, ...], in the order of the ranks.
     """
     return _GatherSequence.apply(x, group)
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ranks = group, dist.get_world_size(group)
-        parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-        out = parts.new_empty(x.shape[0], *parts.shape[1:])
-        compat.scatter_row_sums(out, parts, group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad, ranks = grad.contiguous(), dist.get_world_size(ctx.group)
-        out = grad.new_empty(ranks * grad.shape[0], *grad.shape[1:])
-        compat.gather_rows(out, grad, ctx.group)
-        return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2), None
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -66,7 +66,4 @@ def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
 def _empty(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Transformer:
     with torch.device("meta"):
         model = Transformer(shape)
-    model.to(dtype)
-    for router in model.routers().values():
-        router.e_score_correction_bias = router.e_score_correction_bias.float()  # its values are finer than BF16
-    return model.to_empty(device=device)
+    return model.cast(dtype).to_empty(device=device)

@@ -1,5 +1,7 @@
 """Cross-entropy of a large vocabulary without ever holding all logits."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,12 +14,25 @@ DEFAULT_CHUNK_TOKENS = 1024
 of a chunk are a small part of the activations."""
 
 
+ChunkLosses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(logits [n, V], labels int64 [n]) -> losses FP32 [n], most likely tokens int64 [n], gradient of the losses to the
+logits FP32 [n, V]. Overwrites the logits where their type allows: they are the largest tensor here."""
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the negative log-likelihoods; both gradients are made in forward, chunk by chunk, so that no logit is
     kept or computed twice."""
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int):
+    def forward(
+        ctx,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        is_counted_T: Tensor,
+        chunk_tokens: int,
+        chunk_losses: ChunkLosses,
+    ):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         T, V = hidden_TD.shape[0], weight_VD.shape[0]
         loss = hidden_TD.new_zeros((), dtype=torch.float32)
@@ -29,20 +44,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         buffer = hidden_TD.new_empty(min(chunk_tokens, T), V)
         for start in range(0, T, chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, T))
-            hidden, labels = hidden_TD[rows], labels_T[rows].unsqueeze(1)
+            hidden, labels = hidden_TD[rows], labels_T[rows]
             logits = torch.mm(hidden, weight_VD.t(), out=buffer[: rows.stop - start])
-            largest, predicted = logits.max(-1, keepdim=True)
-            predictions_T[rows] = predicted.squeeze(1)
-            is_target = labels != IGNORE
-            labels = labels.clamp(min=0)
-            below_largest = largest.float() - logits.gather(1, labels).float()
-            # In place where the type allows: the chunk's logits are the largest tensor here.
-            probability = _softmax(logits)
-            # The largest probability is the inverse of the softmax's sum, and never too small for its logarithm.
-            loss += ((below_largest - probability.gather(1, predicted).log()) * is_target).sum()
+            losses, predictions_T[rows], grad_logits = chunk_losses(logits, labels.clamp(min=0))
+            loss += (losses * is_counted_T[rows]).sum()
             if needs_grad:
-                probability.scatter_add_(1, labels, probability.new_full((1, 1), -1.0).expand_as(labels))
-                grad_logits = probability.to(hidden.dtype)
+                grad_logits, is_target = grad_logits.to(hidden.dtype), (labels != IGNORE).unsqueeze(1)
                 # Rows without a target are left out of the products' other factor, which is much narrower.
                 torch.mm(grad_logits, weight_VD, out=grad_hidden[rows]).mul_(is_target)
                 targets = hidden * is_target
@@ -59,30 +66,51 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor, _):
         grad_hidden, grad_weight = ctx.saved_tensors
         # Type of the gradient stays the tensor's: a 0-dim FP32 factor does not promote.
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None, None
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    """FP32 softmax over the last dimension; overwrites FP32 logits."""
-    if logits.dtype == torch.float32:
-        return torch.softmax(logits, -1, out=logits)
-    return torch.softmax(logits, -1, dtype=torch.float32)
+def whole_chunk_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`ChunkLosses` of logits over the whole vocabulary."""
+    labels = labels.unsqueeze(1)
+    largest, predicted = logits.max(-1, keepdim=True)
+    below_largest = largest.float() - logits.gather(1, labels).float()
+    in_place = {"out": logits} if logits.dtype == torch.float32 else {"dtype": torch.float32}
+    probability = torch.softmax(logits, -1, **in_place)
+    # The largest probability is the inverse of the softmax's sum, and never too small for its logarithm.
+    losses = below_largest - probability.gather(1, predicted).log()
+    probability.scatter_add_(1, labels, probability.new_full((1, 1), -1.0).expand_as(labels))
+    return losses.squeeze(1), predicted.squeeze(1), probability
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    *,
+    is_counted: Tensor | None = None,
+    chunk_losses: ChunkLosses = whole_chunk_losses,
 ) -> tuple[Tensor, Tensor]:
     """Sum over targets of -log softmax(hidden @ weight.T)[label].
 
     Args:
         hidden: [..., D]; weight: [V, D]; labels: int64 [...], `IGNORE` where there is no target.
         chunk_tokens: tokens whose logits exist at the same time.
+        is_counted: boolean [...], targets that are summed here, as others are elsewhere; absent: all. The gradients
+            are always those of the sum over all targets.
+        chunk_losses: what a chunk's logits become; replaced where `weight` is a part of the vocabulary.
 
     Returns:
         FP32 scalar, and the most likely token of each position, int64 [...].
     """
+    is_counted = labels != IGNORE if is_counted is None else is_counted & (labels != IGNORE)
     loss, predictions = _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk_tokens
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        is_counted.reshape(-1),
+        chunk_tokens,
+        chunk_losses,
     )
     return loss, predictions.view_as(labels)
 

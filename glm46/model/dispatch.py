@@ -69,15 +69,11 @@ class LocalDispatcher:
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
         """See `TokenDispatcher.start`; nothing to send."""
         T, A = routing.experts.shape
-        expert_N = routing.experts.flatten()
-        order_N = expert_N.argsort(stable=True)  # stable: the order of tokens, so the sums' rounding, is reproducible
-        place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(T * A, device=order_N.device))
+        order_N, place_N, sizes_E = sort_assignments(routing.experts.flatten(), num_experts)
         token_N, place_TA = order_N // A, place_N.view(T, A)
-        sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
-        sizes.scatter_add_(0, expert_N, torch.ones_like(expert_N))
-        x_ND = _Gather.apply(x_TD, token_N, place_TA)
         weights_N = routing.weights.flatten()[order_N]
-        return x_ND, weights_N, sizes.cumsum(0).to(torch.int32), (token_N, place_TA)
+        x_ND = gather_assignments(x_TD, token_N, place_TA)
+        return x_ND, weights_N, sizes_E.cumsum(0).to(torch.int32), (token_N, place_TA)
 
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """See `TokenDispatcher.arrived`; here N = T * A and offsets covers all experts."""
@@ -85,8 +81,20 @@ class LocalDispatcher:
 
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`."""
-        token_N, place_TA = context
-        return _Combine.apply(y_ND, token_N, place_TA)
+        return combine_assignments(y_ND, *context)
+
+
+def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort assignments by expert, stably: in the order of tokens, so that the rounding of their sums is reproducible.
+
+    Returns:
+        int64: the assignment at each place of that order [N], the place of each assignment [N], and the assignments of
+        each expert [E].
+    """
+    order_N = expert_N.argsort(stable=True)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    sizes_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    return order_N, place_N, sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
 
 
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:

@@ -83,6 +83,12 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
         self.build_mask: MaskBuilder = attention_mask
 
+    def cast(self, dtype: torch.dtype) -> "Transformer":
+        """Change the type of all parameters, in place; selection biases stay FP32, their values are finer than BF16."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     def keep_layers(self, layers: range) -> None:
         """Become the part with these layers: the embedding stays with the first of them, norm, head and multi-token
         prediction with the last."""

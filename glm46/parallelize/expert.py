@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from glm46.distributed.collectives import Exchange, return_rows
-from glm46.model.dispatch import combine_assignments, gather_assignments
+from glm46.model.dispatch import combine_assignments, gather_assignments, sort_assignments
 from glm46.model.moe import MoE
 from glm46.model.router import Routing
 from glm46.model.transformer import Transformer
@@ -41,10 +41,8 @@ class AllToAllDispatcher:
         T, A = routing.experts.shape
         # A weight of 0 marks an assignment that padding or the capacity dropped: it is sorted behind all experts.
         expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
-        order_N = expert_N.argsort(stable=True)
-        place_TA = _inverse(order_N).view(T, A)
-        sizes_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_TD.device)
-        sizes_E = sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[:num_experts]
+        order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
+        place_TA, sizes_E = place_N.view(T, A), sizes_E[:num_experts]
         experts_here = [num_experts // self._ranks] * self._ranks
         sizes_here = Exchange(sizes_E, experts_here, experts_here, self._group).finish()
         sent_RE, received_RE = sizes_E.view(self._ranks, -1), sizes_here.view(self._ranks, -1)
@@ -77,11 +75,6 @@ class AllToAllDispatcher:
         returned = return_rows(by_rank_MD, receive, send, self._group)
         dropped = returned.new_zeros(token_N.numel() - returned.shape[0], returned.shape[1])
         return combine_assignments(torch.cat([returned, dropped]), token_N, place_TA)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Where each element of a permutation stands."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 class _Reorder(torch.autograd.Function):

@@ -16,8 +16,7 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
     Returns:
         The same model, its parameters sharded over `meshes`, on `device`, with their initial values.
     """
-    model.to(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
-    _keep_router_bias_float32(model)
+    model.cast(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
     if meshes.sequence is not None:
@@ -34,11 +33,6 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
     model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
     initialise(model, run.debug.seed)
     return model
-
-
-def _keep_router_bias_float32(model: Transformer) -> None:
-    for router in model.routers().values():
-        router.e_score_correction_bias = router.e_score_correction_bias.float()
 
 
 @torch.no_grad()
