@@ -94,7 +94,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     )
     config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
     if layout.fp8 is not None:
-        config[CONFIG_KEY] = config_of_scheme(layout.fp8)
+        config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
     with _progress() as progress, ReadAhead(list(names.entries), tensors.__getitem__) as ahead:
         task = progress.add_task("writing tensors", total=len(names.entries))
         size = export_weights(

@@ -20,7 +20,7 @@ from torch import Tensor
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import CONFIG
-from glm46.checkpoint.hf_fp8 import ERRORS_FILE, Scheme, error_of, is_quantised, quantise
+from glm46.checkpoint.hf_fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
 from glm46.checkpoint.hf_import import INDEX, SINGLE_FILE, Held, Report, local_part
 from glm46.checkpoint.hf_names import Entry, HFNames, raise_if
 from glm46.checkpoint.integrity import sync_folder, write_durably
@@ -122,11 +122,12 @@ def _lay_out_files(names: HFNames, layout: Layout) -> list[_File]:
     """Tensors in the order of the model, a new file whenever the next tensor does not fit."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     filled = 0
+    in_fp8 = quantised_names(names, layout.fp8)
     for entry in names.entries.values():
         dtype = torch.float32 if entry.is_fp32 else layout.dtype
         for part in entry.parts:
             stored = [(part.hf_name, dtype, part.hf_shape)]
-            if layout.fp8 is not None and is_quantised(part.hf_name):
+            if layout.fp8 is not None and part.hf_name in in_fp8:
                 scales = (part.hf_name + layout.fp8.suffix, torch.float32, layout.fp8.scale_shape(part.hf_shape))
                 stored = [(part.hf_name, torch.float8_e4m3fn, part.hf_shape), scales]
             nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)

@@ -1,15 +1,17 @@
 """FP8 weights of a Hugging Face folder: an E4M3 tensor and a tensor of scales beside it.
 
 Two layouts are written, both as `compressed-tensors`, which vLLM and SGLang read: "block", one scale for each 128 x 128
-weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one for each row ([O, 1]). Read are these and the older
-`quant_method = "fp8"` with `X.weight_scale_inv`, which is the same as "block" under another name.
-Sources: vLLM `compressed_tensors_w8a8_fp8.py` and `fp8.py`; compressed-tensors `quant_scheme.py` (FP8_BLOCK,
-FP8_DYNAMIC); which layers stay as they are: llm-compressor `examples/model_free_ptq/glm_4.6_fp8_block.py`.
+weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one for each row ([O, 1]), as in GLM-4.5-FP8. Read are
+these and the older `quant_method = "fp8"` with `X.weight_scale_inv`, which is "block" under another name.
+Sources: vLLM `compressed_tensors.py`, `utils.py` and `fp8_utils.py`; compressed-tensors `quant_scheme.py` (FP8_BLOCK,
+FP8_DYNAMIC); which layers stay as they are: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
+`examples/model_free_ptq/glm_4.6_fp8_block.py`.
 
 Scales are powers of two, so that a weight taken back is exact in BF16 and FP32, and quantising it again gives the same
 bytes. A power of two costs no precision: E4M3 has the same relative step in every binade that it resolves.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm46.checkpoint.hf_names import HFNames
 from glm46.checkpoint.safetensors_file import Box
 from glm46.config.errors import UserError
 
@@ -30,6 +33,16 @@ _ROUNDS_TO_LARGEST = 464.0
 half of this and this, its rounded value lies there too, so the scale found again is the same."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16)
 _IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
+_FAMILIES = (
+    "self_attn[.][qkv]_proj",
+    "self_attn[.]o_proj",
+    "mlp[.](gate|up|down)_proj",
+    "mlp[.]experts[.].*_proj",
+    "mlp[.]shared_experts[.].*_proj",
+)
+"""Projections that servers put together, or multiply one after another: all of a family in FP8, or none."""
+_HEAD_COPY = ".shared_head.head.weight"
+"""GLM-4.5-FP8 and Air-FP8 hold this repetition of the head in FP8, though the head itself is not."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,44 @@ SCHEMES = {"fp8-block": Scheme(), "fp8-channel": Scheme(block=None)}
 """What an export may ask for."""
 
 
-def is_quantised(hf_name: str) -> bool:
-    """Whether an FP8 export holds this tensor in FP8: the projections of attention, dense layers and experts."""
-    return hf_name.endswith("_proj.weight") and not hf_name.endswith(".eh_proj.weight")
+def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
+    """The Hugging Face tensors that an export holds in FP8: the projections of attention, dense layers and experts,
+    of each family whose sizes the blocks divide."""
+    unfit = _unfit_families(names, scheme) if scheme is not None else _FAMILIES
+    return frozenset(name for name in names.places if _family(name) not in (None, *unfit))
 
 
-def config_of_scheme(scheme: Scheme) -> dict[str, Any]:
+def _family(hf_name: str) -> str | None:
+    if not hf_name.endswith("_proj.weight"):
+        return None
+    return next((one for one in _FAMILIES if re.fullmatch(f".*{one}[.]weight", hf_name)), None)
+
+
+def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
+    """Families with a size that blocks do not divide, such as the dense layer of Air with its 10,944 rows: vLLM and
+    SGLang refuse to put such matrices together (`validate_fp8_block_shape`), so they stay as they are."""
+    if scheme.block is None:
+        return []
+    unfit = set()
+    for name, (_, part) in names.places.items():
+        family = _family(name)
+        if family is not None and any(size % step for size, step in zip(part.hf_shape, scheme.block, strict=True)):
+            unfit.add(family)
+    return sorted(unfit)
+
+
+def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
     """The `quantization_config` that tells readers of an export what its weights are. Activations are quantised while
-    they are computed, so nothing was calibrated."""
+    they are computed, so nothing was calibrated.
+
+    Raises:
+        UserError: nothing in this model can be quantised so.
+    """
+    unfit = _unfit_families(names, scheme)
+    if len(unfit) == len(_FAMILIES):
+        raise UserError(
+            f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; take fp8-channel"
+        )
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     if scheme.block is None:
         weights, inputs = {"strategy": "channel"}, {"strategy": "token"}
@@ -79,7 +122,7 @@ def config_of_scheme(scheme: Scheme) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": _IGNORED,
+        "ignore": _IGNORED + [f"re:.*{family}$" for family in unfit],
         "kv_cache_scheme": None,
     }
 
@@ -124,8 +167,8 @@ def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], 
         if record.dtype != torch.float8_e4m3fn:
             continue
         scale = records.get(name + scheme.suffix)
-        if not is_quantised(name) or len(record.shape) != 2:
-            faults.append(f"tensor {name} is FP8, which only projections may be")
+        if not (_family(name) or name.endswith(_HEAD_COPY)) or len(record.shape) != 2:
+            faults.append(f"tensor {name} is FP8, which only projections and shared_head.head may be")
         elif scale is None:
             faults.append(f"tensor {name} is FP8, but {name}{scheme.suffix} is missing")
         elif scale.shape != scheme.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
@@ -176,6 +219,13 @@ def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box
         places = torch.arange(start, start + length) // step - start // step
         scales = scales.index_select(dim, places)
     return values.float().mul_(scales)
+
+
+def repeats(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
+    """Whether FP8 values of a box say what the weights there say, up to one step of E4M3: others round otherwise."""
+    step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
+    difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
+    return bool((difference.abs_() <= weight.abs() / 8 + step).all())
 
 
 def error_of(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme) -> dict[str, float]:

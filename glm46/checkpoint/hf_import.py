@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.hf_boxes import overlaps, runs_of
 from glm46.checkpoint.hf_config import CONFIG, read_config, shape_of
-from glm46.checkpoint.hf_fp8 import dequantise, scale_faults, scales_of_box, scheme_of
+from glm46.checkpoint.hf_fp8 import Scheme, dequantise, repeats, scale_faults, scales_of_box, scheme_of
 from glm46.checkpoint.hf_names import HFNames, has_copies, raise_if
 from glm46.checkpoint.safetensors_file import Box, Record, TensorFile, read_records
 from glm46.config.errors import UserError
@@ -233,13 +233,14 @@ class FolderReader:
         filled, faults = 0, []
         for part in self._names.entries[name].parts:
             differs = False
+            if part.is_copy and part.hf_name not in self._found:
+                continue
             for overlap in overlaps(part, runs):
-                values = self._read(part.hf_name, overlap.box)
                 target = local[overlap.local]
                 if part.is_copy:
-                    differs |= not torch.equal(target, values.to(target))
+                    differs |= not self._repeats(part.hf_name, overlap.box, target)
                 else:
-                    target.copy_(values)
+                    target.copy_(self._read(part.hf_name, overlap.box))
                     filled += target.numel()
             if differs:
                 faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
@@ -251,10 +252,19 @@ class FolderReader:
         values = self._file(hf_name).read(hf_name, box)
         if values.dtype != torch.float8_e4m3fn:
             return values
+        return dequantise(values, *self._scales(hf_name, box))
+
+    def _repeats(self, hf_name: str, box: Box, target: Tensor) -> bool:
+        """Whether a box of a copy says what was filled in; one in FP8 says it as well as FP8 can."""
+        values = self._file(hf_name).read(hf_name, box)
+        if values.dtype != torch.float8_e4m3fn:
+            return torch.equal(target, values.to(target))
+        return repeats(target.float().cpu(), values, *self._scales(hf_name, box))
+
+    def _scales(self, hf_name: str, box: Box) -> tuple[Tensor, Scheme, int, Box]:
         assert self._scheme is not None
         columns, name = self._found[hf_name][1].shape[1], hf_name + self._scheme.suffix
-        scales = self._file(name).read(name, scales_of_box(self._scheme, columns, box))
-        return dequantise(values, scales, self._scheme, columns, box)
+        return self._file(name).read(name, scales_of_box(self._scheme, columns, box)), self._scheme, columns, box
 
     def _file(self, hf_name: str) -> TensorFile:
         path = self._found[hf_name][0]

@@ -192,10 +192,11 @@ class HFNames:
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
-        """One message for all names that a checkpoint lacks, one for all that the model does not know."""
+        """One message for all names that a checkpoint lacks, one for all that the model does not know. A repetition may
+        be missing: what it repeats is there."""
         found = set(hf_names)
         faults = []
-        missing = [name for name in self.places if name not in found]
+        missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_copy]
         unknown = sorted(name for name in found if name not in self.places)
         if missing:
             faults.append(f"{len(missing)} tensors are missing: {_listed(missing)}")

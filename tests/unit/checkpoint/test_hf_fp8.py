@@ -19,6 +19,7 @@ from glm46.checkpoint.hf_fp8 import (
     scheme_of,
 )
 from glm46.checkpoint.hf_import import SINGLE_FILE, FolderReader, check_folder
+from glm46.checkpoint.hf_names import HFNames
 from glm46.checkpoint.safetensors_file import TensorFile, lay_out, read_records
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.cli import main
@@ -27,11 +28,13 @@ from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.model.transformer import Transformer
 
-# Widths beyond one block and not multiples of it, as Air's 10944 and 1408 are not multiples of 128 and 256.
+# Dense layers that blocks do not divide, as Air's 10944 rows; so keys and values of 2 heads. The rest they do.
 TABLE = Model(
-    flavor="debug", vocab_size=64, hidden_size=160, num_hidden_layers=2, intermediate_size=272,
-    moe_intermediate_size=136, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=36,
+    flavor="debug", vocab_size=64, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
+    moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
 )  # fmt: skip
+ODD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "layers.0.mlp.gate_proj.weight")
+ODD += ("layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight")
 
 
 def whole(tensor):
@@ -42,7 +45,7 @@ def export(folder, fp8, tensors):
     shape = resolve_shape(TABLE)
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
     if fp8 is not None:
-        config[CONFIG_KEY] = config_of_scheme(fp8)
+        config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, with_copies=False))
     export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=fp8))
     return folder
 
@@ -106,7 +109,9 @@ def test_a_folder_comes_back_and_is_written_again_byte_for_byte(name, dtype, ten
     first = export(tmp_path / "a", SCHEMES[name], tensors)
     records = read_records(first / SINGLE_FILE)
     quantised = {key for key, record in records.items() if record.dtype == torch.float8_e4m3fn}
-    assert quantised == {key for key in records if key.endswith("_proj.weight") and "eh_proj" not in key}
+    projections = {key for key in records if key.endswith("_proj.weight") and "eh_proj" not in key}
+    assert quantised == {key for key in projections if name == "fp8-channel" or not key.endswith(ODD)}
+    assert len(quantised) > 8
     assert {key + "_scale" for key in quantised} == {key for key in records if key.endswith("_scale")}
     assert records["model.layers.1.mlp.gate.weight"].dtype == records["lm_head.weight"].dtype == torch.bfloat16
     assert scheme_of(json.loads((first / "config.json").read_text()), "") == SCHEMES[name]
@@ -120,17 +125,66 @@ def test_a_folder_comes_back_and_is_written_again_byte_for_byte(name, dtype, ten
     assert (second / SINGLE_FILE).read_bytes() == (first / SINGLE_FILE).read_bytes()
 
 
-def test_the_older_layout_is_read(tensors, tmp_path):
-    folder = export(tmp_path / "a", SCHEMES["fp8-block"], tensors)
-    want = read(folder)
+def stored_in(folder):
     records = read_records(folder / SINGLE_FILE)
     with TensorFile(folder / SINGLE_FILE, records) as file:
-        stored = {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
-    renamed = {name.replace("_scale", "_scale_inv"): tensor for name, tensor in stored.items()}
-    rewrite(folder, renamed)
-    change_config(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
-    got = read(folder)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+        return {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_folders_of_others_are_read(suffix, tensors, tmp_path):
+    """Blocks that do not divide a weight, scales in BF16 that are no powers of two, under either name."""
+    folder = export(tmp_path / "a", None, tensors)
+    stored = stored_in(folder)
+    quantised = [name for name in stored if name.endswith("_proj.weight") and "eh_proj" not in name]
+    want = {}
+    for name in quantised:
+        rows, columns = stored[name].shape
+        _, scales = quantise(stored[name].float(), Scheme())
+        stored[name + suffix] = (scales * 0.7).bfloat16()
+        each = stored[name + suffix].float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        stored[name] = (stored[name].float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        want[name] = stored[name].float() * each
+    rewrite(folder, stored)
+    if suffix == "_scale":
+        change_config(folder, config_of_scheme(Scheme(), HFNames(resolve_shape(TABLE), with_copies=False)))
+    else:
+        change_config(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    got = dict(
+        pair for n, t in read(folder).items() for pair in HFNames(resolve_shape(TABLE), with_copies=False).to_hf(n, t)
+    )
+    assert all(torch.equal(got[name], want[name]) for name in quantised)
+    assert torch.equal(got["lm_head.weight"], stored["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize("change", [None, "embed_tokens is left out", "another head"])
+def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tensors, tmp_path):
+    """GLM-4.5-FP8: a scale for each row; the prediction layer repeats the head in FP8 and the embedding in BF16."""
+    shape = resolve_shape(TABLE)
+    folder = tmp_path / "a"
+    names = HFNames(shape, with_copies=True)
+    scheme = SCHEMES["fp8-channel"]
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
+    export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=scheme, with_copies=True))
+    stored = stored_in(folder)
+    copy = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
+    head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
+    scales = head.abs().amax(1, keepdim=True) / 448  # in BF16, as the types of the published weights
+    stored[copy], stored[copy + "_scale"] = (head / scales).to(torch.float8_e4m3fn), scales
+    if change == "embed_tokens is left out":
+        del stored[f"model.layers.{shape.num_hidden_layers}.embed_tokens.weight"]
+    rewrite(folder, stored)
+    with FolderReader(folder, shape) as reader:
+        faults = [fault for n, t in tensors.items() for fault in reader.fill(n, torch.empty_like(t), whole(t))]
+    assert faults == (
+        [f"tensor {copy} differs from lm_head.weight, which it must repeat"] if change == "another head" else []
+    )
+
+
+def test_blocks_that_divide_nothing_are_refused():
+    shape = resolve_shape(TABLE).model_copy(update={"hidden_size": 200})
+    with pytest.raises(UserError, match="take fp8-channel"):
+        config_of_scheme(SCHEMES["fp8-block"], HFNames(shape, with_copies=False))
 
 
 def rewrite(folder, stored):
@@ -150,17 +204,15 @@ def change_config(folder, quantization):
 @pytest.mark.parametrize(
     "name, change, words",
     [
-        ("model.layers.0.mlp.up_proj.weight_scale", lambda t: None, "is FP8, but"),
-        ("model.layers.0.mlp.up_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [3, 2]"),
-        ("model.layers.0.mlp.up_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
-        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "which only projections may be"),
+        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: None, "is FP8, but"),
+        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [2, 1]"),
+        ("model.layers.0.self_attn.o_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
+        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "which only projections"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_path):
     folder = export(tmp_path / "a", SCHEMES["fp8-block"], tensors)
-    records = read_records(folder / SINGLE_FILE)
-    with TensorFile(folder / SINGLE_FILE, records) as file:
-        stored = {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
+    stored = stored_in(folder)
     stored[name] = change(stored[name])
     rewrite(folder, {key: tensor for key, tensor in stored.items() if tensor is not None})
     with pytest.raises(UserError, match=words.replace("[", "\\[").replace("]", "\\]")):
