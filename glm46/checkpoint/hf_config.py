@@ -39,6 +39,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: it is missing or no JSON object.
     """
     file = folder / CONFIG
+    if not folder.is_dir():
+        raise UserError(f"{folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,7 @@
 """``python -m glm46 generate``: text from a checkpoint or a Hugging Face folder."""
 
 import argparse
-import sys
-import time
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +11,13 @@ from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer
 from glm46.data.tokenizer_export import stop_ids
 from glm46.inference.chat import chat_prompt
+from glm46.inference.display import Display
 from glm46.inference.generation import Generation
 from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 
-_REPLACEMENT = "\ufffd"
+_LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
+"""What `torch.Generator.manual_seed` takes."""
 
 
 def generate_command(argv: Sequence[str]) -> int:
@@ -35,6 +36,9 @@ def generate_command(argv: Sequence[str]) -> int:
     if arguments.speculative and not model.mtp:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
+    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
+    if empty:
+        raise UserError(*(f"{fault}; give some text" for fault in empty))
     raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
     generation = Generation(
         model,
@@ -45,7 +49,7 @@ def generate_command(argv: Sequence[str]) -> int:
         vocab_size=tokenizer.vocab_size,
         speculative=arguments.speculative,
     )
-    _print_all(generation, tokenizer, arguments.prompt)
+    Display(generation, tokenizer, num_prompts=len(prompts), max_new_tokens=arguments.max_new_tokens).run()
     return 0
 
 
@@ -79,8 +83,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     faults = []
     if arguments.max_new_tokens < 1:
         faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
-    if arguments.temperature < 0.0:
-        faults.append(f"--temperature {arguments.temperature}: must not be negative")
+    if not 0.0 <= arguments.temperature < math.inf:
+        faults.append(f"--temperature {arguments.temperature}: must be a number that is not negative")
     if arguments.top_k is not None and arguments.top_k < 1:
         faults.append(f"--top-k {arguments.top_k}: must be at least 1")
     if not 0.0 < arguments.top_p <= 1.0:
@@ -90,6 +94,15 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
     if arguments.temperature == 0.0 and filters:
         faults.append("--top-k, --top-p and --min-p choose what is drawn from; set a --temperature above 0")
+    if not _LOWEST_SEED <= arguments.seed <= _HIGHEST_SEED:
+        faults.append(f"--seed {arguments.seed}: must be between {_LOWEST_SEED} and {_HIGHEST_SEED}")
+    texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
+    for option, given in texts.items():
+        faults += [
+            f"{option} {text!r}: holds bytes that are no UTF-8; convert the text, or say LC_ALL=C.UTF-8 if it is UTF-8"
+            for text in given
+            if any("\ud800" <= letter <= "\udfff" for letter in text)  # how Python hands over such bytes
+        ]
     if not arguments.chat and (arguments.system is not None or arguments.thinking):
         faults.append("--system and --thinking belong to --chat; add it")
     if faults:
@@ -122,10 +135,7 @@ def _device(name: str) -> torch.device:
 def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
     if arguments.chat:
         return chat_prompt(tokenizer, text, system=arguments.system, thinking=arguments.thinking)
-    ids = tokenizer.encode(text).tolist()
-    if not ids:
-        raise UserError("--prompt is empty; give some text")
-    return ids
+    return tokenizer.encode(text).tolist()
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
@@ -136,31 +146,3 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) != 1:
         raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
     return ids[0]
-
-
-def _print_all(generation: Generation, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """One prompt: text as it comes. Several: each whole, when all are done. The rate goes to standard error."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    shown = 0
-    started = time.perf_counter()
-    first = started
-    for given in generation:
-        if not any(rows):
-            first = time.perf_counter()
-        for row, tokens in zip(rows, given, strict=True):
-            row += tokens
-        if len(prompts) == 1:
-            text = tokenizer.decode(rows[0])
-            complete = text.rstrip(_REPLACEMENT)  # the rest of a character may come with the next token
-            print(complete[shown:], end="", flush=True)
-            shown = len(complete)
-    seconds = time.perf_counter() - first
-    if len(prompts) == 1:
-        print(tokenizer.decode(rows[0])[shown:])
-    else:
-        for number, row in enumerate(rows, start=1):
-            print(f"--- prompt {number}\n{tokenizer.decode(row)}")
-    count = sum(len(row) for row in rows)
-    rate = f", {(count - len(rows)) / seconds:.1f} tokens/s after the prompt" if count > len(rows) else ""
-    drafts = f", {generation.accepted} of {generation.drafted} drafts accepted" if generation.drafted else ""
-    print(f"{count} tokens, first after {first - started:.2f} s{rate}{drafts}", file=sys.stderr)

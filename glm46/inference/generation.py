@@ -24,6 +24,7 @@ class Generation:
         speculative: draft with the model's prediction layers.
 
     Attributes:
+        done: for each row, whether it has ended.
         drafted, accepted: tokens that the prediction layers proposed, and how many of them the model agreed with.
     """
 
@@ -41,7 +42,7 @@ class Generation:
         self._model, self._sampling, self._stop, self._vocab = model, sampling, stop, vocab_size
         self._rows = [list(prompt) for prompt in prompts]
         self._ends = [len(row) + max_new_tokens for row in self._rows]
-        self._done = [False] * len(self._rows)
+        self.done = [False] * len(self._rows)
         self._random = [torch.Generator().manual_seed(sampling.seed) for _ in self._rows]
         self._depth = len(model.mtp) if speculative else 0
         self.drafted = self.accepted = 0
@@ -62,7 +63,7 @@ class Generation:
             while True:
                 chosen = self._choose(logits, drafts)
                 yield self._take(chosen)
-                if all(self._done):
+                if all(self.done):
                     return
                 if self._depth:
                     known = [before + new for before, new in zip(known, chosen, strict=True)]
@@ -95,7 +96,7 @@ class Generation:
             of_rows = logits.cpu()
             chosen = [self._draw(of_rows[b], drafts[b], self._random[b]) for b in range(len(drafts))]
         for b, draft in enumerate(drafts):
-            if not self._done[b]:
+            if not self.done[b]:
                 self.drafted += len(draft)
                 self.accepted += len(chosen[b]) - 1
         return chosen
@@ -113,15 +114,15 @@ class Generation:
         """Append the tokens to their rows, up to a stop or the row's end; returns what is given out."""
         given = []
         for b, tokens in enumerate(chosen):
-            if self._done[b]:
+            if self.done[b]:
                 given.append([])
                 chosen[b] = tokens[:1]
                 continue
             stop = next((i for i, token in enumerate(tokens) if token in self._stop), None)
             kept = tokens[:stop][: self._ends[b] - len(self._rows[b])]
             given.append(kept)
-            self._done[b] = stop is not None or len(self._rows[b]) + len(kept) == self._ends[b]
-            if not self._done[b]:
+            self.done[b] = stop is not None or len(self._rows[b]) + len(kept) == self._ends[b]
+            if not self.done[b]:
                 self._rows[b] += kept
         return given
 

@@ -30,9 +30,11 @@ def load_for_inference(
         UserError: the folder is neither, or damaged, or there is no tokenizer.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(f"{folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
     if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
-        raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST})")
+        steps = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST).is_file())
+        hint = f"; it holds steps, give one of them, such as {folder / steps[-1]}" if steps else ""
+        raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
     model, known = load(folder, dtype, device)
     loaded = load_tokenizer(tokenizer or known)

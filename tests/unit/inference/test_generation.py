@@ -1,8 +1,13 @@
 """Generation with a cache, in batches, with drafts and through the command line, against the plain slow way."""
 
+import io
+import re
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.cells import cell_len
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -21,7 +26,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.tokenizer_export import files_beside_weights, stop_ids
-from glm46.inference import few_tokens
+from glm46.inference import display, few_tokens
 from glm46.inference.chat import chat_prompt
 from glm46.inference.decoder import Decoder
 from glm46.inference.generate import continue_tokens
@@ -249,6 +254,38 @@ def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders,
     assert texts[0].strip("\n") in capsys.readouterr().out
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("where", ["terminal", "log"])
+def test_a_batch_is_shown_while_it_grows_and_its_text_stays_as_it_is(where, folders, capsys, monkeypatch):
+    command = ["generate", "--model", str(folders[1]), "--max-new-tokens", "12", "--seed", "3", "--temperature", "2"]
+    command += [word for text in ("def f(", "x", "中文") for word in ("--prompt", text)]
+    assert main(command) == 0
+    plain = capsys.readouterr()
+    assert plain.err.count("\n") == 1 and plain.out.count("--- prompt ") == 3
+    monkeypatch.setattr(display, "_SECONDS_PER_VIEW", 0.0)
+    monkeypatch.setattr(display, "_SECONDS_PER_LINE", 0.0)
+    stream = Terminal() if where == "terminal" else io.StringIO()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(command) == 0
+    shown = stream.getvalue()
+    assert capsys.readouterr().out == plain.out
+    assert "6 tokens of at most 36, " in shown and "at most 0 s left, 0 of 3 prompts done" in shown
+    assert "36 tokens, first after " in shown.splitlines()[-1] and "3 of 3 prompts done" in shown
+    if where == "terminal":
+        text = plain.out.split("--- prompt 2\n")[1].split("\n--- prompt 3")[0]
+        assert (
+            "".join(c if c.isprintable() else " " for c in text).rstrip()[-20:] in shown
+        )  # the end of a row, last drawn
+        assert all(cell_len(line) <= 100 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()[:-1])
+    else:
+        assert len(shown.splitlines()) == 13 and "\x1b" not in shown
+
+
 def test_a_row_ends_at_a_token_that_was_named(folders, capsys):
     command = ["generate", "--model", str(folders[1]), "--prompt", "def f(", "--max-new-tokens"]
     assert main([*command, "1"]) == 0
@@ -273,7 +310,12 @@ def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
         (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
         (["--top-k", "5"], ["set a --temperature"]),
         (["--system", "x"], ["belong to --chat"]),
-        (["--prompt", ""], ["--prompt is empty"]),
+        (["--prompt", ""], ["--prompt 2 of 2 is empty"]),
+        (["--temperature", "nan"], ["--temperature nan"]),
+        (["--temperature", "inf"], ["--temperature inf"]),
+        (["--seed", "1" + "0" * 20], ["--seed 1000", "must be between"]),
+        (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "no UTF-8"]),
+        (["--chat", "--system", "\udcff"], ["--system", "no UTF-8"]),
         (["--tokenizer", "nowhere"], ["no such file"]),
         (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 tokens", "2048 positions"]),
         (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
@@ -289,10 +331,12 @@ def test_mistakes_are_said_with_exit_code_2(arguments, words, folders, capsys):
     assert all(word in error for word in words)
 
 
-def test_a_folder_that_is_no_model_is_said(tmp_path, capsys):
+def test_a_folder_that_is_no_model_is_said(folders, tmp_path, capsys):
     for option, folder, words in (
         ("--model", tmp_path / "none", "none: no such folder"),
         ("--checkpoint", tmp_path, "neither a Hugging Face folder (config.json) nor a step folder"),
+        ("--checkpoint", folders[0].parent, f"it holds steps, give one of them, such as {folders[0]}"),
+        ("--model", folders[1] / "config.json", "config.json: a file; give its folder"),
     ):
         assert main(["generate", option, str(folder), "--prompt", "x"]) == 2
         assert words in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""What a user sees of a generation: text on standard output, everything else on standard error.
+
+One prompt is written as it comes. Several are written whole when all are done; until then a terminal shows the end of
+each text, and a log gets a line every few seconds.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from glm46.data.tokenizer import Tokenizer
+from glm46.inference.generation import Generation
+
+_REPLACEMENT = "\ufffd"
+_SECONDS_PER_LINE = 5.0
+_SECONDS_PER_VIEW = 0.2
+_TOKENS_PER_VIEW = 200
+"""Enough for a wide line; decoding all of a long text for each view would slow generation down."""
+
+
+class Display:
+    """Runs a generation and shows it."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, *, num_prompts: int, max_new_tokens: int):
+        self._generation, self._tokenizer, self._most = generation, tokenizer, max_new_tokens
+        self._rows: list[list[int]] = [[] for _ in range(num_prompts)]
+        self._start = self._first = self._now = time.perf_counter()
+
+    def run(self) -> None:
+        """Print all text, and at the end how fast it came."""
+        if len(self._rows) == 1:
+            self._stream()
+        elif sys.stderr.isatty():
+            self._show_ends()
+        else:
+            self._log_lines()
+        if len(self._rows) > 1:
+            for number, row in enumerate(self._rows, start=1):
+                print(f"--- prompt {number}\n{self._tokenizer.decode(row)}")
+        rate = f", {self._rate:.1f} tokens/s after the prompt" if self._rate else ""
+        drafted, accepted = self._generation.drafted, self._generation.accepted
+        drafts = f", {accepted} of {drafted} drafts accepted" if drafted else ""
+        print(f"{self._tokens} tokens, first after {self._first - self._start:.2f} s{rate}{drafts}", file=sys.stderr)
+
+    def _rounds(self) -> Iterator[None]:
+        """One round after another, with its tokens in the rows."""
+        for given in self._generation:
+            self._now = time.perf_counter()
+            if self._first == self._start:
+                self._first = self._now
+            for row, tokens in zip(self._rows, given, strict=True):
+                row += tokens
+            yield
+
+    def _stream(self) -> None:
+        shown = 0
+        for _ in self._rounds():
+            # The rest of a character may come with the next token.
+            complete = self._tokenizer.decode(self._rows[0]).rstrip(_REPLACEMENT)
+            print(complete[shown:], end="", flush=True)
+            shown = len(complete)
+        print(self._tokenizer.decode(self._rows[0])[shown:])
+
+    def _log_lines(self) -> None:
+        written = self._start
+        for _ in self._rounds():
+            if self._now - written >= _SECONDS_PER_LINE:
+                print(self._line(), file=sys.stderr, flush=True)
+                written = self._now
+
+    def _show_ends(self) -> None:
+        drawn = self._start
+        console = Console(stderr=True)
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            for _ in self._rounds():
+                if self._now - drawn >= _SECONDS_PER_VIEW:
+                    live.update(self._ends(console), refresh=True)
+                    drawn = self._now
+
+    def _ends(self, console: Console) -> Group:
+        """The end of each text, of unfinished ones first, as many as fit on the terminal, and the line below."""
+        table = Table.grid(padding=(0, 1))
+        order = sorted(range(len(self._rows)), key=lambda b: self._generation.done[b])
+        width = console.width - len(str(len(order))) - max(len(str(self._most)), len("done")) - 4
+        for b in sorted(order[: max(1, console.height - 3)]):
+            text = self._tokenizer.decode(self._rows[b][-_TOKENS_PER_VIEW:])
+            end = "".join(c if c.isprintable() else " " for c in text)
+            while cell_len(end) > width:  # some characters are two cells wide
+                end = end[1:]
+            mark = "done" if self._generation.done[b] else str(len(self._rows[b]))
+            table.add_row(Text(str(b + 1), style="bold"), Text(mark), Text(end, no_wrap=True))
+        return Group(table, Text(self._line(), style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def _line(self) -> str:
+        count = len(self._rows)
+        left = f", at most {self._left:.0f} s left" if math.isfinite(self._left) else ""
+        return (
+            f"{self._tokens} tokens of at most {count * self._most}, {self._rate:.1f} tokens/s{left}, "
+            f"{sum(self._generation.done)} of {count} prompts done"
+        )
+
+    @property
+    def _tokens(self) -> int:
+        return sum(len(row) for row in self._rows)
+
+    @property
+    def _rate(self) -> float:
+        """Tokens per second of all rows after the first round; 0 before there is a rate."""
+        later = self._tokens - len(self._rows)
+        return later / (self._now - self._first) if later > 0 and self._now > self._first else 0.0
+
+    @property
+    def _left(self) -> float:
+        """Seconds until the longest row that goes on is full, at its speed so far."""
+        going = [len(row) for row, done in zip(self._rows, self._generation.done, strict=True) if not done]
+        longest = max(going, default=self._most)
+        return (self._most - longest) * (self._now - self._first) / (longest - 1) if longest > 1 else math.inf
