@@ -1,8 +1,8 @@
 """Where an adapter such as LoRA sits in a model: our weight matrices and what they are called in `transformers`' model.
 
-`hf_names.py` has the names of files, where every expert is alone. In memory `transformers` 5 stacks experts as we do: an
-adapter of experts is one for the whole stack, which PEFT finds with `target_parameters` instead of `target_modules`.
-Prediction layers are left out: `transformers` does not load them.
+`hf_names.py` has the names of files, where every expert is alone. In memory `transformers` 5 stacks experts as we do:
+an adapter of experts is one for the whole stack, which PEFT finds with `target_parameters` instead of
+`target_modules`. Prediction layers are left out: `transformers` does not load them.
 """
 
 import re
