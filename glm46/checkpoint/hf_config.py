@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from glm46.checkpoint.integrity import MANIFEST
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 
@@ -44,7 +45,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{file}: no such file; a Hugging Face model folder holds config.json") from None
+        is_step = (folder / MANIFEST).is_file()
+        hint = "this is a step folder of glm46" if is_step else "a Hugging Face model folder holds config.json"
+        raise UserError(f"{file}: no such file; {hint}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(raw, dict):

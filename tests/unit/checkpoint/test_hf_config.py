@@ -25,6 +25,14 @@ GLM_46 = {
     "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
 }  # fmt: skip
 
+# As in the files of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8, whose keys these are too, but for the quantisation; read in
+# a public copy: github.com/hlky/dinoml_v2, agents/plans/transformers/glm4_moe/_sources.
+GLM_45 = GLM_46 | {"max_position_embeddings": 131072}
+GLM_45_AIR = GLM_45 | {
+    "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "num_hidden_layers": 46, "use_qk_norm": False,
+}  # fmt: skip
+
 
 def in_transformers_5_layout(raw, **scaling):
     raw = {
@@ -34,8 +42,9 @@ def in_transformers_5_layout(raw, **scaling):
     return raw | {"rope_parameters": rope}
 
 
-def test_the_published_file_is_the_preset():
-    assert shape_of(GLM_46) == PRESETS["GLM-4.6"]
+def test_the_published_files_are_the_presets():
+    for raw, preset in ((GLM_46, "GLM-4.6"), (GLM_45, "GLM-4.5"), (GLM_45_AIR, "GLM-4.5-Air")):
+        assert shape_of(raw) == PRESETS[preset]
     assert shape_of(in_transformers_5_layout(GLM_46)) == PRESETS["GLM-4.6"]
     renamed = {key: value for key, value in GLM_46.items() if key != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
     assert shape_of(renamed) == PRESETS["GLM-4.6"]
@@ -134,4 +143,14 @@ def test_missing_and_broken_files_are_named(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="config.json"):
+        read_config(tmp_path)
+
+
+def test_what_is_no_model_folder_is_said(tmp_path):
+    for folder, words in (("none", "none: no such folder"), ("file", "file: a file; give its folder")):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match=words):
+            read_config(tmp_path / folder)
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(UserError, match="this is a step folder"):
         read_config(tmp_path)
