@@ -25,8 +25,8 @@ GLM_46 = {
     "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
 }  # fmt: skip
 
-# As in the files of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8, whose keys these are too, but for the quantisation; read in
-# a public copy: github.com/hlky/dinoml_v2, agents/plans/transformers/glm4_moe/_sources.
+# As in the files of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8, whose keys these are, but for the quantisation; read in a
+# public copy: github.com/hlky/dinoml_v2, agents/plans/transformers/glm4_moe/_sources.
 GLM_45 = GLM_46 | {"max_position_embeddings": 131072}
 GLM_45_AIR = GLM_45 | {
     "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 128,
