@@ -91,7 +91,7 @@ def test_there_and_back_gives_every_bit_of_the_model(trained, tmp_path, capsys):
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}"], "exists already"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--tokenizer", "{tmp}/none"], "no such file"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "0"], "must be above 0"),
-        (["from-hf", "--model", "{tmp}/none", "--output", "{tmp}/x"], "config.json: no such file"),
+        (["from-hf", "--model", "{tmp}/none", "--output", "{tmp}/x"], "none: no such folder"),
     ],
 )  # fmt: skip
 def test_mistakes_end_with_2_and_leave_nothing(arguments, words, trained, tmp_path, capsys):
