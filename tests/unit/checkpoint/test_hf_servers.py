@@ -1,7 +1,7 @@
 """The names of an export are those that SGLang's and vLLM's loaders turn into the parameters of their models: all
 filled, none left; and their quantisation is switched on for exactly the modules that are stored in FP8.
 
-No server can run here. What their loaders do with a name is written down again, from what they say:
+No server runs in a test. What their loaders do with a name is written down again, from what they say:
 SGLang in github.com/sgl-project/sglang, python/sglang/srt/models/glm4_moe.py (commit 005ffc65), `load_weights`;
 vLLM in github.com/vllm-project/vllm, vllm/model_executor/models/glm4_moe.py (commits a4cd9d0d and 002d6073) and
 glm4_moe_mtp.py (docs.vllm.ai of 2026-05), layers/quantization/compressed_tensors/{compressed_tensors,utils}.py (docs of
