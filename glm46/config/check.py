@@ -4,18 +4,15 @@ A rule yields the faults it finds and reads nothing but the configuration. Rules
 those about the shape in `rules_model`, those about the mesh in `rules_layout`.
 """
 
-import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from glm46.config.faults import Fault, show
+from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.run import Run
-
-Faults = Iterator[Fault]
 
 
 def check_run(run: Run, *, world_size: int | None) -> list[str]:
@@ -41,9 +38,8 @@ def flavor_is_a_preset(run: Run) -> Faults:
     """A preset that does not exist has no shape; the message lists those that do."""
     flavor = run.model.flavor
     if flavor not in PRESETS:
-        names = {name.lower(): name for name in PRESETS}
-        near = difflib.get_close_matches(flavor.lower(), names, n=1, cutoff=0.6)
-        remedy = f"did you mean '{names[near[0]]}'? " if near else ""
+        near = nearest(flavor, PRESETS, 0.6)
+        remedy = f"did you mean '{near}'? " if near else ""
         yield Fault(
             ("model.flavor",), f"model.flavor = {show(flavor)}: no such preset; {remedy}Presets: {', '.join(PRESETS)}"
         )

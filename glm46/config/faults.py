@@ -1,6 +1,8 @@
 """One fault of a configuration, and how values of TOML are shown in its message."""
 
+import difflib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from typing import Any
@@ -20,6 +22,17 @@ class Fault:
 
     doubtful: tuple[str, ...] = ()
     """More keys whose value is in doubt by it: an unknown key may have been meant as any other of its section."""
+
+
+Faults = Iterator[Fault]
+"""What a rule yields."""
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
+    """The name that a word was probably meant to be, whatever its case; None if none is near."""
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None
 
 
 def show(value: Any) -> str:

@@ -5,7 +5,6 @@ file. Every fault is found before one is reported, each with where it was writte
 """
 
 import copy
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import tomli_w
 
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError
-from glm46.config.faults import Fault
+from glm46.config.faults import Fault, nearest
 from glm46.config.overrides import apply_overrides, key_parts, parse_overrides
 from glm46.config.run import Run
 from glm46.config.validation import validate_table
@@ -69,9 +68,8 @@ def _read(path: Path) -> dict:
 def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
-    names = [file.name for file in path.parent.glob("*.toml")]
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    near = nearest(path.name, (file.name for file in path.parent.glob("*.toml")), 0.7)
+    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def _is_inside(key: str, outer: str) -> bool:

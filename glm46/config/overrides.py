@@ -67,6 +67,11 @@ def key_parts(key: str) -> list[str | int]:
     return [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
 
 
+def dotted(parts: Sequence[str | int]) -> str:
+    """The inverse of `key_parts`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
 def _literal(text: str) -> Any:
     try:
         parsed = tomli.loads(f"value = {text}")
@@ -110,7 +115,7 @@ def _holds(place: Any, part: str | int) -> bool:
 
 
 def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    name = dotted(path)
     if isinstance(place, list):
         rule = f"{name} has {len(place)} entries, counted from 0"
     elif isinstance(place, dict):

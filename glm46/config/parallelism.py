@@ -65,6 +65,16 @@ class Parallelism(Section):
     """Ranks over which the experts of a layer are spread, borrowed from data_parallel_shard * context * tensor."""
 
     @property
+    def stated_ranks(self) -> int:
+        """Product of all degrees but that of the shards, which may be left open."""
+        return (
+            self.data_parallel_replicate_degree
+            * self.tensor_parallel_degree
+            * self.pipeline_parallel_degree
+            * self.context_parallel_degree
+        )
+
+    @property
     def stages_per_rank(self) -> int:
         """Stages of each rank of the pipeline."""
         stated = self.pipeline_parallel_stages_per_rank

@@ -1,13 +1,11 @@
 """Rules about [data]: sources, and stages that follow each other and share documents with care."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 
 from glm46.config.data import Stage
-from glm46.config.faults import Fault, show
+from glm46.config.faults import Fault, Faults, show
 from glm46.config.run import Run
-
-Faults = Iterator[Fault]
 
 
 def there_is_a_source(run: Run) -> Faults:

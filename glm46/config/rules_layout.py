@@ -3,14 +3,12 @@
 A world size of None means that the number of processes is not known yet; rules that need it say nothing then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from glm46.config.faults import Fault, show
+from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
 from glm46.config.run import Run
 from glm46.config.section import Schedule
-
-Faults = Iterator[Fault]
 
 
 def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
@@ -18,20 +16,10 @@ def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
     layout = run.parallelism
     shard = layout.data_parallel_shard_degree
     if shard == -1:
-        if world_size is None or world_size % _fixed_degrees(run):
+        if world_size is None or world_size % layout.stated_ranks:
             return None
-        shard = world_size // _fixed_degrees(run)
+        shard = world_size // layout.stated_ranks
     return layout.data_parallel_replicate_degree * shard
-
-
-def _fixed_degrees(run: Run) -> int:
-    layout = run.parallelism
-    return (
-        layout.data_parallel_replicate_degree
-        * layout.tensor_parallel_degree
-        * layout.pipeline_parallel_degree
-        * layout.context_parallel_degree
-    )
 
 
 def values_of(schedule: Schedule | None) -> tuple[float, ...]:
@@ -101,7 +89,7 @@ def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: i
         return
     layout = run.parallelism
     keys = ("parallelism",)
-    fixed, shard = _fixed_degrees(run), layout.data_parallel_shard_degree
+    fixed, shard = layout.stated_ranks, layout.data_parallel_shard_degree
     spelled = "replicate * tensor * pipeline * context"
     if shard == -1 and world_size % fixed:
         yield Fault(
@@ -118,14 +106,19 @@ def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: i
         )
 
 
-def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
-    """The experts' axis is made of whole shard, context and tensor axes."""
+def _ranks_to_borrow(run: Run, world_size: int | None) -> int | None:
+    """Ranks that the experts' axis is borrowed from; None when `data_parallel_degree` is."""
     layout, degree = run.parallelism, data_parallel_degree(run, world_size)
     if degree is None:
-        return
+        return None
     shard = degree // layout.data_parallel_replicate_degree
-    ranks = shard * layout.context_parallel_degree * layout.tensor_parallel_degree
-    if ranks % layout.expert_parallel_degree:
+    return shard * layout.context_parallel_degree * layout.tensor_parallel_degree
+
+
+def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """The experts' axis is made of whole shard, context and tensor axes."""
+    layout, ranks = run.parallelism, _ranks_to_borrow(run, world_size)
+    if ranks is not None and ranks % layout.expert_parallel_degree:
         yield Fault(
             ("parallelism",),
             f"parallelism.expert_parallel_degree = {layout.expert_parallel_degree}: must divide shard * context * "
@@ -135,14 +128,10 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
 
 def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
     """FSDP2 spreads whole experts over its ranks, or else equal parts of each expert."""
-    layout, degree = run.parallelism, data_parallel_degree(run, world_size)
-    if degree is None:
-        return
-    ranks = degree // layout.data_parallel_replicate_degree * layout.context_parallel_degree
-    ranks *= layout.tensor_parallel_degree
-    ep, width = layout.expert_parallel_degree, 2 * shape.moe_intermediate_size
-    if ranks == 0 or ranks % ep or shape.n_routed_experts % ep:
-        return  # told by the rules before
+    ranks, ep = _ranks_to_borrow(run, world_size), run.parallelism.expert_parallel_degree
+    width = 2 * shape.moe_intermediate_size
+    if not ranks or ranks % ep or shape.n_routed_experts % ep:
+        return  # not known, or told by the rules before
 
     def is_even(degree: int) -> bool:
         shards = ranks // degree

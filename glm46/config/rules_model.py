@@ -1,12 +1,10 @@
 """Rules about the shape of a model: what does not divide, and what a token could never reach."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from glm46.config.faults import Fault
+from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
 from glm46.config.run import Run
-
-Faults = Iterator[Fault]
 
 
 def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:

@@ -1,14 +1,12 @@
 """Rules about pipelines: what a schedule asks of stages and micro-batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from glm46.config.faults import Fault, show
+from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import data_parallel_degree, values_of
 from glm46.config.run import Run
-
-Faults = Iterator[Fault]
 
 
 def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:

@@ -12,7 +12,7 @@ from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.config.section import Section
-from glm46.config.validation import holds_schedule, section_of
+from glm46.config.validation import choices_in, holds_schedule, section_of
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 
@@ -83,22 +83,21 @@ def _values(key: str, field: FieldInfo) -> str:
         return " | ".join(PRESETS)
     if holds_schedule(field):
         return "number or [[tokens, value], ...]"
-    choices = [argument for inner in _leaves(field.annotation) for argument in typing.get_args(inner)]
-    if choices:
-        return " | ".join(map(str, choices))
+    if choices := choices_in(field.annotation):
+        return " | ".join(choices)
     kind = next(_TYPES[inner] for inner in _leaves(field.annotation) if inner in _TYPES)
     return " ".join([kind, *_bounds(field)])
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """The types inside optionals and Annotated, Literals whole."""
-    if typing.get_origin(annotation) is typing.Literal or not typing.get_args(annotation):
+    """The types inside optionals and Annotated."""
+    if not typing.get_args(annotation):
         return [annotation]
     return [leaf for inner in typing.get_args(annotation) for leaf in _leaves(inner)]
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    limits = [*field.metadata, *(item for item in _annotations(field.annotation))]
+    limits = [*field.metadata, *_annotations(field.annotation)]
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [(sign, getattr(limit, name)) for limit in limits for name, sign in signs.items() if hasattr(limit, name)]
     return [f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}" for sign, value in found]

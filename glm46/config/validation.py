@@ -1,6 +1,5 @@
 """Tables to `Run`, and pydantic's errors to messages: one fault for each mistake, in the words of a TOML file."""
 
-import difflib
 import re
 import typing
 from typing import Any
@@ -8,10 +7,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from glm46.config.faults import Fault, show, show_type
+from glm46.config.faults import Fault, nearest, show, show_type
+from glm46.config.overrides import dotted
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.config.section import Schedule, Section
+from glm46.config.text_recipe import TextRecipe
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -41,7 +42,7 @@ def validate_table(table: dict) -> tuple[Run | None, list[Fault]]:
         across sections can still be checked on the others), None if nothing can be made of it.
     """
     faults: list[Fault] = []
-    remaining = _without_lists(table)
+    remaining = without_lists(table)
     # Each round takes at least one key out, and what is left of a section cannot become wrong by it except by a
     # required key that is now missing, which takes its section out in the next round.
     while True:
@@ -82,12 +83,12 @@ def _mentions(annotation: Any, wanted: Any) -> bool:
     return annotation == wanted or any(_mentions(inner, wanted) for inner in typing.get_args(annotation))
 
 
-def _without_lists(value: Any) -> Any:
+def without_lists(value: Any) -> Any:
     """Lists as tuples: strict mode takes no list for a tuple, and a copy lets faulty keys be taken out."""
     if isinstance(value, dict):
-        return {key: _without_lists(item) for key, item in value.items()}
+        return {key: without_lists(item) for key, item in value.items()}
     if isinstance(value, list):
-        return tuple(_without_lists(item) for item in value)
+        return tuple(without_lists(item) for item in value)
     return value
 
 
@@ -128,11 +129,6 @@ def _take_out(table: dict, place: tuple) -> None:
         table = table.get(part, {})
     if cut:
         table.pop(place[cut - 1], None)
-
-
-def dotted(place: tuple[str | int, ...]) -> str:
-    """``("data", "sources", 0)`` as ``data.sources[0]``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def _describe(place: tuple, section: type[Section], field: FieldInfo | None, items: list[dict]) -> Fault:
@@ -199,13 +195,14 @@ def _conversion(kind: str, value: Any) -> str:
 def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     """The key that an unknown one stands for (its whole section if that cannot be told), and how to say so."""
     wanted = str(place[-1])
-    elsewhere = [name for name, field in Run.model_fields.items() if wanted in section_of(field).model_fields]
+    fields = Run.model_fields.items() if section is not TextRecipe else ()  # a recipe alone has no other sections
+    elsewhere = [name for name, field in fields if wanted in section_of(field).model_fields]
     if elsewhere and wanted not in _EVERYDAY_NAMES:
         meant = f"{elsewhere[0]}.{wanted}"
         return meant, f"did you mean '{meant}'?"
-    near = difflib.get_close_matches(wanted, section.model_fields, n=1, cutoff=0.7)
+    near = nearest(wanted, section.model_fields, 0.7)
     if near:
-        return dotted((*place[:-1], *near)), f"did you mean '{near[0]}'?"
+        return dotted((*place[:-1], near)), f"did you mean '{near}'?"
     kind = "sections" if section is Run else "keys"
     return dotted(place[:-1]) or wanted, f"valid {kind} are {', '.join(section.model_fields)}"
 
@@ -220,12 +217,12 @@ def _meaning(name: str, field: FieldInfo | None) -> str:
 
 
 def _close(value: Any, field: FieldInfo | None) -> str:
-    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)] if field else []
-    near = difflib.get_close_matches(str(value).lower(), [choice.lower() for choice in choices], n=1, cutoff=0.6)
-    return f"; did you mean '{next(c for c in choices if c.lower() == near[0])}'?" if near else ""
+    near = nearest(str(value), choices_in(field.annotation) if field else (), 0.6)
+    return f"; did you mean '{near}'?" if near else ""
 
 
-def _choices(annotation: Any) -> list:
+def choices_in(annotation: Any) -> list[str]:
+    """The words that a type allows, if it lists them."""
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
-    return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
+    return [choice for inner in typing.get_args(annotation) for choice in choices_in(inner)]

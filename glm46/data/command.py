@@ -8,7 +8,9 @@ import tomli
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
+from glm46.config.overrides import key_parts
 from glm46.config.text_recipe import TextRecipe
+from glm46.config.validation import translate, without_lists
 from glm46.data.inspect_source import describe, show_rows
 from glm46.data.manifest import load_manifest
 from glm46.data.prepare import prepare_text
@@ -67,16 +69,14 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
             raise UserError(f"{file}: cannot be read: {error.strerror}") from error
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: not valid TOML: {error}") from error
-    table = {key: tuple(value) if isinstance(value, list) else value for key, value in (table | stated).items()}
     try:
-        return TextRecipe(**table)
+        return TextRecipe.model_validate(without_lists(table | stated))
     except ValidationError as error:
-        origin = {key: "command line" for key in stated}
+        origins = {key: "command line" for key in stated}
         raise UserError(
             *(
-                f"{origin.get(str(e['loc'][0]), file or 'command line')}: {'.'.join(map(str, e['loc']))}: {e['msg']}"
-                + (f", got {e['input']!r}" if e["type"] != "missing" else "")
-                for e in error.errors()
+                f"{origins.get(key_parts(fault.keys[0])[0], file or 'command line')}: {fault.message}"
+                for fault in translate(error, TextRecipe)
             )
         ) from error
 

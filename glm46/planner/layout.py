@@ -1,7 +1,6 @@
 """Degrees of the mesh with every "all that are left" filled in."""
 
 from dataclasses import dataclass
-from math import prod
 
 from glm46.config.errors import UserError
 from glm46.config.parallelism import Parallelism
@@ -50,15 +49,7 @@ class Layout:
 def fixed_processes(parallelism: Parallelism) -> int:
     """Product of the degrees that the config states: the fewest processes it can run on, or a divisor of their number
     when ``data_parallel_shard_degree`` is left open."""
-    shard = max(parallelism.data_parallel_shard_degree, 1)
-    return shard * prod(
-        (
-            parallelism.data_parallel_replicate_degree,
-            parallelism.tensor_parallel_degree,
-            parallelism.pipeline_parallel_degree,
-            parallelism.context_parallel_degree,
-        )
-    )
+    return max(parallelism.data_parallel_shard_degree, 1) * parallelism.stated_ranks
 
 
 def smallest_world(parallelism: Parallelism) -> int:
