@@ -66,11 +66,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("dead_experts", "experts", "experts", "Experts that no token used, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
     Metric("validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source"),
-    Metric("validation_perplexity", "1", "validation", "exp(validation_loss).", "source"),
     Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
-    Metric("validation_mtp_loss", "nats/token", "validation", "Mean multi-token prediction loss.", "source"),
-    Metric("validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", "source"),
-    Metric("validation_tokens", "tokens", "validation", "Labels that the validation loss is a mean over.", "source"),
+    Metric("validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents."),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 

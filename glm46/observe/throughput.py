@@ -10,7 +10,6 @@ class ThroughputMeter:
 
     def __init__(
         self,
-        flops_per_token: float,
         peak_flops: float | None,
         num_ranks: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -18,12 +17,11 @@ class ThroughputMeter:
         """Start counting.
 
         Args:
-            flops_per_token: FLOPs that a token needs, forward and backward.
             peak_flops: FLOP/s of one rank's device; None when unknown, then no MFU is reported.
             num_ranks: ranks that share the tokens.
             clock: seconds; tests give their own.
         """
-        self._flops_per_token, self._peak_flops, self._num_ranks = flops_per_token, peak_flops, num_ranks
+        self._peak_flops, self._num_ranks = peak_flops, num_ranks
         self._clock = clock
         self._restart()
 
@@ -33,11 +31,11 @@ class ThroughputMeter:
         self._left_out_seconds = self._data_seconds = 0.0
         self._start = self._clock()
 
-    def add_step(self, tokens: int, data_seconds: float = 0.0, flops_per_token: float | None = None) -> None:
-        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and what a token needs
-        where that is not as always."""
+    def add_step(self, tokens: int, data_seconds: float, flops_per_token: float) -> None:
+        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and the FLOPs that a
+        token needs, forward and backward."""
         self._tokens += tokens
-        self._flops += tokens * (self._flops_per_token if flops_per_token is None else flops_per_token)
+        self._flops += tokens * flops_per_token
         self._steps += 1
         self._data_seconds += data_seconds
 

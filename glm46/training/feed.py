@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class Portion(NamedTuple):
     """Samples in it over all ranks; fewer than asked for where a stage ends, and the rest is padding."""
     seq_len: int
     flops_per_token: float
+    read_seconds: float
+    """What reading it took."""
 
 
 class Feed:
@@ -39,6 +42,7 @@ class Feed:
 
     def take(self, progress: Progress, sequences: int) -> Portion:
         """The next micro-batches of this rank, for a step of so many sequences over all ranks."""
+        began = time.perf_counter()
         stage = stage_at(self._stages, progress.samples)
         if stage != self._stage or progress.samples != self._next:
             self._open(stage, progress)
@@ -47,8 +51,9 @@ class Feed:
         # A pipeline's schedule is made for a number of micro-batches; padding fills those that have no sample.
         count = sequences // rows if self._parts.pipeline is not None else -(-left // rows)
         self._next = progress.samples + left
+        micro_batches = [next(self._loader) for _ in range(count)]
         flops = training_flops_per_token(self._parts.shape, stage.seq_len)
-        return Portion([next(self._loader) for _ in range(count)], left, stage.seq_len, flops)
+        return Portion(micro_batches, left, stage.seq_len, flops, time.perf_counter() - began)
 
     def _open(self, stage: TextStage, progress: Progress) -> None:
         run, parts = self._parts.run, self._parts

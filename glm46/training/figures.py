@@ -12,7 +12,6 @@ from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.optim.schedule import schedule_value
-from glm46.planner.flops import training_flops_per_token
 from glm46.planner.params import count_parameters
 from glm46.training.build import Parts
 from glm46.training.layout_report import describe_layout, whole_role_table
@@ -32,7 +31,6 @@ class Figures:
         self._parts = parts
         compute_type = getattr(torch, parts.run.training.mixed_precision_param)
         self.meter = ThroughputMeter(
-            training_flops_per_token(parts.shape, parts.run.training.seq_len),
             device_peak_flops(parts.process.device, compute_type),
             parts.process.world_size,
         )

@@ -11,7 +11,7 @@ _RANKS_SHOWN = 4
 
 def describe_layout(parts: Parts) -> list[str]:
     """Lines about the mesh and the memory of the ranks; collective."""
-    layout, parallelism = parts.layout, parts.run.parallelism
+    layout = parts.layout
     axes = [
         ("pp", layout.pp, layout.world_size // layout.pp, f"other layers, schedule {_schedule(parts)}"),
         ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "copies of the same parameters"),
@@ -30,7 +30,7 @@ def describe_layout(parts: Parts) -> list[str]:
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
     held = [None] * layout.world_size
     dist.all_gather_object(held, _held(parts))
-    return lines + _memory_lines(held, parallelism.pipeline_parallel_degree)
+    return lines + _memory_lines(held, layout.pp)
 
 
 def whole_role_table(parts: Parts) -> list[RoleRow]:

@@ -8,6 +8,7 @@ the median distance from it. Bad steps never enter the window.
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -59,10 +60,12 @@ class SpikeDetector:
         """What is wrong with a step of this mean loss and norm, None if nothing; then it enters the window."""
         log_norm = math.log(max(grad_norm, 1e-30))
         if self._sigmas and 2 * len(self._losses) >= self._window:
-            limit = _limit(self._losses, self._sigmas, lambda median: _SMALLEST_LOSS_SIGMA * abs(median))
+            median, sigma = median_and_sigma(self._losses)
+            limit = median + self._sigmas * max(sigma, _SMALLEST_LOSS_SIGMA * abs(median))
             if loss > limit:
                 return f"loss {loss:.4g} spikes, the limit is {limit:.4g}"
-            limit = _limit(self._log_norms, self._sigmas, lambda _: _SMALLEST_NORM_SIGMA)
+            median, sigma = median_and_sigma(self._log_norms)
+            limit = median + self._sigmas * max(sigma, _SMALLEST_NORM_SIGMA)
             if log_norm > limit:
                 return f"gradient norm {grad_norm:.4g} spikes, the limit is {math.exp(limit):.4g}"
         self._losses.append(loss)
@@ -79,7 +82,7 @@ class SpikeDetector:
         self._log_norms = deque(meta["log_norms"], maxlen=self._window)
 
 
-def _limit(values: deque[float], sigmas: float, smallest) -> float:
+def median_and_sigma(values: Collection[float]) -> tuple[float, float]:
+    """The median, and the deviation that the median distance from it stands for, were the values normal."""
     median = statistics.median(values)
-    sigma = _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)
-    return median + sigmas * max(sigma, smallest(median))
+    return median, _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)

@@ -28,7 +28,6 @@ class Progress:
     """How often the run went back to a checkpoint."""
     left_out: list[list[int]] = field(default_factory=list)
     """Ranges of sample numbers that are not read: first, and the one behind the last."""
-
     read_before: list[list] = field(default_factory=list)
     """What earlier phases have read of sources, as `Feed.read` gives it."""
 
@@ -43,13 +42,11 @@ class Progress:
         self.skipped_steps += was_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
 
-    def pass_over(self, sequences: int) -> bool:
-        """Go on behind any range that is left out and that the next `sequences` would touch; whether there was one."""
-        start = self.samples
+    def pass_over(self, sequences: int) -> None:
+        """Go on behind any range that is left out and that the next `sequences` would touch."""
         for first, end in sorted(self.left_out):
             if self.samples < end and first < self.samples + sequences:
                 self.samples = end
-        return self.samples != start
 
     def roll_back(self, earlier: "Progress") -> "Progress":
         """The progress of an earlier checkpoint, with the samples of the last bad steps left out from then on."""

@@ -11,6 +11,7 @@ from math import hypot, sqrt
 from typing import NamedTuple
 
 from glm46.compat import own_clock
+from glm46.training.spikes import median_and_sigma
 
 _WINDOW = 32
 """Steps whose median is a rank's pace."""
@@ -26,7 +27,6 @@ _ERRORS = 6.0
 """by this many standard errors of the medians,"""
 _SPREADS = 4.0
 """and by this many deviations of the others from each other, in two looks one after the other."""
-_MAD_TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean, for normally distributed values: sqrt(pi / 2)."""
 
@@ -66,8 +66,7 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
         members = paces[first : first + size]
         slowest = max(range(size), key=lambda i, members=members: members[i].median)
         others = [pace for i, pace in enumerate(members) if i != slowest]
-        middle = statistics.median(pace.median for pace in others)
-        spread = _MAD_TO_SIGMA * statistics.median(abs(pace.median - middle) for pace in others)
+        middle, spread = median_and_sigma([pace.median for pace in others])
         error = hypot(members[slowest].error, statistics.median(pace.error for pace in others) / sqrt(len(others)))
         excess = members[slowest].median - middle
         stands_out = excess > max(_LEAST_EXCESS * middle, _ERRORS * error, _SPREADS * spread)
@@ -109,8 +108,7 @@ class Stragglers:
         most steps, and at the start."""
         if self._world_size == 1 or self._steps % _EXCHANGE_STEPS or len(self._times) < _FEWEST_STEPS:
             return []
-        middle = statistics.median(self._times)
-        sigma = _MAD_TO_SIGMA * statistics.median(abs(time - middle) for time in self._times)
+        middle, sigma = median_and_sigma(self._times)
         shared = [0] * (2 * self._world_size)
         shared[2 * self._rank : 2 * self._rank + 2] = (
             round(1e9 * middle),

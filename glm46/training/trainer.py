@@ -18,7 +18,7 @@ from glm46.training import resume
 from glm46.training.build import Parts, build
 from glm46.training.evaluate import evaluate
 from glm46.training.farewell import farewell
-from glm46.training.feed import Feed
+from glm46.training.feed import Feed, Portion
 from glm46.training.figures import Figures, describe_start
 from glm46.training.huggingface import save_weights
 from glm46.training.lock import RunLock
@@ -34,17 +34,16 @@ from glm46.training.together import attempt, raise_together
 from glm46.training.watchdog import Watchdog
 
 
-class Agreement(NamedTuple):
-    """What all ranks know before a step."""
+class NextStep(NamedTuple):
+    """What a rank knows before a step; all but the text is the same on all ranks."""
 
+    text: Portion
     counts: TokenCounts
     """Tokens of the step over all ranks."""
     stop: bool
     """Some rank was asked to stop."""
     saver_died: bool
     """The thread that saves behind training has died on some rank."""
-    text_is_damaged: bool
-    """Some rank could not read its part of the text."""
     paces: list[int]
     """What each rank has shared of its own times."""
 
@@ -139,48 +138,34 @@ def _train(
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
     saver = Saver(parts, report, progress, spikes)
     stragglers = Stragglers(parts.process.rank, parts.process.world_size, parts.layout.pp)
-    at_rest = Path(run.job.dump_folder) / STOPPED
     if parts.process.is_main:
-        at_rest.unlink(missing_ok=True)
+        _at_rest(run).unlink(missing_ok=True)
     stop.training_begins()
     while progress.tokens < budget:
-        sequences = batch_sequences(
-            run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
-        )
         watchdog.step_begins(progress.step + 1)
         stragglers.step_begins()
-        fetched = time.perf_counter()
-        progress.pass_over(sequences)
-        portion, damage = attempt(lambda samples=sequences: feed.take(progress, samples))
-        data_seconds = time.perf_counter() - fetched
-        watchdog.operation("agreeing on the step")
-        counts = count_tokens(portion.micro_batches if portion else [])
-        agreement = agree(counts, damage, stop, saver, stragglers, parts)
-        if agreement.text_is_damaged:
-            raise_together(damage)
-        micro_batches, sequences, seq_len, flops_per_token = portion
-        if agreement.saver_died:
+        coming = prepare_step(parts, progress, feed, stop, saver, stragglers, watchdog)
+        if coming.saver_died:
             saver.start_again(progress)
-        if slow := stragglers.learn(agreement.paces):
+        if slow := stragglers.learn(coming.paces):
             report.message(f"step {progress.step}: {slow}")
-        if agreement.stop:
+        if coming.stop:
             break
-        clock = progress.curriculum_tokens
+        text, counts, clock = coming.text, coming.counts, progress.curriculum_tokens
         lr_factor = learning_rate_factor(clock, run.lr_scheduler, run.lr_scheduler.start_tokens + budget)
 
         # single training step
-        watchdog.operation("training step", size=(sequences, seq_len))
-        outcome = train_step(parts, micro_batches, agreement.counts, clock, lr_factor, spikes.judge)
-        was_skipped = outcome.fault is not None
-        progress.advance(sequences=sequences, seq_len=seq_len, was_skipped=was_skipped)
+        watchdog.operation("training step", size=(text.sequences, text.seq_len))
+        outcome = train_step(parts, text.micro_batches, counts, clock, lr_factor, spikes.judge)
+        progress.advance(sequences=text.sequences, seq_len=text.seq_len, was_skipped=outcome.fault is not None)
         stragglers.step_judged(outcome.judged_at)
-        figures.meter.add_step(sequences * seq_len, data_seconds, flops_per_token)
+        figures.meter.add_step(text.sequences * text.seq_len, text.read_seconds, text.flops_per_token)
 
         is_last = progress.tokens >= budget
-        if was_skipped:
-            _report_skip(progress, outcome.fault, sequences, report)
+        if outcome.fault is not None:
+            _report_skip(progress, outcome.fault, text.sequences, report)
         if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
-            row = figures.training_row(progress, outcome, agreement.counts, lr_factor)
+            row = figures.training_row(progress, outcome, counts, lr_factor)
             report.train(row | saver.figures() | stragglers.figures())
         if progress.skipped_in_a_row > run.training.max_skipped_steps:
             raise _TooManyBadSteps
@@ -193,27 +178,46 @@ def _train(
     gc.enable()
     watchdog.close()
     saver.finish(progress, validation)
+    return _end(parts, progress, stop, report, is_finished=progress.tokens >= budget)
+
+
+def _end(parts: Parts, progress: Progress, stop: StopRequest, report: Report, *, is_finished: bool) -> int:
+    """What a run leaves behind its last save, and its exit code; collective."""
+    run = parts.run
     if parts.process.is_main and run.checkpoint.enable:
-        at_rest.write_text(f"{progress.step}\n")
-    is_finished = progress.tokens >= budget
+        _at_rest(run).write_text(f"{progress.step}\n")
     if run.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop.signal_name, is_finished=is_finished))
     return 0 if is_finished else EXIT_STOPPED
 
 
-def agree(
-    counts: TokenCounts,
-    damage: UserError | None,
+def _at_rest(run: Run) -> Path:
+    return Path(run.job.dump_folder) / STOPPED
+
+
+def prepare_step(
+    parts: Parts,
+    progress: Progress,
+    feed: Feed,
     stop: StopRequest,
     saver: Saver,
     stragglers: Stragglers,
-    parts: Parts,
-) -> Agreement:
-    """Sum the token counts over all ranks, and stop everywhere if anyone was asked to, or cannot read; collective.
+    watchdog: Watchdog,
+) -> NextStep:
+    """Read the text of the next step, sum its token counts over all ranks, and stop everywhere if anyone was asked to;
+    collective. The sum is one of CPU tensors, through gloo: no rank waits for its GPU.
 
-    On CPU tensors, through gloo: no rank waits for its GPU.
+    Raises:
+        UserError: some rank could not read its part of the text; on all ranks.
     """
+    wanted = batch_sequences(
+        parts.run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
+    )
+    progress.pass_over(wanted)
+    text, damage = attempt(lambda: feed.take(progress, wanted))
+    watchdog.operation("agreeing on the step")
+    counts = count_tokens(text.micro_batches if text else [])
     depths, readers = parts.shape.num_nextn_predict_layers, parts.readers_of_a_batch
     # Nothing is counted where nothing was read.
     per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
@@ -227,11 +231,13 @@ def agree(
     )
     dist.all_reduce(flat)
     wishes, deaths, damages = flat[:3].tolist()
+    if damages:
+        raise_together(damage)
     tokens, paces = flat[3:].tensor_split([2 + 2 * depths])
     # Ranks that read the same sequences have counted them each.
     targets, real, *rest = (tokens // readers).tolist()
     summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real)
-    return Agreement(summed, wishes > 0, deaths > 0, damages > 0, paces.tolist())
+    return NextStep(text, summed, wishes > 0, deaths > 0, paces.tolist())
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

@@ -110,7 +110,7 @@ class Watchdog:
         if len(self._times) < _TIMED_STEPS:
             return max(self._start_limit, self._shortest)
         times = sorted(self._times)
-        return max(_LIMIT_PER_P99 * times[min(math.ceil(0.99 * len(times)), len(times)) - 1], self._shortest)
+        return max(_LIMIT_PER_P99 * times[math.ceil(0.99 * len(times)) - 1], self._shortest)
 
     def close(self) -> None:
         """Stop watching."""

@@ -59,10 +59,10 @@ class _Clock:
 
 def test_throughput_leaves_validation_out_and_starts_anew():
     clock = _Clock()
-    meter = ThroughputMeter(flops_per_token=1e9, peak_flops=4e12, num_ranks=2, clock=clock)
+    meter = ThroughputMeter(peak_flops=4e12, num_ranks=2, clock=clock)
     for _ in range(4):
         clock.now += 1.0
-        meter.add_step(1000, data_seconds=0.25)
+        meter.add_step(1000, data_seconds=0.25, flops_per_token=1e9)
     with meter.left_out():
         clock.now += 60.0
     row = meter.read()
@@ -80,13 +80,13 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     for name in row:
         find_metric(name)
     clock.now += 2.0
-    meter.add_step(1000)
+    meter.add_step(1000, 0.0, 1e9)
     assert meter.read()["tokens_per_second"] == 500.0
 
 
 def test_an_unknown_peak_gives_no_mfu():
-    meter = ThroughputMeter(1.0, None, 1)
-    meter.add_step(1)
+    meter = ThroughputMeter(None, 1)
+    meter.add_step(1, 0.0, 1.0)
     assert "mfu" not in meter.read()
 
 
