@@ -6,13 +6,24 @@ Every verb that reads a run takes ``--config FILE`` and any key of the file as `
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from glm46.config.errors import UserError
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
+
+_OWN_COMMANDS = {
+    "benchmark": "glm46.benchmark.command:benchmark_command",
+    "checkpoint": "glm46.checkpoint.command:checkpoint_command",
+    "convert": "glm46.convert:convert_command",
+    "generate": "glm46.inference.command:generate_command",
+    "inspect": "glm46.data.command:inspect_command",
+    "prepare": "glm46.data.command:prepare_command",
+}
+"""Verbs that read no run parse their own options; by name, because only the one that is asked for is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] in (["benchmark"], ["checkpoint"], ["convert"], ["generate"], ["inspect"]) or _prepares_files(argv):
-        return _own_command(argv[0])(argv[1:])
+    if argv and argv[0] in _OWN_COMMANDS and (argv[0] != "prepare" or _prepares_files(argv)):
+        return resolve_name(_OWN_COMMANDS[argv[0]])(argv[1:])
     tokens, overrides = _split_overrides(argv)
     arguments = _parser().parse_args(tokens)
     return arguments.run(arguments, overrides)
@@ -55,30 +66,7 @@ def _run(argv: list[str]) -> int:
 
 def _prepares_files(argv: Sequence[str]) -> bool:
     """``prepare`` makes the sources of a run, or, given a recipe or an input, one source of files."""
-    return argv[:1] == ["prepare"] and any(token.partition("=")[0] in ("--input", "--recipe") for token in argv)
-
-
-def _own_command(verb: str) -> Callable[[Sequence[str]], int]:
-    """Verbs that read no run parse their own options."""
-    if verb == "benchmark":
-        from glm46.benchmark.command import benchmark_command
-
-        return benchmark_command
-    if verb == "convert":
-        from glm46.convert import convert_command
-
-        return convert_command
-    if verb == "generate":
-        from glm46.inference.command import generate_command
-
-        return generate_command
-    if verb in ("prepare", "inspect"):
-        from glm46.data.command import inspect_command, prepare_command
-
-        return prepare_command if verb == "prepare" else inspect_command
-    from glm46.checkpoint.command import checkpoint_command
-
-    return checkpoint_command
+    return any(token.partition("=")[0] in ("--input", "--recipe") for token in argv)
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -213,14 +201,10 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.config.schema import json_schema
 
-    _refuse_overrides("schema", overrides)
+    if overrides:
+        raise UserError(f"command line: {overrides[0]}: the verb schema reads no run; leave it out")
     print(json.dumps(json_schema(), indent=2))
     return 0
-
-
-def _refuse_overrides(verb: str, overrides: Sequence[str]) -> None:
-    if overrides:
-        raise UserError(f"command line: {overrides[0]}: the verb {verb} reads no run; leave it out")
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ For long-context stages, where a reasoning trace or a repository must stay in on
 is never cut; a longer one is cut into full rows and a rest. Source: Ding et al., arXiv 2404.10830, best-fit decreasing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +28,14 @@ class PackPlan:
     piece_lengths: np.ndarray
 
 
-def plan_packs(doc_ends: np.ndarray, seq_len: int) -> PackPlan:
-    """Pack all documents of a split into rows.
+def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
+    """Pack all documents of a split into rows, group by group: rows of a later group come behind.
 
     Args:
-        doc_ends: int64 [documents], the place behind each document's last token, ascending, all lengths positive.
+        doc_ends: int64 [documents] of one block after another, the place behind each document's last token, ascending,
+            all lengths positive.
         seq_len: tokens per row.
     """
-    return joined(list(plan_groups([doc_ends], seq_len)))
-
-
-def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
-    """The same group by group, for the documents of one block after another: rows of a later group come behind."""
     waiting, before = (np.empty(0, np.int64), np.empty(0, np.int64)), 0
     for ends in doc_ends:
         if len(ends):
@@ -52,15 +48,16 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
         yield _pack(*waiting, seq_len)
 
 
-def joined(groups: Sequence[PackPlan]) -> PackPlan:
+def joined(groups: Iterable[PackPlan]) -> PackPlan:
     """One plan of several, the rows of each behind those of the one before."""
-    nothing = np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    groups = list(groups)
+    nothing = np.empty(0, np.int64)
     before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])
     row_starts = [group.row_starts[1:] + first for group, first in zip(groups, before[:-1], strict=True)]
     return PackPlan(
-        np.concatenate([nothing[0], *row_starts]),
-        np.concatenate([nothing[1], *(group.piece_starts for group in groups)]),
-        np.concatenate([nothing[2], *(group.piece_lengths for group in groups)]),
+        np.concatenate([np.zeros(1, np.int64), *row_starts]),
+        np.concatenate([nothing, *(group.piece_starts for group in groups)]),
+        np.concatenate([nothing, *(group.piece_lengths for group in groups)]),
     )
 
 

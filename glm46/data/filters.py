@@ -71,7 +71,6 @@ def json_fault(text: str) -> str | None:
     return None
 
 
-FILTERS: dict[str, Callable[[str], str | None]] = {"prose": prose_fault}
 VERIFIERS: dict[str, Callable[[str], str | None]] = {
     "python": python_fault,
     "json": json_fault,
@@ -86,7 +85,7 @@ def document_fault(text: str, answer: str | None, recipe: Recipe) -> str | None:
         text: the document.
         answer: the known result that stands beside it, where a recipe verifies maths.
     """
-    if recipe.filter in FILTERS and (fault := FILTERS[recipe.filter](text)):
+    if recipe.filter == "prose" and (fault := prose_fault(text)):
         return fault
     if recipe.verify == "maths":
         return maths_fault(text, answer)

@@ -213,14 +213,14 @@ class ValidationStream(IterableDataset):
 
 
 def build_train_loader(
-    sources: Sequence[TrainSource | tuple], *, seq_len: int, mtp_depth: int, local_batch_size: int,
+    sources: Sequence[TrainSource], *, seq_len: int, mtp_depth: int, local_batch_size: int,
     dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
     prefetch_factor: int = 2, span: Span = WHOLE_RUN,
 ) -> StatefulDataLoader:  # fmt: skip
     """The endless training stream of one rank.
 
     Args:
-        sources: `TrainSource`, or plain (name, folder, weight[, packing[, plan_folder]]).
+        sources: at least one, with different names, which decide the order of samples.
         seq_len: tokens per sample.
         mtp_depth: multi-token prediction layers to make inputs and labels for.
         local_batch_size: samples per micro-batch.
@@ -236,17 +236,10 @@ def build_train_loader(
         A loader of dicts of tensors, as docs/data.md lists them.
 
     Raises:
-        UserError: no source, a folder that is not one, tokenizers that differ, weights, or too little text.
+        UserError: a folder that is no source, tokenizers that differ, weights, or too little text.
     """
-    if not sources:
-        raise UserError("data.sources: empty; name at least one folder of prepared text to train on")
-    chosen = [TrainSource(*source) for source in sources]
-    if len({source.name for source in chosen}) < len(chosen):
-        raise UserError(
-            f"data.sources: names {[s.name for s in chosen]} repeat; a name decides the order of samples; change one"
-        )
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
-    stream = TrainStream(chosen, seed, layout, start_sample, span)
+    stream = TrainStream(sources, seed, layout, start_sample, span)
     return _carry(stream, num_workers, prefetch_factor)
 
 

@@ -4,12 +4,11 @@
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.data.shards import hash_file, open_shard, sync_folder
+from glm46.data.shards import hash_file, open_shard, write_whole
 
 FILE_NAME = "manifest.json"
 FORMAT = "glm46-data-1"
@@ -88,15 +87,8 @@ class Manifest:
 def save_manifest(manifest: Manifest) -> None:
     """Write ``manifest.json`` into the folder, complete or not at all."""
     content = {"format": FORMAT} | {k: v for k, v in asdict(manifest).items() if k != "folder"}
-    file = manifest.folder / FILE_NAME
-    temporary = file.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1, ensure_ascii=False)
-        handle.write("\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(file)
-    sync_folder(manifest.folder)
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_whole(manifest.folder / FILE_NAME, [text.encode()])
 
 
 def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:

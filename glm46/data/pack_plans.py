@@ -51,7 +51,7 @@ def plan_of(
         if error.errno not in _NO_ROOM:
             raise
     tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
-    return joined(list(plan_groups(tokens.doc_ends_by_shard(), seq_len)))
+    return joined(plan_groups(tokens.doc_ends_by_shard(), seq_len))
 
 
 def keep_plan(

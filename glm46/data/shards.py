@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +57,9 @@ def block_checksums(array: np.ndarray) -> np.ndarray:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
-    """Write a safetensors file that is either complete or absent, and return the SHA-256 of its bytes in hex.
+    """Write a safetensors file as `write_whole` does.
 
     Tensors are written in the order given; put wider types first, so that each starts at a multiple of its item size.
-
-    Raises:
-        OSError: the disk is full or not writable; no file of the final name exists then.
     """
     header, offset = {"__metadata__": metadata}, 0
     arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
@@ -71,14 +69,21 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray], metadata: dict[str
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    blocks = (array.reshape(-1).view(np.uint8) for array in arrays.values())
+    return write_whole(file, [len(text).to_bytes(8, "little") + text, *blocks])
+
+
+def write_whole(file: Path, blocks: Iterable[bytes | np.ndarray]) -> str:
+    """Write a file that is either complete and durable or absent; returns the SHA-256 of its bytes in hex.
+
+    Raises:
+        OSError: the disk is full or not writable; no file of the final name exists then.
+    """
     digest = hashlib.sha256()
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as handle:
-            for block in (
-                len(text).to_bytes(8, "little") + text,
-                *(a.reshape(-1).view(np.uint8) for a in arrays.values()),
-            ):
+            for block in blocks:
                 digest.update(block)
                 handle.write(block)
             handle.flush()

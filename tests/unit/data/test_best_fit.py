@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.data.best_fit import best_fit, plan_packs
-from glm46.data.loader import build_train_loader
+from glm46.data.best_fit import best_fit, joined, plan_groups
+from glm46.data.loader import TrainSource, build_train_loader
 
 EOS = 8156
 
@@ -39,7 +39,7 @@ def test_rows_are_as_full_as_by_the_plain_rule(lengths):
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits(lengths):
     capacity, ends = 64, np.cumsum(lengths)
-    plan = plan_packs(ends, capacity)
+    plan = joined(plan_groups([ends], capacity))
     places = np.concatenate([np.arange(s, s + n) for s, n in zip(plan.piece_starts, plan.piece_lengths, strict=True)])
     assert sorted(places.tolist()) == list(range(ends[-1]))
     for first, last in zip(plan.row_starts, plan.row_starts[1:], strict=False):
@@ -55,7 +55,7 @@ def test_rows_of_realistic_documents_are_full():
     rng = np.random.default_rng(0)
     lengths = np.maximum(2, rng.lognormal(6.4, 1.2, 50_000)).astype(np.int64)
     for seq_len in (4_096, 32_768):
-        plan = plan_packs(np.cumsum(lengths), seq_len)
+        plan = joined(plan_groups([np.cumsum(lengths)], seq_len))
         assert lengths.sum() / ((len(plan.row_starts) - 1) * seq_len) >= 0.999
 
 
@@ -64,8 +64,8 @@ def test_the_loader_gives_whole_documents_with_their_targets(make_source, counti
     documents = counting_documents(lengths)
     folder = make_source(tmp_path / "a", documents, documents_per_shard=3)
     loader = build_train_loader(
-        [("a", folder, 1.0, "best_fit")], seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
-        document_mask=True, start_sample=0,
+        [TrainSource("a", folder, 1.0, "best_fit")], seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0,
+        dp_degree=1, seed=0, document_mask=True, start_sample=0,
     )  # fmt: skip
     whole = [[*d, EOS] for d in documents]
     following = {t: d[i + 1] for d in whole for i, t in enumerate(d[:-1])}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.errors import UserError
-from glm46.data.loader import build_train_loader, build_validation_loader
+from glm46.data.loader import TrainSource, build_train_loader, build_validation_loader
 
 EOS = 8156
 LENGTHS = [3, 1, 40, 7, 2, 2, 19, 64, 5, 11, 8, 30, 1, 1, 25, 90, 6, 13, 17, 10] * 5
@@ -24,7 +24,8 @@ def sources(make_source, counting_documents, tmp_path_factory):
 
 def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5):
     return build_train_loader(
-        [("a", root / "a", 0.7), ("b", root / "b", 0.3)], seq_len=seq_len, mtp_depth=depth, local_batch_size=rows,
+        [TrainSource("a", root / "a", 0.7), TrainSource("b", root / "b", 0.3)],
+        seq_len=seq_len, mtp_depth=depth, local_batch_size=rows,
         dp_rank=rank, dp_degree=degree, seed=seed, document_mask=mask, start_sample=start, num_workers=workers,
         prefetch_factor=2,
     )  # fmt: skip
@@ -71,8 +72,8 @@ def test_rows_follow_the_rules_token_by_token(make_source, counting_documents, t
     ends = np.cumsum([len(d) + 1 for d in documents])
     length, count = 32, (len(tokens) - 1 - depth) // 32
     batches = take(build_train_loader(
-        [("a", folder, 1.0)], seq_len=length, mtp_depth=depth, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
-        document_mask=mask, start_sample=0), count)  # fmt: skip
+        [TrainSource("a", folder, 1.0)], seq_len=length, mtp_depth=depth, local_batch_size=1, dp_rank=0, dp_degree=1,
+        seed=0, document_mask=mask, start_sample=0), count)  # fmt: skip
     starts = []
     for batch in batches:
         first = batch["input_ids"][0]
@@ -176,15 +177,12 @@ def test_validation_stops_at_the_limit(sources):
 
 
 @pytest.mark.parametrize("case, reason", [
-    ("none", "data.sources: empty"), ("twice", "repeat"), ("short", "fewer than one row"),
-    ("tokenizer", "another tokenizer"), ("absent", "no such folder"),
+    ("short", "fewer than one row"), ("tokenizer", "another tokenizer"), ("absent", "no such folder"),
 ])  # fmt: skip
 def test_unusable_sources_are_named(sources, make_source, counting_documents, tmp_path, case, reason):
     other = make_source(tmp_path / "x", counting_documents([5]), tokenizer="other" if case == "tokenizer" else "t")
-    chosen = {
-        "none": [], "twice": [("a", sources / "a", 1.0)] * 2, "short": [("x", other, 1.0)],
-        "tokenizer": [("a", sources / "a", 1.0), ("x", other, 1.0)], "absent": [("n", tmp_path / "n", 1.0)],
-    }[case]  # fmt: skip
+    a, x, absent = (TrainSource(f.name, f, 1.0) for f in (sources / "a", other, tmp_path / "n"))
+    chosen = {"short": [x], "tokenizer": [a, x], "absent": [absent]}[case]
     with pytest.raises(UserError, match=reason):
         build_train_loader(chosen, seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
                            document_mask=False, start_sample=0)  # fmt: skip
