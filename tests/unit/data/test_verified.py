@@ -124,8 +124,8 @@ def test_the_loader_hands_on_nothing_damaged(make_source, counting_documents, tm
     folder = make_source(tmp_path / "s", counting_documents([50] * 40), documents_per_shard=10)
     batches = iter(
         build_train_loader(
-            [TrainSource("s", folder, 1.0, packing)], seq_len=64, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1,
-            seed=0, document_mask=True, start_sample=0, num_workers=workers,
+            [TrainSource("s", folder, 1.0, packing)], seq_len=64, mtp_depth=1, local_batch_size=1, dp_rank=0,
+            dp_degree=1, seed=0, document_mask=True, start_sample=0, num_workers=workers,
         )
     )  # fmt: skip
     first = next(batches)
