@@ -69,7 +69,9 @@ def micro_batches_fit_the_schedule(run: Run, shape: ModelShape, world_size: int 
     rows, name = run.training.local_batch_size * degree, run.parallelism.pipeline_parallel_schedule
     # A ramp passes through every multiple of a micro-batch between its values.
     counts = [int(value // rows) for value in values_of(run.training.global_batch_size)] or [1]
-    for count in range(max(min(counts), 1), max(counts) + 1):
+    first = max(min(counts), 1)
+    # Of numbers one after the other the least is too small, or a wrong one comes within two rounds of the ranks.
+    for count in range(first, min(max(counts), first + 2 * ranks) + 1):
         wanted = _wanted(name, ranks, count)
         if wanted:
             key, batch = "training.global_batch_size", run.training.global_batch_size

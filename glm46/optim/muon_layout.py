@@ -23,10 +23,6 @@ class Holding:
     rows: Interval
     columns: Interval
 
-    def is_empty(self) -> bool:
-        """Whether nothing of any matrix lies there."""
-        return any(start >= stop for start, stop in (self.batch, self.rows, self.columns))
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -114,8 +110,8 @@ def tensor_layout(tensor: Tensor) -> Layout:
     _check_local_shape(tensor, holdings[me])
     cutting = {axis for axes in nestings[1:] for axis in axes}
     batching = set(nestings[0])
-    ranks = mesh.mesh.tolist()
-    names = {coordinate: _at(ranks, coordinate) for coordinate in holdings}
+    ranks = mesh.mesh.numpy()
+    names = {coordinate: int(ranks[coordinate]) for coordinate in holdings}
     return Layout(
         shape,
         holdings[me],
@@ -123,12 +119,6 @@ def tensor_layout(tensor: Tensor) -> Layout:
         tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in range(len(me)) if a not in cutting))),
         tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in batching))),
     )
-
-
-def _at(nested: list, coordinate: Sequence[int]) -> int:
-    for index in coordinate:
-        nested = nested[index]
-    return nested
 
 
 def _check_local_shape(tensor: DTensor, holding: Holding) -> None:

@@ -1,25 +1,51 @@
 """Tokens, steps and days of a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
-from glm46.config.section import Schedule
-from glm46.planner.curriculum import plan_stages
+from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
+from glm46.planner.schedule import batch_sequences
 
 SECONDS_PER_DAY = 86_400
+
+
+def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
+    """Tokens of this run, from its first step on: [training] tokens, or what its steps come to.
+
+    Args:
+        rows_per_micro_batch: sequences that all ranks together take in one micro-batch.
+    """
+    training = run.training
+    if training.tokens is not None:
+        return training.tokens
+    total, samples, start, stages = 0, 0, run.lr_scheduler.start_tokens, plan_stages(run)
+    for _ in range(training.steps):
+        rows = batch_sequences(training.global_batch_size, start + total, rows_per_micro_batch)
+        stage = stage_at(stages, samples)
+        rows = rows if stage.stop is None else min(rows, stage.stop - samples)
+        samples, total = samples + rows, total + rows * stage.seq_len
+    return total
+
+
+def stage_tokens(run: Run, total: int) -> Iterator[tuple[TextStage, int]]:
+    """Each stage of a run, and what it takes of its tokens."""
+    for stage in plan_stages(run):
+        here = total if stage.stop is None else min(total, (stage.stop - stage.first) * stage.seq_len)
+        total -= here
+        yield stage, here
 
 
 @dataclass(frozen=True)
 class Budget:
     """What a run trains on and what that takes."""
 
-    tokens: float | None
-    """None when the config states steps and the batch has a ramp, so that only running tells."""
-    step_tokens: float | None
-    """Tokens of one optimizer step; None under a ramp."""
-    flops: float | None
+    tokens: int
+    step_tokens: int | None
+    """Tokens of one optimizer step; None where steps differ."""
+    flops: float
 
 
 def plan_budget(run: Run, batch_ranks: int) -> Budget:
@@ -28,31 +54,15 @@ def plan_budget(run: Run, batch_ranks: int) -> Budget:
     Args:
         batch_ranks: ranks that read different sequences.
     """
-    sequences = constant(run.training.global_batch_size)
-    if run.training.global_batch_size is None:
-        sequences = float(run.training.local_batch_size * batch_ranks)
-    stages = plan_stages(run)
-    lengths = {stage.seq_len for stage in stages}
-    step_tokens = None if sequences is None or len(lengths) > 1 else sequences * lengths.pop()
-    tokens = run.training.tokens
-    if tokens is None and run.training.steps is not None and step_tokens is not None:
-        tokens = run.training.steps * step_tokens
-    if tokens is None:
-        return Budget(None, step_tokens, None)
-    left, flops = tokens, 0.0
-    for stage in stages:
-        here = left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len)
-        flops += here * training_flops_per_token(resolve_shape(run.model), stage.seq_len)
-        left -= here
-    return Budget(tokens, step_tokens, flops)
-
-
-def constant(schedule: Schedule | None) -> float | None:
-    """The value of a schedule that never changes, else None."""
-    if isinstance(schedule, tuple):
-        values = {value for _, value in schedule}
-        return float(values.pop()) if len(values) == 1 else None
-    return None if schedule is None else float(schedule)
+    rows, batch = run.training.local_batch_size * batch_ranks, run.training.global_batch_size
+    tokens, shape = budget_tokens(run, rows), resolve_shape(run.model)
+    lengths = {stage.seq_len for stage in plan_stages(run)}
+    differ = isinstance(batch, tuple) or len(lengths) > 1
+    return Budget(
+        tokens,
+        None if differ else batch_sequences(batch, 0, rows) * lengths.pop(),
+        sum(here * training_flops_per_token(shape, stage.seq_len) for stage, here in stage_tokens(run, tokens)),
+    )
 
 
 def days(flops: float, devices: int, peak_flops: float, mfu: float) -> float:

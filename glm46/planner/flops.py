@@ -6,7 +6,6 @@ result is the work that the model needs, so that MFU falls when a layout wastes 
 """
 
 from dataclasses import dataclass
-from math import prod
 
 from glm46.config.model import ModelShape
 from glm46.planner.params import (
@@ -94,20 +93,3 @@ def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
 def training_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal."""
     return training_flops(shape, seq_len).total
-
-
-def newton_schulz_flops(shape: ModelShape, iterations: int) -> float:
-    """FLOPs of one Muon update of every matrix but embedding and head, each expert's three matrices on their own.
-
-    One iteration on m x n, m <= n, is X X^T, its square, and a product with X (reference: arXiv 2502.16982).
-    """
-    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
-    kinds = dense_layer_kinds(shape) * dense_layers + moe_layer_kinds(shape) * moe_layers
-    kinds += mtp_layer_kinds(shape) * mtp_layers
-    total = 0.0
-    for kind in kinds:
-        if len(kind.shape) == 2:
-            rows, columns = sorted(kind.shape)
-            products = 2 * rows * prod(kind.shape) + rows**3
-            total += kind.count * iterations * _FLOPS_PER_MULTIPLY_ADD * products
-    return total

@@ -65,10 +65,6 @@ def plan_text(
     ]
     if budget.step_tokens is not None:
         lines.append(f"  {'tokens per step':<22} {budget.step_tokens:>22,.0f}")
-    if budget.tokens is None or budget.flops is None:
-        return "\n".join(
-            [*lines, "  tokens: only the run tells, because steps differ in tokens and the budget is in steps"]
-        )
     lines.append(f"  {'tokens':<22} {budget.tokens:>22,.0f}")
     lines.append(f"  {'FLOPs':<22} {budget.flops:>22.3e}")
     if device == "gpu":

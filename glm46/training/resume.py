@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, and how a run starts: anew, from an earlier phase, or where it stopped."""
 
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _rng_states(parts: Parts) -> dict[str, Tensor]:
 def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
     """Everything beside the tensors, as JSON."""
     return {
-        "progress": progress.to_meta(),
+        "progress": asdict(progress),
         "config": dump_run(parts.run),
         "stream": parts.stream_fingerprint(),
         "read": read(parts, progress),
@@ -67,7 +68,7 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
                     "another order (data.sources, data.stages, training.seq_len or debug.seed changed); restore them, "
                     "or set another job.dump_folder and checkpoint.initial_load_path to this checkpoint"
                 )
-            return Progress.from_meta(meta["progress"]), meta
+            return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
@@ -109,7 +110,7 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     if step is None:
         raise UserError(f"{cause}, and no checkpoint of an earlier step is there to go back to; {remedy}")
     meta = _load(parts, step)
-    return progress.roll_back(Progress.from_meta(meta["progress"])), meta
+    return progress.roll_back(Progress(**meta["progress"])), meta
 
 
 def _left_out(parts: Parts, folder: Path) -> frozenset[str]:

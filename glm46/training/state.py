@@ -1,12 +1,11 @@
 """How far a run has come: the few numbers that, with weights and optimizer states, are everything a resume needs."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
 class Progress:
-    """Counters of a run; all of them are the same on every rank."""
+    """Counters of a run; all of them are the same on every rank. A checkpoint holds them as they are."""
 
     step: int = 0
     """Optimizer steps made, skipped ones included."""
@@ -58,12 +57,3 @@ class Progress:
             rollbacks=self.rollbacks + 1,
             left_out=[*self.left_out, bad],
         )
-
-    def to_meta(self) -> dict[str, Any]:
-        """For the checkpoint, as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_meta(cls, meta: dict[str, Any]) -> "Progress":
-        """From the checkpoint."""
-        return cls(**meta)

@@ -12,7 +12,7 @@ from glm46.compat import own_clock
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, StageOutput
-from glm46.optim.schedule import schedule_value
+from glm46.planner.schedule import schedule_value
 from glm46.training.build import Parts
 from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
 from glm46.training.spikes import NOT_FINITE, sum_over_ranks

@@ -9,8 +9,7 @@ from glm46.config.run import Run
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.optim.schedule import batch_sequences
-from glm46.planner.curriculum import plan_stages, stage_at
+from glm46.planner.budget import budget_tokens, stage_tokens
 
 
 class SourcePlan(NamedTuple):
@@ -50,33 +49,13 @@ def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
     return tokenizer, manifests
 
 
-def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
-    """Tokens of this run, from its first step on: [training] tokens, or what its steps come to.
-
-    Args:
-        rows_per_micro_batch: sequences that all ranks together take in one micro-batch.
-    """
-    training = run.training
-    if training.tokens is not None:
-        return training.tokens
-    total, samples, start, stages = 0, 0, run.lr_scheduler.start_tokens, plan_stages(run)
-    for _ in range(training.steps):
-        rows = batch_sequences(training.global_batch_size, start + total, rows_per_micro_batch)
-        stage = stage_at(stages, samples)
-        rows = rows if stage.stop is None else min(rows, stage.stop - samples)
-        samples, total = samples + rows, total + rows * stage.seq_len
-    return total
-
-
 def plan_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
     """What the budget of this run takes from each source, in the order of data.sources."""
-    left, depth = budget_tokens(run, rows_per_micro_batch), resolve_shape(run.model).num_nextn_predict_layers
+    depth = resolve_shape(run.model).num_nextn_predict_layers
     tokens = [0.0] * len(run.data.sources)
     # Stages of one length and selection go on in the same passes; others pass over documents of their own.
     rows: list[dict[tuple, float]] = [{} for _ in run.data.sources]
-    for stage in plan_stages(run):
-        here = left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len)
-        left -= here
+    for stage, here in stage_tokens(run, budget_tokens(run, rows_per_micro_batch)):
         for i, weight in enumerate(stage.weights):
             share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
             tokens[i] += share

@@ -13,7 +13,8 @@ from glm46.config.loader import dump_run
 from glm46.config.run import Run
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
-from glm46.optim.schedule import batch_sequences, learning_rate_factor
+from glm46.planner.budget import budget_tokens
+from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.training import resume
 from glm46.training.build import Parts, build
 from glm46.training.evaluate import evaluate
@@ -29,7 +30,6 @@ from glm46.training.state import Progress
 from glm46.training.step import train_step
 from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.training.stragglers import Stragglers
-from glm46.training.text import budget_tokens
 from glm46.training.together import attempt, raise_together
 from glm46.training.watchdog import Watchdog
 

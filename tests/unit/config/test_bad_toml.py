@@ -1,11 +1,14 @@
 """Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
+from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.config.rules_pipeline import _wanted
 
 SOUND = """
 [model]
@@ -531,6 +534,15 @@ def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
     assert (
         "a step of 5 micro-batches of 1 sequences; schedule Interleaved1F1B over 2 ranks takes a multiple of 2" in fault
     )
+
+
+def test_a_wrong_number_of_micro_batches_comes_soon_or_never():
+    """So that a ramp to any number, as a slip of the hand makes it, is judged at once."""
+    for schedule, ranks in itertools.product(PIPELINE_SCHEDULES, (2, 3, 4, 7)):
+        wrong = [count for count in range(1, 200) if _wanted(schedule, ranks, count)]
+        for first in range(1, 100):
+            soon = {count for count in wrong if first <= count <= first + 2 * ranks}
+            assert bool(soon) == any(count >= first for count in wrong), (schedule, ranks, first)
 
 
 def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.run import Run
-from glm46.planner.budget import constant, days, plan_budget
+from glm46.planner.budget import days, plan_budget
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.peaks import find_accelerator
@@ -103,9 +103,9 @@ def test_days_are_flops_over_speed():
 def test_budget_of_steps_and_of_a_ramp():
     run = _run("debug", seq_len=128, local_batch_size=4)
     assert (plan_budget(run, 2).step_tokens, plan_budget(run, 2).tokens) == (1024, 10240)
-    ramp = _run("debug", global_batch_size=((0, 8.0), (1000, 16.0)))
-    assert plan_budget(ramp, 1).tokens is None
-    assert constant(((0, 8.0), (1000, 8.0))) == 8.0
+    ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
+    # Eight sequences, then sixteen twice: the first step ends where the ramp does.
+    assert (plan_budget(ramp, 1).step_tokens, plan_budget(ramp, 1).tokens) == (None, (8 + 16 + 16) * 128)
 
 
 def test_planner_needs_no_torch():

@@ -13,11 +13,11 @@ from glm46.config.check import check_run
 from glm46.config.presets import resolve_shape
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.data.sharding import SplitWriter
-from glm46.planner.budget import plan_budget
+from glm46.planner.budget import budget_tokens, plan_budget
 from glm46.planner.curriculum import plan_stages
 from glm46.training.feed import Feed, read
 from glm46.training.state import Progress
-from glm46.training.text import budget_tokens, load_text, plan_sources
+from glm46.training.text import load_text, plan_sources
 from glm46.training.trainer import train
 
 STAGES = [
@@ -159,7 +159,7 @@ def test_planned_tokens_are_those_that_are_read(reference):
     # Steps of ten samples: 32, 25 and 34 are cut into 4, 3 and 4 steps, and nine are left for the last stage.
     batches = steps.model_copy(update={"training": steps.training.model_copy(update={"global_batch_size": 10.0})})
     assert budget_tokens(batches, 1) == first + second + third + 9 * 10 * 16
-    assert plan_budget(batches, 1).tokens is None and plan_budget(run, 1).tokens == 4_000
+    assert plan_budget(batches, 1).step_tokens is None and plan_budget(run, 1).tokens == 4_000
 
 
 def test_the_next_phase_goes_on_behind_what_was_read(reference, two_sources):

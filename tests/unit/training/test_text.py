@@ -5,7 +5,8 @@ import pytest
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
-from glm46.training.text import budget_tokens, check_epochs, describe_sources, load_text, plan_sources
+from glm46.planner.budget import budget_tokens
+from glm46.training.text import check_epochs, describe_sources, load_text, plan_sources
 
 
 def test_budget_in_steps_follows_the_ramp(make_run):

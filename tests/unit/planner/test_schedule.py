@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm46.config.optimizer import LRScheduler
-from glm46.optim.schedule import batch_sequences, learning_rate_factor, schedule_value
+from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
 
 # One rounding of a double on values near one.
 EXACT = 1e-12
