@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        _print_faults(error)
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
         return _EXIT_USER_ERROR
     except ModuleNotFoundError as error:
         package = (error.name or "glm46").partition(".")[0]
@@ -82,11 +83,6 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if "=" not in token and remaining and not remaining[0].startswith("--"):
             overrides.append(remaining.pop(0))
     return own, overrides
-
-
-def _print_faults(error: UserError) -> None:
-    for fault in error.faults:
-        print(f"error: {fault}", file=sys.stderr)
 
 
 class _KeysHelp(argparse.Action):

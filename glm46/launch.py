@@ -55,7 +55,6 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
     """Train the run of a TOML file on this node.
 
     Args:
-        config: the TOML file.
         overrides: tokens of the command line, see `load_run`.
         processes: ranks to start on this node; None takes one for each GPU, or a few without GPUs.
         max_restarts: how often all ranks are started again after one failed or went silent.

@@ -14,9 +14,6 @@ from glm46.training.text import load_text
 def prepare_run(run: Run, *, report: Callable[[str], None]) -> dict[str, Manifest]:
     """Make the missing sources of a run and verify the others.
 
-    Args:
-        report: takes lines of text for the user.
-
     Returns:
         The manifest of each source, by its name.
 

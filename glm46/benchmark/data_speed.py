@@ -56,12 +56,7 @@ class Work(NamedTuple):
 
 
 def data_speed(work: Work, report: Callable[[str], None]) -> str:
-    """Measure everything; a table of figures and goals.
-
-    Args:
-        work: sizes.
-        report: told of every part that is done.
-    """
+    """Measure everything; a table of figures and goals. ``report`` is told of every part that is done."""
     texts = real_texts(work.text_bytes)
     lines = [
         f"text to batches on one core: {sum(map(len, texts)) / 1e6:.1f} MB of Python source, {len(texts)} documents"

@@ -137,11 +137,12 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
             f"training.max_rollbacks = {run.training.max_rollbacks}: there is nothing to go back to while "
             "checkpoint.enable = false; set enable = true, or max_rollbacks = 0",
         )
-    if checkpoint.initial_load_model_only and checkpoint.initial_load_path is None:
-        yield Fault(
-            ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
-            "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it",
-        )
+    for key in ("initial_load_model_only", "initial_load_in_hf"):
+        if getattr(checkpoint, key) and checkpoint.initial_load_path is None:
+            yield Fault(
+                (f"checkpoint.{key}", "checkpoint.initial_load_path"),
+                f"checkpoint.{key} = true: there is no checkpoint.initial_load_path to load from; add it",
+            )
     for key in ("initial_load_include", "initial_load_exclude"):
         if getattr(checkpoint, key) and (checkpoint.initial_load_path is None or checkpoint.initial_load_in_hf):
             other = "initial_load_in_hf" if checkpoint.initial_load_in_hf else "initial_load_path"
@@ -151,11 +152,6 @@ def checkpoint_keys_work_together(run: Run) -> Faults:
                 f"checkpoint.{key} = {show(getattr(checkpoint, key))}: it chooses from a step folder, and "
                 f"checkpoint.initial_load_path {state}; take one of them out",
             )
-    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
-        yield Fault(
-            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),
-            "checkpoint.initial_load_in_hf = true: there is no checkpoint.initial_load_path to load from; add it",
-        )
     if checkpoint.last_save_in_hf and run.model.sliding_window is not None:
         yield Fault(
             ("checkpoint.last_save_in_hf", "model.sliding_window"),

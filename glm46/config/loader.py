@@ -23,7 +23,6 @@ def load_run(path: Path, overrides: Sequence[str] = (), *, world_size: int | Non
     """Read a run from its TOML file.
 
     Args:
-        path: the TOML file.
         overrides: tokens of the command line, ``--section.key value`` or ``--section.key=value``; later ones win.
         world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
 

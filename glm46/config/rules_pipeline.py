@@ -34,25 +34,21 @@ def stages_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None)
         )
 
 
-def split_backward_keeps_weights(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
-    """A backward in two halves looks for the weights that forward used: freed ones get no gradient, and no error."""
+def split_backward_finds_what_it_needs(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+    """A backward in two halves looks for the weights that forward used: freed ones get no gradient, and no error. And
+    it goes twice through a region of selective checkpointing, which torch lets go through once."""
     layout = run.parallelism
     name = layout.pipeline_parallel_schedule
-    is_split = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
-    if is_split and layout.fsdp_reshard_after_forward == "always":
+    if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
+        return
+    if layout.fsdp_reshard_after_forward == "always":
         key = "parallelism.fsdp_reshard_after_forward"
         yield Fault(
             (key,),
             f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
             'after forward; take "default" or "never"',
         )
-
-
-def split_backward_runs_once_through_kept_results(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
-    """torch lets a region of selective checkpointing go through backward once, and a split backward goes twice."""
-    name = run.parallelism.pipeline_parallel_schedule
-    is_split = run.parallelism.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
-    if is_split and run.activation_checkpoint.mode == "selective":
+    if run.activation_checkpoint.mode == "selective":
         key = "activation_checkpoint.mode"
         yield Fault(
             (key,),
@@ -97,7 +93,6 @@ def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
 PIPELINE_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
     every_stage_has_a_layer,
     stages_fit_the_schedule,
-    split_backward_keeps_weights,
-    split_backward_runs_once_through_kept_results,
+    split_backward_finds_what_it_needs,
     micro_batches_fit_the_schedule,
 )

@@ -12,12 +12,8 @@ IGNORE = -100  # Label of a position that has no target. Source: the default of 
 class BatchBuilder:
     """Fills one batch row by row; `finish` hands it over as tensors and starts the next.
 
-    Args:
-        rows: B.
-        seq_len: S.
-        mtp_depth: K.
-        document_mask: restart positions at the first token of each document.
-        eos_id: fills what lies behind the last token of a split.
+    Under ``document_mask`` positions restart at the first token of each document. ``eos_id`` fills what lies behind
+    the last token of a split.
     """
 
     def __init__(self, rows: int, seq_len: int, mtp_depth: int, document_mask: bool, eos_id: int):

@@ -18,6 +18,7 @@ from glm46.data.sorting import SortedRecords, differ_from_last
 _SORTS_AT_ONCE = 3
 
 NewSort = Callable[[int], SortedRecords]
+"""Makes an empty `SortedRecords` of so many columns."""
 
 
 class Copies:
@@ -55,7 +56,6 @@ def similar(band: Callable[[int], Iterable[np.ndarray]], new_sort: NewSort) -> I
 
     Args:
         band: gives one band of all documents in order, in arrays uint64 [n]; asked for one at a time.
-        new_sort: makes an empty `SortedRecords` of so many columns.
     """
     edges = new_sort(2)
     for number in range(BANDS):
@@ -74,7 +74,6 @@ def links(keys: Iterable[np.ndarray], new_sort: NewSort) -> Iterator[tuple[np.nd
 
     Args:
         keys: of all documents in order, uint64 [columns, n] each.
-        new_sort: makes an empty `SortedRecords` of so many columns.
     """
     records, first = None, 0
     for block in keys:

@@ -79,12 +79,8 @@ VERIFIERS: dict[str, Callable[[str], str | None]] = {
 
 
 def document_fault(text: str, answer: str | None, recipe: Recipe) -> str | None:
-    """Why a recipe leaves a document out; None if it is kept.
-
-    Args:
-        text: the document.
-        answer: the known result that stands beside it, where a recipe verifies maths.
-    """
+    """Why a recipe leaves a document out; None if it is kept. ``answer`` is the known result that stands beside the
+    text, where a recipe verifies maths."""
     if recipe.filter == "prose" and (fault := prose_fault(text)):
         return fault
     if recipe.verify == "maths":

@@ -221,11 +221,8 @@ def build_train_loader(
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
-        seq_len: tokens per sample.
         mtp_depth: multi-token prediction layers to make inputs and labels for.
-        local_batch_size: samples per micro-batch.
         dp_rank, dp_degree: of the ranks that read different samples.
-        seed: of the sample order.
         document_mask: restart positions per document.
         start_sample: global number of the first sample; where a run resumes.
         num_workers: processes that read ahead; 0 reads in this one.

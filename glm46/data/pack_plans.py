@@ -40,8 +40,6 @@ def plan_of(
     """The packing of the training split of a source: kept if it can be, else made for this process.
 
     Args:
-        manifest: of the source.
-        seq_len: tokens per row.
         share: the range of documents, as in `open_tokens`.
         folder: where plans are kept; None: in the folder of the source.
     """

@@ -21,13 +21,8 @@ _OPEN_SHARDS = 64
 
 
 class TokenStream:
-    """The tokens of one split as one sequence over all its shards; every read is verified.
-
-    Args:
-        folder: of the source.
-        split: of its manifest.
-        vocab_size: ids must be below.
-    """
+    """The tokens of one split as one sequence over all its shards; every read is verified, ids to be below
+    ``vocab_size`` too."""
 
     def __init__(self, folder: Path, split: Split, vocab_size: int):
         self.length = split.tokens

@@ -12,13 +12,8 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def bytes_progress(title: str, total: int, report: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes the number of bytes just done.
-
-    Args:
-        title: what is being done.
-        total: bytes to do.
-        report: takes lines of text; used where there is no terminal to draw on.
-    """
+    """Give a function that takes the number of bytes just done, of ``total``. ``report`` takes lines of text where
+    there is no terminal to draw on."""
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

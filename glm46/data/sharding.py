@@ -59,7 +59,6 @@ def write_splits(
 
     Args:
         pieces: files of `make_part`; each is open only while it is read.
-        folder: to write into.
         held_out: share of the documents to hold out.
         metadata: for the header of each shard.
         tally: counts what is left out here.

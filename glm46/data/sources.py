@@ -31,7 +31,7 @@ class _Embedded:
     most_bytes: int
 
 
-_SOURCES = {
+EMBEDDED_SOURCES = {
     "python_stdlib": _Embedded("stdlib", (".py",), 16_000_000),
     "python_packages": _Embedded("purelib", (".py",), 24_000_000),
     # Nearly all are PyTorch's and CUDA's.
@@ -39,7 +39,6 @@ _SOURCES = {
     # METADATA holds the page that a package shows on an index: the only prose that is installed.
     "package_docs": _Embedded("purelib", ("METADATA", ".md", ".rst", ".txt"), 8_000_000),
 }
-EMBEDDED_SOURCES = tuple(_SOURCES)
 
 # Tests repeat themselves and hold generated tables; installed copies of other packages would be duplicates.
 _SKIPPED_FOLDERS = {
@@ -58,9 +57,9 @@ def embedded_files(source: str) -> list[Path]:
     Raises:
         UserError: no such source, or this machine has no such files.
     """
-    if source not in _SOURCES:
+    if source not in EMBEDDED_SOURCES:
         raise UserError(f"data source '{source}': unknown; the embedded sources are {', '.join(EMBEDDED_SOURCES)}")
-    embedded = _SOURCES[source]
+    embedded = EMBEDDED_SOURCES[source]
     root = Path(sysconfig.get_path(embedded.root))
     sizes = {file: file.stat().st_size for file in _walk(root, embedded.endings)}
     chosen, total = [], 0

@@ -66,10 +66,7 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """File name -> content.
-
-    Args:
-        max_length: longest sequence the model is meant for, in tokens.
+    """As `files_beside_weights`, of a tokenizer without a folder.
 
     Raises:
         UserError: a token is not made by merging two others, which a list of merges cannot say.

@@ -23,11 +23,8 @@ _REMEDY = (
 
 
 class VerifiedShard:
-    """One shard that is open for reading. Shards of the older format have no checksums; all else is checked there too.
-
-    Args:
-        file: of the shard.
-        vocab_size: ids must be below.
+    """One shard that is open for reading. Shards of the older format have no checksums; all else, ids to be below
+    ``vocab_size`` for one, is checked there too.
 
     Raises:
         UserError: as `open_shard`; and each method, naming file and bytes, when what it reads is damaged.

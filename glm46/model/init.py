@@ -68,7 +68,6 @@ def fill_normal(
     Args:
         local: the part, any layout.
         indices: for each dimension, int64 [its size in `local`]: which global rows, columns, ... it holds.
-        global_shape: shape of the whole parameter.
     """
     places, stride = [], 1
     for dim in reversed(range(len(global_shape))):

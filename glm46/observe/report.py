@@ -25,7 +25,6 @@ class Report:
         """Open the files under `dump_folder`.
 
         Args:
-            is_main: whether this rank writes.
             total_tokens: budget of the run, for the share done and the time left.
             resumed_step: step of the checkpoint that the run goes on from; what earlier processes wrote after it is
                 cut. None: a run from the start; files of an earlier run are kept under another name.

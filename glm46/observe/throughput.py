@@ -18,7 +18,6 @@ class ThroughputMeter:
 
         Args:
             peak_flops: FLOP/s of one rank's device; None when unknown, then no MFU is reported.
-            num_ranks: ranks that share the tokens.
             clock: seconds; tests give their own.
         """
         self._peak_flops, self._num_ranks = peak_flops, num_ranks

@@ -4,6 +4,7 @@ Blocks run along the last dimension, so that rows can be cut anywhere: codes and
 parameter's placements, and a checkpoint loads on any mesh. Everything is computed in FP32 and rounded once to store.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -86,10 +87,10 @@ def make_state(
         last = parameter.ndim - 1
         ways = [size for size, p in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
                 if is_sharding(p) and p.dim == last]  # fmt: skip
-        if ways and parameter.shape[-1] % (BLOCK * torch.Size(ways).numel()):
+        if ways and parameter.shape[-1] % (BLOCK * math.prod(ways)):
             raise UserError(
                 f'[optimizer] state_dtype = "8bit": {name} has its {parameter.shape[-1]} columns cut over '
-                f"{torch.Size(ways).numel()} ranks, which must leave multiples of {BLOCK}; use another layout or type"
+                f"{math.prod(ways)} ranks, which must leave multiples of {BLOCK}; use another layout or type"
             )
     codes = state_like(parameter, torch.uint8, on_host=on_host)
     # The code of zero, so that a fresh state is zero under any scale.

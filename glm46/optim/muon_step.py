@@ -45,11 +45,9 @@ class MuonStep:
         Args:
             entries: the parameter group and the place in it of each parameter.
             requests: what the plan was made from, for each parameter.
-            plan: of this rank.
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
-            workspace_bytes: bound on the memory of one stacked iteration.
-            is_offloaded: the momenta lie in host memory.
+            workspace_bytes, is_offloaded: see `Muon`.
 
         Raises:
             ValueError: momenta in host memory of parameters on several devices.

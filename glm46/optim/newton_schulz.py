@@ -139,7 +139,6 @@ def orthogonalize(
 
     Args:
         x_NSL: [N, S, L] with S <= L, any floating type.
-        coefficients: one triple per step.
         eps: least Frobenius norm that is divided by; a zero matrix stays zero.
         dtype: type of the products.
         iterate: the iteration on [N, S, L]; absent picks batched or one by one, whichever this device runs faster.

@@ -49,10 +49,7 @@ class Pipeline:
     """The stages of this rank at work with those of the others; every method is a collective of the pipeline."""
 
     def __init__(self, stages: list[Stage], run: Run, group: dist.ProcessGroup):
-        """
-        Args:
-            stages: of this rank, made ready by `parallelize`.
-        """
+        """``stages`` are those of this rank, made ready by `parallelize`."""
         self.stages, self._parallelism, self._group = stages, run.parallelism, group
         self._hidden_type = getattr(torch, run.training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None

@@ -37,7 +37,6 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
 
     Args:
         variables: of the environment, those of `VARIABLES` that are set.
-        hostname: of this machine.
 
     Raises:
         UserError: variables that are missing, no numbers, or contradict each other.

@@ -59,7 +59,7 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
     elif gpus > needed and run.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(run.parallelism)
     plan = plan_memory(run, needed, device="gpu" if machine.gpus else "cpu")
-    faults = []
+    faults, here = [], -(-needed // machine.nodes)
     if gpus and needed > gpus:
         faults.append(f"it needs {needed:,} GPUs (the product of its degrees), and {gpus:,} were found")
     if machine.gpus:
@@ -67,17 +67,14 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
         if sizes and plan.total > min(sizes) * _USABLE_GPU_RATIO:
             usable = _gib(min(sizes) * _USABLE_GPU_RATIO)
             faults.append(f"each GPU needs {_gib(plan.total)}, and {usable} of {_gib(min(sizes))} can be filled")
-        here = -(-needed // machine.nodes)
         if plan.host * here > machine.free_bytes * _USABLE_CPU_RATIO:
             what = f"optimizer states of {here:,} processes need {_gib(plan.host * here)} of host memory"
             faults.append(f"{what}, and {_gib(machine.free_bytes)} are free")
-    else:
-        here = -(-needed // machine.nodes)
-        if plan.total * here > machine.free_bytes * _USABLE_CPU_RATIO:
-            who = f"{here:,} processes need" if here > 1 else "one process needs"
-            faults.append(f"{who} {_gib(plan.total * here)} of memory, and {_gib(machine.free_bytes)} are free")
-            if needed > 1 and not gpus:
-                faults.append(f"it is laid out for {needed:,} GPUs (the product of its degrees), and none was found")
+    elif plan.total * here > machine.free_bytes * _USABLE_CPU_RATIO:
+        who = f"{here:,} processes need" if here > 1 else "one process needs"
+        faults.append(f"{who} {_gib(plan.total * here)} of memory, and {_gib(machine.free_bytes)} are free")
+        if needed > 1 and not gpus:
+            faults.append(f"it is laid out for {needed:,} GPUs (the product of its degrees), and none was found")
     return _Verdict(faults, needed, plan)
 
 

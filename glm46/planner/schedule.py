@@ -33,7 +33,6 @@ def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int)
 
     Args:
         tokens: tokens since the start of the curriculum, ``scheduler.start_tokens`` included.
-        scheduler: the [lr_scheduler] table.
         total_tokens: where the decay ends if ``scheduler.total_tokens`` is absent: the end of this run, counted from
             the start of the curriculum.
 

@@ -13,10 +13,7 @@ class ExpertBalance:
     """The rule, and the moving averages that one of its forms keeps."""
 
     def __init__(self, shape: ModelShape, models: list[Transformer], config: MoE, device: torch.device):
-        """
-        Args:
-            models: the model, or the parts of it that are here.
-        """
+        """``models`` are the model, or the parts of it that are here."""
         self.config = config
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}

@@ -94,11 +94,7 @@ class Stragglers:
         self._began = own_clock()
 
     def step_judged(self, own_time: float) -> None:
-        """The gradients are there.
-
-        Args:
-            own_time: of `own_clock`, then.
-        """
+        """The gradients are there, since this time of `own_clock`."""
         self._steps += 1
         if self._steps > _WARM_UP_STEPS:
             self._times.append(own_time - self._began)

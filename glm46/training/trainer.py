@@ -56,7 +56,6 @@ def train(run: Run, stop: StopRequest | None = None) -> int:
     """Train as `run` says, on this rank of however many there are; collective.
 
     Args:
-        run: what to do.
         stop: made earlier, so that signals are heard from then on.
 
     Returns:
