@@ -16,7 +16,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.data.copies import Copies
 from glm46.data.dedup import band_hashes
 from glm46.data.loader import TrainSource, build_train_loader
-from glm46.data.manifest import Manifest, ShardEntry, Split, save_manifest
+from glm46.data.manifest import Manifest, ShardEntry, Split, load_manifest, save_manifest
 from glm46.data.prepare import prepare_text
 from glm46.data.shards import write_shard, write_tensors
 from glm46.data.sources import embedded_files
@@ -156,11 +156,12 @@ def _reading(work: Work, parent: Path) -> list[Figure]:
     folder = parent / "synthetic"
     folder.mkdir()
     synthetic_source(folder, work.shard_tokens)
+    manifest = load_manifest(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
 
     def build(sources: int, start_sample: int = 0):
         return build_train_loader(
-            [TrainSource(f"s{i}", folder, 1.0) for i in range(sources)], seq_len=work.seq_len, mtp_depth=1,
+            [TrainSource(f"s{i}", manifest, 1.0) for i in range(sources)], seq_len=work.seq_len, mtp_depth=1,
             local_batch_size=work.batch, dp_rank=0, dp_degree=1, seed=0, document_mask=True, start_sample=start_sample,
         )  # fmt: skip
 

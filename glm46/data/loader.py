@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
-from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.manifest import Manifest
 from glm46.data.mixing import integer_weights, order, permute
 from glm46.data.pack_plans import plan_of
 from glm46.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
@@ -53,7 +53,8 @@ class TrainSource(NamedTuple):
 
     name: str
     """Decides the order in which its samples come."""
-    folder: str | Path
+    manifest: Manifest
+    """Of its shards, loaded and so verified once."""
     weight: float
     """Share of the rows, and so of the tokens."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
@@ -86,9 +87,7 @@ class TrainStream(IterableDataset):
     def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: Span):
         self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
         self.span = span
-        self.manifests = [load_manifest(Path(source.folder)) for source in self.sources]
-        for manifest in self.manifests[1:]:
-            manifest.require_tokenizer(self.manifests[0].tokenizer)
+        self.manifests = [source.manifest for source in self.sources]
         self.weights = integer_weights([source.weight for source in self.sources])
         streams = [self._open(i) for i in range(len(self.sources))]
         self._plans = [
@@ -233,7 +232,7 @@ def build_train_loader(
         A loader of dicts of tensors, as docs/data.md lists them.
 
     Raises:
-        UserError: a folder that is no source, tokenizers that differ, weights, or too little text.
+        UserError: weights, or too little text.
     """
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     stream = TrainStream(sources, seed, layout, start_sample, span)
@@ -241,19 +240,13 @@ def build_train_loader(
 
 
 def build_validation_loader(
-    path: str | Path, *, seq_len: int, mtp_depth: int, local_batch_size: int, dp_rank: int, dp_degree: int,
+    manifest: Manifest, *, seq_len: int, mtp_depth: int, local_batch_size: int, dp_rank: int, dp_degree: int,
     document_mask: bool, max_batches: int | None = None,
 ) -> StatefulDataLoader:  # fmt: skip
     """The held-out text of one source: every token once over all ranks, the same number of batches on each rank.
 
     Rows behind the last text have document id -1 and no labels, as has the rest of the last row with text.
-
-    Raises:
-        UserError: no such source, or no held-out text in it.
     """
-    manifest = load_manifest(Path(path))
-    if not manifest.splits["validation"].tokens:
-        raise UserError(f"{path}: no document was held out for validation; the source is too small, or its split is 0")
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     return _carry(ValidationStream(manifest, layout, max_batches), 0, 0)
 

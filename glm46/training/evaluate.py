@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.data.loader import build_validation_loader
+from glm46.data.manifest import Manifest
 from glm46.model.cross_entropy import IGNORE
 from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
@@ -22,7 +23,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
         validation_loss in nats per token, validation_bits_per_byte, and both per source as
         ``validation_loss/<source>``; mtp_acceptance when there are prediction layers.
     """
-    totals = {source.name: _evaluate_source(parts, source.path) for source in parts.run.data.sources}
+    totals = {name: _evaluate_source(parts, manifest) for name, manifest in parts.manifests.items()}
     for model in parts.models:
         release_gathered(model)
     row: dict[str, float] = {}
@@ -36,20 +37,18 @@ def evaluate(parts: Parts) -> dict[str, float]:
     return row
 
 
-def _evaluate_source(parts: Parts, path: str) -> torch.Tensor:
+def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
     """FP64 [5] on the CPU, summed over ranks: loss, targets, bytes of the targets' text, accepted drafts, drafts."""
     run, layout = parts.run, parts.layout
-    loader = together(
-        lambda: build_validation_loader(
-            path,
-            seq_len=run.training.seq_len,
-            mtp_depth=parts.shape.num_nextn_predict_layers,
-            local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
-            dp_rank=parts.batch_rank,
-            dp_degree=layout.batch_ranks,
-            document_mask=run.data.document_mask,
-            max_batches=None if run.validation.steps == -1 else run.validation.steps,
-        )
+    loader = build_validation_loader(
+        manifest,
+        seq_len=run.training.seq_len,
+        mtp_depth=parts.shape.num_nextn_predict_layers,
+        local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
+        dp_rank=parts.batch_rank,
+        dp_degree=layout.batch_ranks,
+        document_mask=run.data.document_mask,
+        max_batches=None if run.validation.steps == -1 else run.validation.steps,
     )
     token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
     loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)

@@ -70,7 +70,7 @@ class Feed:
         plans = Path(run.data.plan_folder) if run.data.plan_folder is not None else None
         self._loader = iter(
             build_train_loader(
-                [TrainSource(s.name, s.path, stage.weights[i], s.packing, plans)
+                [TrainSource(s.name, parts.manifests[s.name], stage.weights[i], s.packing, plans)
                  for i, s in zip(chosen, sources, strict=True)],
                 seq_len=stage.seq_len,
                 mtp_depth=parts.shape.num_nextn_predict_layers,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from glm46.data.best_fit import best_fit, joined, plan_groups
 from glm46.data.loader import TrainSource, build_train_loader
+from glm46.data.manifest import load_manifest
 
 EOS = 8156
 
@@ -63,8 +64,9 @@ def test_the_loader_gives_whole_documents_with_their_targets(make_source, counti
     lengths = [3, 31, 40, 7, 100, 2, 19, 64, 5, 11, 8, 30, 1, 1, 25, 90]
     documents = counting_documents(lengths)
     folder = make_source(tmp_path / "a", documents, documents_per_shard=3)
+    source = TrainSource("a", load_manifest(folder), 1.0, "best_fit")
     loader = build_train_loader(
-        [TrainSource("a", folder, 1.0, "best_fit")], seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0,
+        [source], seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0,
         dp_degree=1, seed=0, document_mask=True, start_sample=0,
     )  # fmt: skip
     whole = [[*d, EOS] for d in documents]

@@ -59,7 +59,7 @@ def test_groups_do_not_depend_on_the_blocks_that_documents_come_in(lengths, grou
 @pytest.mark.parametrize("share", [(0.0, 1.0), (0.25, 0.75)])
 def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp_path, share):
     def batches(folder=None):
-        chosen = [TrainSource("s", source, 1.0, "best_fit", folder)]
+        chosen = [TrainSource("s", load_manifest(source), 1.0, "best_fit", folder)]
         keys = {"seq_len": 64, "mtp_depth": 1, "local_batch_size": 2, "dp_rank": 0, "dp_degree": 1, "seed": 3}
         loader = build_train_loader(chosen, document_mask=True, start_sample=5, span=Span(documents=share), **keys)
         return [batch for batch, _ in zip(loader, range(40), strict=False)]

@@ -52,10 +52,10 @@ def test_selected_documents_read_as_one_sequence(make_source, counting_documents
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 def test_rows_behind_the_end_of_a_stage_are_padding(make_source, counting_documents, tmp_path, packing):
-    folder = make_source(tmp_path / "s", counting_documents([30] * 20))
+    manifest = load_manifest(make_source(tmp_path / "s", counting_documents([30] * 20)))
     keys = dict(seq_len=16, mtp_depth=1, local_batch_size=4, dp_rank=0, dp_degree=1, seed=0, document_mask=True)
     loader = build_train_loader(
-        [TrainSource("s", folder, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
+        [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
     )
     batches = iter(loader)
     assert next(batches)["sample_numbers"].tolist() == [8, 9, 10, 11]
@@ -63,10 +63,12 @@ def test_rows_behind_the_end_of_a_stage_are_padding(make_source, counting_docume
     assert last["sample_numbers"].tolist() == [12, 13, -1, -1]
     assert (last["labels"][2:] == -100).all() and (last["document_ids"][2:] == -1).all()
     # Three rows were read before sample 5, so that sample 8 is the row that sample 6 is without a stage.
-    plain = next(iter(build_train_loader([TrainSource("s", folder, 1.0, packing)], start_sample=6, **keys)))
+    plain = next(iter(build_train_loader([TrainSource("s", manifest, 1.0, packing)], start_sample=6, **keys)))
     again = next(
         iter(
-            build_train_loader([TrainSource("s", folder, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys)
+            build_train_loader(
+                [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
+            )
         )
     )
     assert plain["input_ids"].tolist() == again["input_ids"].tolist()

@@ -9,6 +9,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.data import shards
 from glm46.data.loader import TrainSource, build_train_loader
+from glm46.data.manifest import load_manifest
 from glm46.data.shards import FORMAT_WITHOUT_CHECKSUMS, write_shard, write_tensors
 from glm46.data.verified import VerifiedShard
 
@@ -122,9 +123,10 @@ def test_shards_of_the_older_format_are_read(tmp_path, content):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_hands_on_nothing_damaged(make_source, counting_documents, tmp_path, packing, workers):
     folder = make_source(tmp_path / "s", counting_documents([50] * 40), documents_per_shard=10)
+    source = TrainSource("s", load_manifest(folder), 1.0, packing)
     batches = iter(
         build_train_loader(
-            [TrainSource("s", folder, 1.0, packing)], seq_len=64, mtp_depth=1, local_batch_size=1, dp_rank=0,
+            [source], seq_len=64, mtp_depth=1, local_batch_size=1, dp_rank=0,
             dp_degree=1, seed=0, document_mask=True, start_sample=0, num_workers=workers,
         )
     )  # fmt: skip

@@ -1,11 +1,15 @@
 """What is checked about the text of a run before anything is built."""
 
+from dataclasses import replace
+
 import pytest
 
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
+from glm46.data.manifest import Split, load_manifest
 from glm46.planner.budget import budget_tokens
+from glm46.training import text
 from glm46.training.text import check_epochs, describe_sources, load_text, plan_sources
 
 
@@ -51,6 +55,19 @@ def test_one_command_tells_the_plan_and_refuses_too_many_epochs(make_run, source
     assert (
         "max_epochs = 0.01: test would be read" in shown.err and "train on fewer tokens, lower its weight" in shown.err
     )
+
+
+def test_text_of_another_tokenizer_and_text_without_held_out_documents_is_named(make_run, source_folder, monkeypatch):
+    source = {"name": "test", "path": str(source_folder)}
+    run, manifest = make_run(data={"sources": [source]}, validation={"enable": True}), load_manifest(source_folder)
+    nothing_held = replace(manifest, splits=manifest.splits | {"validation": Split.of(())})
+    for found, reason in (
+        (replace(manifest, tokenizer="other"), "its tokens were made with another tokenizer"),
+        (nothing_held, "no document is held out, but validation.enable = true"),
+    ):
+        monkeypatch.setattr(text, "load_manifest", lambda _, found=found: found)
+        with pytest.raises(UserError, match=reason):
+            load_text(run)
 
 
 def test_vocabulary_that_is_too_small_and_missing_source_are_said_together(make_run, tmp_path):
