@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +92,7 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     from glm46.distributed.process import set_variables, share_cores, visible_gpus
 
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
-    machine = replace(detect_machine(visible_gpus()), nodes=nodes.count)
+    machine = detect_machine(visible_gpus(), nodes=nodes.count)
     refusal = _refuse(run, machine, processes and processes * nodes.count)
     if refusal:
         print(refusal, file=sys.stderr)

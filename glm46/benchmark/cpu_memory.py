@@ -1,9 +1,9 @@
 """Peak main memory of a contestant: a fresh process each, because torch counts no allocations on a CPU."""
 
 import multiprocessing
-from pathlib import Path
 
 from glm46.benchmark.model_speed import Workload, build_contestant, build_ours
+from glm46.observe.hardware import process_bytes
 
 _STEPS = 2
 
@@ -26,7 +26,4 @@ def _measure(name: str, work: Workload, threads: int) -> int | None:
     for _ in range(_STEPS):
         contestant.step()
     # Not getrusage: its peak is inherited from the parent, which holds all contestants.
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return peaks[0] if peaks else None
+    return process_bytes("VmHWM")

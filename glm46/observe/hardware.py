@@ -45,14 +45,11 @@ def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * size**3 / best
 
 
-def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """Main memory that this process holds; None where there is no /proc."""
-    if not status.is_file():
-        return None
-    for line in status.read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return None
+def process_bytes(field: str = "VmRSS") -> int | None:
+    """Main memory that this process holds, or, for "VmHWM", has held at most; None where there is no /proc."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 class HardwareMonitor:
@@ -65,7 +62,7 @@ class HardwareMonitor:
     def read(self) -> dict[str, float]:
         """Columns of metrics.jsonl; peaks are since the last reading."""
         row = {}
-        resident = resident_bytes()
+        resident = process_bytes()
         if resident is not None:
             row["resident_memory_gib"] = resident / _GIB
         if self._device.type == "cuda":

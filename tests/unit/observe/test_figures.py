@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm46.observe.balance import balance_metrics
-from glm46.observe.hardware import HardwareMonitor, device_peak_flops, measured_matmul_flops, resident_bytes
+from glm46.observe.hardware import HardwareMonitor, device_peak_flops, measured_matmul_flops, process_bytes
 from glm46.observe.metrics import find_metric
 from glm46.observe.throughput import ThroughputMeter
 
@@ -98,14 +98,14 @@ def test_the_measured_peak_is_measured_once():
 
 
 def test_resident_memory_grows_with_memory_that_is_touched():
-    before = resident_bytes()
+    before = process_bytes()
     if before is None:
         pytest.skip("no /proc on this system")
     size = 64 * 2**20
     # A mapping of its own: a tensor may land on pages that an earlier test freed and the allocator kept.
     with mmap.mmap(-1, size) as block:
         block[::4096] = b"x" * (size // 4096)
-        grown = resident_bytes() - before
+        grown = process_bytes() - before
     # Other threads of this process may free a little meanwhile.
     assert 0.9 * size < grown < 1.5 * size
 
