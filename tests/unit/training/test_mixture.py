@@ -27,8 +27,8 @@ TINY = {
 def example(tmp_path, monkeypatch):
     """A function that loads the example with less text and a small model; it takes further overrides."""
     # Less of the same text, and threads in place of processes, which cost a second each to start.
-    some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in sources._SOURCES.items()}
-    monkeypatch.setattr(sources, "_SOURCES", some)
+    some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in sources.EMBEDDED_SOURCES.items()}
+    monkeypatch.setattr(sources, "EMBEDDED_SOURCES", some)
     monkeypatch.setattr(
         "glm46.data.prepare.ProcessPoolExecutor", lambda workers, context, **options: ThreadPoolExecutor(1, **options)
     )
