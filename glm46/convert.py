@@ -13,11 +13,11 @@ from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.hf_config import config_of, read_config
-from glm46.checkpoint.hf_export import Layout, export_weights
+from glm46.checkpoint.hf_export import Layout, Source, export_weights
 from glm46.checkpoint.hf_fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import HFNames, raise_if
-from glm46.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
+from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.config.model import Model, ModelShape
@@ -85,6 +85,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
     raw = read_config(arguments.config) if arguments.config else tensors.meta.get(_HF_CONFIG)
+    stored = {name: tensors.stored(name) for name in names.entries}
     layout = Layout(
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
         fp8=SCHEMES.get(arguments.dtype),
@@ -95,10 +96,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
     if layout.fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
-    with _progress() as progress, ReadAhead(list(names.entries), tensors.__getitem__) as ahead:
+    with _progress() as progress:
         task = progress.add_task("writing tensors", total=len(names.entries))
         size = export_weights(
-            arguments.output, shape, config, ahead, _whole, layout=layout,
+            arguments.output, shape, config, stored, _whole, layout=layout,
             report=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
@@ -121,14 +122,12 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     with FolderReader(arguments.model, shape) as reader, _progress() as progress:
         task = progress.add_task("reading tensors", total=len(kinds))
 
-        def make(name: str) -> Tensor:
-            tensor = torch.empty(kinds[name][0], dtype=kinds[name][1])
+        def fill(name: str, tensor: Tensor) -> None:
             raise_if(reader.fill(name, tensor, _whole(tensor)))
             progress.advance(task)
-            return tensor
 
         meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
-        folder = write_model(arguments.output, kinds, make, meta)
+        folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0
 
@@ -144,7 +143,7 @@ def _table_of(shape: ModelShape) -> Model:
     return Model.model_validate({"flavor": flavor} | differences(flavor))
 
 
-def _whole(tensor: Tensor) -> list[Tensor]:
+def _whole(tensor: Source) -> list[Tensor]:
     return [torch.arange(size) for size in tensor.shape]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.tensor import DTensor
 
 from glm46.checkpoint.agreement import Ranks
-from glm46.checkpoint.integrity import FileRecord
+from glm46.checkpoint.integrity import Closer, FileRecord
 from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
 from glm46.checkpoint.safetensors_file import WRITE_BYTES
 
@@ -56,13 +56,12 @@ class _HashedFile:
         return self._length
 
     def flush(self) -> None:
-        if not self._file.closed:  # a wrapper of DCP flushes once more when it is collected
-            self._file.flush()
+        """Nothing, and `close` neither: DCP does both at odd times, or not at all, and would wait for the disk."""
 
-    def close(self) -> None:
-        """Close once all is on the disk. DCP closes some of its streams itself, some not."""
-        if self._file.closed:
-            return
+    close = flush
+
+    def end(self) -> None:
+        """Close; all is on the disk then."""
         try:
             self._file.flush()
             fsync(self._file.fileno())
@@ -76,22 +75,28 @@ class _HashedFile:
 class _HashingFileSystem(FileSystem):
     """DCP's way to files; keeps a record of each file written, which exists only once the file is on the disk."""
 
-    def __init__(self, hasher: ThreadPoolExecutor):
+    def __init__(self, hasher: ThreadPoolExecutor, closer: Closer):
         self.records: dict[str, FileRecord] = {}
         self._hasher = hasher
+        self._closer = closer
 
     @contextmanager
     def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
         if mode != "wb":
             raise ValueError(f"{path}: a writer opens files to write only")
         file = _HashedFile(Path(path), self._hasher)
+
+        def end() -> None:
+            file.end()
+            self.records[Path(path).name] = file.record()
+
         try:
             yield file
         finally:
-            file.close()
-        self.records[Path(path).name] = file.record()
+            self._closer.close(end)
 
     def rename(self, path: str | PathLike, new_path: str | PathLike) -> None:
+        self._closer.finish()
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
@@ -99,10 +104,10 @@ class _HashingFileSystem(FileSystem):
 class _Writer(FileSystemWriter):
     """DCP's writer on the hashing file system."""
 
-    def __init__(self, folder: Path, hasher: ThreadPoolExecutor, *, file_per_tensor: bool):
+    def __init__(self, folder: Path, hasher: ThreadPoolExecutor, closer: Closer, *, file_per_tensor: bool):
         single = not file_per_tensor
         super().__init__(folder, single_file_per_rank=single, sync_files=False, thread_count=1, overwrite=False)
-        self.fs = _HashingFileSystem(hasher)
+        self.fs = _HashingFileSystem(hasher, closer)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # DCP would store the path of the temporary folder, as a pickled Path
@@ -142,8 +147,8 @@ def write_tensors(
         CheckpointError: on all ranks, when any rank failed.
     """
     check_replicas(tensors, ranks, staged)
-    with ThreadPoolExecutor(1) as hasher:
-        planner, writer = _Planner(staged), _Writer(folder, hasher, file_per_tensor=file_per_tensor)
+    with ThreadPoolExecutor(1) as hasher, Closer() as closer:
+        planner, writer = _Planner(staged), _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
         with ranks.stage("planning the save") as stage:
             planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
             writer.set_up_storage_writer(ranks.is_first)
@@ -156,6 +161,7 @@ def write_tensors(
         with ranks.stage("writing tensors") as stage:
             plan = planner.finish_plan(central.values[0][ranks.rank])
             results = writer.write_data(plan, planner).value()
+            closer.finish()
             stage.value = results, writer.fs.records
         files = {name: record for _, records in stage.values for name, record in records.items()}
         with ranks.stage("writing metadata") as last:

@@ -9,8 +9,9 @@ from torch import Tensor
 from glm46.checkpoint.hf_names import Part
 from glm46.checkpoint.safetensors_file import Box
 
-_MOST_ELEMENTS = 1 << 24
-"""Elements of a piece: an embedding passes through memory in pieces of some tens of MB."""
+_MOST_ELEMENTS = 1 << 22
+"""Elements of a piece. What passes through memory on its way (another type, a GPU) is then small enough, also in FP32,
+for the C library to use the same memory again; larger pieces would each get new memory from the kernel."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ weight travels between ranks. The folder gets its name when all of it is on the 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -23,9 +23,13 @@ from glm46.checkpoint.hf_config import CONFIG
 from glm46.checkpoint.hf_fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
 from glm46.checkpoint.hf_import import INDEX, SINGLE_FILE, Held, Report, local_part
 from glm46.checkpoint.hf_names import Entry, HFNames, raise_if
-from glm46.checkpoint.integrity import sync_folder, write_durably
+from glm46.checkpoint.integrity import Closer, sync_folder, write_durably
 from glm46.checkpoint.safetensors_file import Record, TensorFile, lay_out
+from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.model import ModelShape
+
+Source = Tensor | StoredTensor
+"""What an export reads: a tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def export_weights(
     folder: Path,
     shape: ModelShape,
     config: dict[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Source],
     held: Held,
     *,
     layout: Layout = Layout(),  # noqa: B008 - frozen
@@ -88,10 +92,7 @@ def export_weights(
         with ranks.stage(f"writing {draft}") as stage:
             with ExitStack() as opened:
                 writer = _Writer(draft, files, opened, layout.fp8)
-                for done, name in enumerate(mine, start=1):
-                    writer.write(names.entries[name], tensors[name], held)
-                    if report is not None:
-                        report(done, len(mine))
+                writer.write([names.entries[name] for name in mine], tensors, held, report)
             stage.value = writer.elements  # the files are closed: what was written is on the disk
         with ranks.stage(f"completing {folder}"):
             _require_whole(names, stage.values)
@@ -161,7 +162,7 @@ def _make_draft(draft: Path, files: list[_File]) -> None:
         (draft / file.name).write_bytes(file.header)
 
 
-def _names_to_write(names: HFNames, tensors: Mapping[str, Tensor], held: Held, ranks: Ranks) -> list[str]:
+def _names_to_write(names: HFNames, tensors: Mapping[str, Source], held: Held, ranks: Ranks) -> list[str]:
     """What this rank writes, in the order of the model. Of ranks that hold the same places, only the first writes:
     a DTensor of a part of the mesh does not say that the rest of the mesh repeats it. Collective."""
     with ranks.stage("sharing out tensors") as stage:
@@ -198,7 +199,20 @@ class _Writer:
     def bytes_written(self) -> int:
         return sum(file.bytes_moved for file in self._open.values())
 
-    def write(self, entry: Entry, tensor: Tensor, held: Held) -> None:
+    def write(self, entries: Sequence[Entry], tensors: Mapping[str, Source], held: Held, report: Report | None) -> None:
+        """Write this rank's parts of our tensors; each file goes to the disk while the ones behind it are written."""
+        parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
+        last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
+        with Closer() as closer:
+            for done, entry in enumerate(entries, start=1):
+                self._write_part(entry, tensors[entry.name], held)
+                for name, hf_name in last.values():
+                    if name == entry.name:
+                        closer.close(self._file(hf_name).close)
+                if report is not None:
+                    report(done, len(entries))
+
+    def _write_part(self, entry: Entry, tensor: Source, held: Held) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
         local = local_part(tensor)
         runs = [runs_of(index) for index in held(tensor)]

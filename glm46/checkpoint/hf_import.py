@@ -240,19 +240,20 @@ class FolderReader:
                 if part.is_copy:
                     differs |= not self._repeats(part.hf_name, overlap.box, target)
                 else:
-                    target.copy_(self._read(part.hf_name, overlap.box))
+                    self._fill(part.hf_name, overlap.box, target)
                     filled += target.numel()
             if differs:
                 faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
         assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
         return faults
 
-    def _read(self, hf_name: str, box: Box) -> Tensor:
-        """A box of a weight, in FP32 where it is stored in FP8."""
-        values = self._file(hf_name).read(hf_name, box)
-        if values.dtype != torch.float8_e4m3fn:
-            return values
-        return dequantise(values, *self._scales(hf_name, box))
+    def _fill(self, hf_name: str, box: Box, target: Tensor) -> None:
+        """Put a box of a weight into memory of any type; one stored in FP8 goes by FP32."""
+        if self._found[hf_name][1].dtype == torch.float8_e4m3fn:
+            values = self._file(hf_name).read(hf_name, box)
+            target.copy_(dequantise(values, *self._scales(hf_name, box)))
+        else:
+            self._file(hf_name).fill(hf_name, box, target)
 
     def _repeats(self, hf_name: str, box: Box, target: Tensor) -> bool:
         """Whether a box of a copy says what was filled in; one in FP8 says it as well as FP8 can."""

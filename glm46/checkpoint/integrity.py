@@ -7,6 +7,8 @@ bytes are not exactly the canonical text of its content is refused, so no byte o
 import hashlib
 import json
 import os
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 MANIFEST = "manifest.json"
 META = "meta.json"
 FORMAT = 1
-_READ_BYTES = 1 << 22
+_READ_BYTES = 1 << 20
+_WAITING_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,45 @@ def hash_file(path: Path) -> FileRecord:
             reading, other = other, reading
             length += count
     return FileRecord(bytes=length, sha256=digest.hexdigest())
+
+
+class Closer:
+    """Closes written files in another thread, so that the disk takes one while the next is filled.
+
+    Closing means: on the disk. Leaving the context waits for all, and fails when one failed. Only a few wait at a time:
+    each is an open file, and a disk that falls behind must hold up the writer.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "Closer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()  # also what waits still is closed, whatever went wrong
+        if kind is None:
+            self.finish()
+
+    def close(self, close: Callable[[], None]) -> None:
+        """Have a file closed soon.
+
+        Raises:
+            OSError: an earlier one could not be closed.
+        """
+        while len(self._waiting) >= _WAITING_FILES:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(close))
+
+    def finish(self) -> None:
+        """Wait until every file is closed.
+
+        Raises:
+            OSError: one could not be closed.
+        """
+        while self._waiting:
+            self._waiting.popleft().result()
 
 
 def sync_folder(folder: Path) -> None:

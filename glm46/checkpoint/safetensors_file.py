@@ -136,9 +136,24 @@ class TensorFile:
         Raises:
             OSError: the file ends before the box does, or the disk fails.
         """
+        out = torch.empty([length for _, length in box], dtype=self.records[name].dtype)
+        self.fill(name, box, out)
+        return out
+
+    def fill(self, name: str, box: Box, target: Tensor) -> None:
+        """Read a box of a tensor into memory that is there already, without another copy where that can be.
+
+        Args:
+            target: shape of the box; any type, device and strides.
+
+        Raises:
+            OSError: the file ends before the box does, or the disk fails.
+        """
         record = self.records[name]
-        out = torch.empty([length for _, length in box], dtype=record.dtype)
-        for offset, piece in _pieces(record, box, out):
+        if target.dtype != record.dtype or target.device.type != "cpu" or not target.is_contiguous():
+            target.copy_(self.read(name, box))
+            return
+        for offset, piece in _pieces(record, box, target):
             done = 0
             while done < len(piece):
                 count = os.preadv(self._descriptor, [piece[done:]], offset + done)
@@ -146,7 +161,6 @@ class TensorFile:
                     raise OSError(f"{self.path}: ends inside tensor {name}")
                 done += count
             self.bytes_moved += done
-        return out
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
         """Put values into a box of a tensor.
@@ -184,7 +198,7 @@ def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, mem
     """Runs of bytes that are contiguous in the file and in `values`: (byte in the file, memory)."""
     if values.numel() == 0:
         return
-    memory = memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())
     size = record.dtype.itemsize
     whole = len(record.shape)  # dimensions from here on are taken entirely, so they lie behind each other
     while whole > 0 and box[whole - 1] == (0, record.shape[whole - 1]):

@@ -2,22 +2,28 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.content import Content
-from glm46.checkpoint.dcp import fill_tensors, write_tensors
+from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import META, read_manifest, records_of
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.publish import open_draft, publish, step_of
+from glm46.checkpoint.stored_values import StoredTensor
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
 
 MODEL_PREFIX = "model."
 """What the trainer puts before the names of parameters and buffers."""
@@ -46,43 +52,45 @@ class StepTensors(Mapping[str, Tensor]):
         if faults:
             raise UserError(*faults)
         self._metadata = metadata
-        self._kinds = {
-            name.removeprefix(MODEL_PREFIX): (tuple(entry.size), entry.properties.dtype)
-            for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(MODEL_PREFIX)
-        }
+        self._names = [
+            name.removeprefix(MODEL_PREFIX) for name in metadata.state_dict_metadata if name.startswith(MODEL_PREFIX)
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
-        size, dtype = self._kinds[name]
-        tensor = torch.empty(size, dtype=dtype)
-        fill_tensors(self._folder, self._metadata, {MODEL_PREFIX + name: tensor}, is_first=True)
-        return tensor
+        stored = self.stored(name)
+        return stored[(slice(None),) * len(stored.shape)]
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor that is read in parts, when they are asked for."""
+        return StoredTensor(self._folder, self._metadata, MODEL_PREFIX + name)
 
     def __contains__(self, name: object) -> bool:  # that of Mapping would read the tensor
-        return name in self._kinds
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kinds)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._kinds)
-
-    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of a tensor, without reading it."""
-        return self._kinds[name]
+        return len(self._names)
 
 
 class ReadAhead(Mapping[str, Tensor]):
-    """Tensors that are asked for in order, each made by another thread while the one before is used.
+    """Tensors that are asked for in order, each filled by another thread while the one before is used.
+
+    They take turns in the memory of two: a tensor may be used until the next one is asked for. Getting memory from the
+    kernel for each would take longer than filling it.
 
     Args:
-        names: all names, in the order in which they will be asked for.
-        make: gives the tensor of a name.
+        kinds: name -> shape and type, in the order in which the tensors will be asked for.
+        fill: gives a tensor on the CPU its values.
     """
 
-    def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]):
-        self._next = dict(zip(names, [*names[1:], None], strict=True))
-        self._make = make
+    def __init__(self, kinds: Mapping[str, Kind], fill: Callable[[str, Tensor], None]):
+        self._kinds = kinds
+        self._next = dict(zip(kinds, [*list(kinds)[1:], None], strict=True))
+        self._fill = fill
+        largest = max(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+        self._idle, self._used = np.empty(largest, np.uint8), np.empty(largest, np.uint8)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._coming: tuple[str | None, Future[Tensor] | None] = (None, None)
 
@@ -95,10 +103,21 @@ class ReadAhead(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         coming, future = self._coming
         if future is None or coming != name:
-            future = self._reader.submit(self._make, name)
+            future = self._reader.submit(self._made, name, self._idle)
         tensor = future.result()
+        self._idle, self._used = self._used, self._idle
         following = self._next[name]
-        self._coming = following, following and self._reader.submit(self._make, following)
+        self._coming = following, following and self._reader.submit(self._made, following, self._idle)
+        return tensor
+
+    def _made(self, name: str, memory: np.ndarray) -> Tensor:
+        size, dtype = self._kinds[name]
+        nbytes = prod(size) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(size, dtype=dtype)
+        # A storage of its own size: DCP would copy a view of a larger one before it writes it.
+        tensor = torch.frombuffer(memory[:nbytes], dtype=torch.uint8).view(dtype).view(size)
+        self._fill(name, tensor)
         return tensor
 
     def __contains__(self, name: object) -> bool:  # that of Mapping would make the tensor
@@ -112,16 +131,13 @@ class ReadAhead(Mapping[str, Tensor]):
 
 
 def write_model(
-    folder: Path,
-    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    make: Callable[[str], Tensor],
-    meta: dict[str, Any],
+    folder: Path, kinds: Mapping[str, Kind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of a model alone, as step 0 of a folder: one tensor is written while the next one is made.
+    """Write a checkpoint of a model alone, as step 0 of a folder: one tensor is written while the next one is filled.
 
     Args:
         kinds: our name -> shape and type.
-        make: gives the tensor of a name; called once for each, by another thread.
+        fill: gives a tensor its values; called once for each name, by another thread.
 
     Returns:
         The step folder.
@@ -130,13 +146,12 @@ def write_model(
         CheckpointError: writing failed; nothing is published then.
     """
     ranks = Ranks(rank=0, size=1, group=None)
-    meta_tensors = {
-        MODEL_PREFIX + name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in kinds.items()
-    }
+    stored = {MODEL_PREFIX + name: kind for name, kind in kinds.items()}
+    meta_tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in stored.items()}
     content = Content.of(0, meta_tensors, meta, None)
     draft = open_draft(folder, content.step)
     try:
-        with ReadAhead(list(meta_tensors), lambda name: make(name.removeprefix(MODEL_PREFIX))) as made:
+        with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
             files = write_tensors(draft, meta_tensors, ranks, made, file_per_tensor=True)
         return publish(draft, content.step, files, content.meta, content.facts(ranks.size))
     except BaseException:

@@ -114,18 +114,31 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_tensors_are_made_ahead_once_each_and_not_to_see_whether_they_are_there():
-    made = []
+def test_tensors_are_filled_ahead_once_each_in_the_memory_of_two():
+    filled = []
 
-    def make(name):
-        made.append(name)
-        if name == "c":
+    def fill(name, tensor):
+        filled.append(name)
+        if name == "d":
             raise OSError("the disk fails")
-        return torch.ones(1)
+        tensor.fill_(len(filled))
 
-    with ReadAhead(["a", "b", "c", "d"], make) as tensors:
-        assert "a" in tensors and "e" not in tensors and list(tensors) == ["a", "b", "c", "d"] and made == []
-        assert all(torch.equal(tensors[name], torch.ones(1)) for name in "ab")
+    kinds = {name: ((size, 2), torch.bfloat16) for name, size in zip("abcd", (3, 0, 5, 1), strict=True)}
+    with ReadAhead(kinds, fill) as tensors:
+        assert "a" in tensors and "e" not in tensors and list(tensors) == list("abcd") and filled == []
+        first = tensors["a"]
+        assert torch.equal(first, torch.full((3, 2), 1.0, dtype=torch.bfloat16))
+        assert first.untyped_storage().nbytes() == first.nbytes  # or DCP copies it
+        assert tensors["b"].shape == (0, 2)
+        third = tensors["c"]
+        assert torch.equal(third, torch.full((5, 2), 2.0, dtype=torch.bfloat16))
+        assert first.data_ptr() == third.data_ptr()
         with pytest.raises(OSError, match="the disk fails"):
-            tensors["c"]
-    assert made == ["a", "b", "c"]
+            tensors["d"]
+    assert filled == ["a", "c", "d"]
+
+
+def test_a_tensor_out_of_turn_is_filled_again():
+    with ReadAhead({name: ((4,), torch.float32) for name in "abc"}, lambda name, t: t.fill_(ord(name))) as tensors:
+        for name in "acba":
+            assert torch.equal(tensors[name], torch.full((4,), float(ord(name))))
