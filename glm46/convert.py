@@ -1,4 +1,4 @@
-"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, with two or three tensors in memory."""
+"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, without a model in memory."""
 
 import argparse
 import json
