@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(argv)
         # Here, and not when the interpreter ends: there nobody catches that the reader has gone.
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: >&-
+            sys.stdout.flush()
         return code
     except UserError as error:
         for fault in error.faults:

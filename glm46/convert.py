@@ -2,21 +2,25 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import tomli
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError
-from glm46.checkpoint.hf_config import config_of, read_config
+from glm46.checkpoint.hf_config import CONFIG, config_of, read_config, shape_of
 from glm46.checkpoint.hf_export import Layout, Source, export_weights
 from glm46.checkpoint.hf_fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import HFNames, raise_if
+from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
@@ -41,6 +45,8 @@ def convert_command(argv: Sequence[str]) -> int:
         return arguments.run(arguments)
     except CheckpointError as error:
         raise UserError(*error.faults) from error
+    except OSError as error:
+        raise UserError(f"{error.filename or arguments.output}: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,15 +82,18 @@ def add_from_hf_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
-    if arguments.max_file_gb <= 0:
-        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be above 0")
+    if not 0 < arguments.max_file_gb < inf:
+        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     tensors = StepTensors(arguments.checkpoint)
     table = tomli.loads(tensors.meta["config"])["model"]
     shape = resolve_shape(Model.model_validate(table))
     names = HFNames(shape, with_copies=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
-    raw = read_config(arguments.config) if arguments.config else tensors.meta.get(_HF_CONFIG)
+    raw = tensors.meta.get(_HF_CONFIG)
+    if arguments.config:
+        raw = read_config(arguments.config)
+        shape_of(raw, str(arguments.config / CONFIG))  # its faults name the file
     stored = {name: tensors.stored(name) for name in names.entries}
     layout = Layout(
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
@@ -113,9 +122,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
 def _from_hf(arguments: argparse.Namespace) -> int:
     raw = read_config(arguments.model)
     shape = stored_shape(arguments.model)
-    target = arguments.output / "step-000000"
-    if target.exists():
-        raise UserError(f"{target}: exists already; give another folder")
+    if known := published_steps(arguments.output):
+        raise UserError(
+            f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder"
+        )
     entries = HFNames(shape, with_copies=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
@@ -149,5 +159,6 @@ def _whole(tensor: Source) -> list[Tensor]:
 
 def _progress() -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
-    )
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True,
+        console=Console(stderr=True), disable=not sys.stderr.isatty(),
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import META, read_manifest, records_of
 from glm46.checkpoint.metadata import check_metadata, read_metadata
-from glm46.checkpoint.publish import open_draft, publish, step_of
+from glm46.checkpoint.publish import open_draft, publish, published_steps, step_folder, step_of
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
@@ -41,6 +41,8 @@ class StepTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path):
         self._folder = folder
+        if known := published_steps(folder):
+            raise UserError(f"{folder}: holds steps; give one of them, such as {step_folder(folder, known[-1])}")
         faults = verify_folder(folder, step_of(folder.absolute()), Ranks(rank=0, size=1, group=None))
         if faults:
             raise UserError(*faults)

@@ -90,7 +90,9 @@ def test_there_and_back_gives_every_bit_of_the_model(trained, tmp_path, capsys):
         (["to-hf", "--checkpoint", "{tmp}/none", "--output", "{tmp}/x"], "no such checkpoint"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}"], "exists already"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--tokenizer", "{tmp}/none"], "no such file"),
-        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "0"], "must be above 0"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "0"], "must be a number above 0"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "nan"], "must be a number above"),
+        (["to-hf", "--checkpoint", "{step}/..", "--output", "{tmp}/x"], "holds steps; give one of them, such as"),
         (["from-hf", "--model", "{tmp}/none", "--output", "{tmp}/x"], "none: no such folder"),
     ],
 )  # fmt: skip
@@ -99,6 +101,19 @@ def test_mistakes_end_with_2_and_leave_nothing(arguments, words, trained, tmp_pa
     assert main(["convert", *filled]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_or_has_checkpoints_is_refused(trained, tmp_path, capsys):
+    step, _ = trained
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "hf")]) == 0
+    assert capsys.readouterr().out.startswith(str(tmp_path))  # no empty line of a progress bar before it
+    from_hf = ["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output"]
+    (tmp_path / "file").write_text("")
+    for place, words in (("file", "file: "), ("file/below", "file/below: "), (str(step.parent), f"{step}: exists")):
+        assert main([*from_hf, str(tmp_path / place)]) == 2
+        assert words in capsys.readouterr().err
+    assert (step.parent / "latest").read_text().strip() == step.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
