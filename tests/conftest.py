@@ -1,6 +1,8 @@
 """A prepared source of a few thousand tokens and a model of a few thousand parameters: a run takes a second."""
 
+import ctypes
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +69,15 @@ def make_run(source_folder, tmp_path):
         return small_run(source_folder, tmp_path / "out", **tables)
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB, and a function that gives it another size, where this process may mount one."""
+    mount, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
+    mount.mkdir()
+    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
+    remount = 32  # MS_REMOUNT
+    yield mount, lambda size: libc.mount(b"none", bytes(mount), b"tmpfs", remount, f"size={size}".encode())
+    libc.umount2(bytes(mount), 2)

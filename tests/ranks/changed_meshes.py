@@ -1,6 +1,6 @@
-"""Run under torchrun with four ranks: save on one mesh, go on with others; what each pair shows is printed as JSON.
+"""On four ranks: save on one mesh, go on with others; what each pair shows is printed as JSON.
 
-    PYTHONPATH=. python -m torch.distributed.run --standalone --nproc-per-node=4 tests/ranks/changed_meshes.py
+    PYTHONPATH=. python tests/ranks/changed_meshes.py
 
 Names of meshes as arguments: only these save, and every mesh loads what one of them, not itself, has saved.
 The trainer's own parts, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.distributed.process import Process, join, leave
+from glm46.distributed.process import Process, join
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import count_tokens
 from glm46.training.resume import checkpoint_tensors
 from glm46.training.step import train_step
-from tests.ranks.sharded_layouts import Layout, make_batch, make_run, micro_batches, whole
+from tests.ranks.forked_ranks import leave_together, run_ranks
+from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_run, micro_batches, whole
 
 MESHES = {
     "FSDP": Layout(),
@@ -99,19 +100,22 @@ def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str,
     return found, next_steps(parts, layout, STEPS_BEFORE, STEPS_AFTER)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def save_all(base: Path, names: list[str]) -> None:
+    """On each rank: `save` on each of these meshes, and what it gave, into a file."""
     process = join(120)
-    base: list = [tempfile.mkdtemp() if process.is_main else None]
-    dist.broadcast_object_list(base)
-    base, names, some = Path(base[0]), list(MESHES), sys.argv[1:]
-    pairs = [(names[place - offset], names[place]) for place, offset in product(range(len(names)), OFFSETS)]
-    if some:
-        pairs = [(some[(i + (some[i % len(some)] == name)) % len(some)], name) for i, name in enumerate(names)]
-    kept = {name: save(process, base, name) for name in dict.fromkeys(saved for saved, _ in pairs)}
+    for name in names:
+        kept = save(process, base, name)
+        if process.is_main:
+            torch.save(kept, base / f"{name}.pt")
+    leave_together()
+
+
+def load_some(base: Path, pairs: list[tuple[str, str]]) -> None:
+    """On each rank: `load` each pair, and compare."""
+    process = join(120)
     for saved, name in pairs:
         tensors, losses = load(process, base, saved, name)
-        before, expected = kept[saved]
+        before, expected = torch.load(base / f"{saved}.pt", mmap=True)
         errors = [abs(found / wanted - 1.0) for found, wanted in zip(losses, expected, strict=True)]
         row = {
             "saved on": saved,
@@ -124,8 +128,23 @@ def main() -> None:
         }  # fmt: skip
         if process.is_main:
             print(json.dumps(row), flush=True)
-    leave()
+    leave_together()
+
+
+def main(*some: str) -> None:
+    """Save, then load pair by pair, with new ranks every few meshes."""
+    torch.set_num_threads(1)
+    names = list(MESHES)
+    pairs = [(names[place - offset], names[place]) for place, offset in product(range(len(names)), OFFSETS)]
+    if some:
+        pairs = [(some[(i + (some[i % len(some)] == name)) % len(some)], name) for i, name in enumerate(names)]
+    saving = list(dict.fromkeys(saved for saved, _ in pairs))
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(saving), LAYOUTS_AT_ONCE):
+            run_ranks(4, lambda some=saving[first : first + LAYOUTS_AT_ONCE]: save_all(Path(folder), some))
+        for first in range(0, len(pairs), LAYOUTS_AT_ONCE):
+            run_ranks(4, lambda some=pairs[first : first + LAYOUTS_AT_ONCE]: load_some(Path(folder), some))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -125,11 +125,11 @@ def run_round(base: Path, number: int, chance: random.Random) -> str:
     return f"{victim}, {'in a sync' if by_moment else 'any time'}, {where}"
 
 
-def main() -> None:
+def main(*given: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given or None)
     torch.set_num_threads(1)
     chance, kinds = random.Random(arguments.seed), Counter()
     with tempfile.TemporaryDirectory() as name:

@@ -37,7 +37,7 @@ class ForkedRank:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.setsid()
             os.environ.update(env)
-            _end_with(lambda: self._run(args))
+            end_with(lambda: self._run(args))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _run(self, args: tuple[str, ...]) -> int:
@@ -69,18 +69,25 @@ def fork_launch(config: Path, log: Path, prepare: Callable[[int], None] = Forked
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         ForkedRank.prepare = staticmethod(prepare)
-        SubprocessHandler._popen = lambda self, args, env: ForkedRank(args, env)
-        _end_with(lambda: cli.main(["launch", "--config", str(config), "--nproc", "2"]))
+        end_with(lambda: launch("--config", str(config), "--nproc", "2"))
     return child
 
 
-def _end_with(work: Callable[[], int]) -> None:
+def launch(*arguments: str) -> int:
+    """`python -m glm46 launch` with these arguments, in this process; its exit code."""
+    SubprocessHandler._popen = lambda self, args, env: ForkedRank(args, env)
+    return cli.main(["launch", *arguments])
+
+
+def end_with(work: Callable[[], int]) -> None:
     """End this forked process with the exit code that ``work`` gives, as an interpreter does."""
     code = 1
     try:
         code = work()
     except SystemExit as end:
-        code = end.code
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:  # it must end here, whatever happened
         traceback.print_exc()
     finally:

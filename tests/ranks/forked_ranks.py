@@ -1,8 +1,10 @@
 """Ranks of a small run by fork: the imports are paid once, so that hundreds of starts and ends take minutes."""
 
+import math
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from glm46.checkpoint import dcp, integrity
+from glm46.compat import clone_store
+from glm46.distributed.process import leave
 
 _STORES: list[dist.Store] = []
 
@@ -57,8 +61,29 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     return children
 
 
-def await_ranks(children: list[int], seconds: float) -> list[int]:
-    """Exit codes of all ranks, -9 for those that had to be killed because one ended by a signal, or after the time."""
+def leave_together() -> None:
+    """Leave the process group when all ranks are through: who closes its connections while another one still reads
+    from the last collective may end that one. Meets in the store, which the parent holds."""
+    store, count = clone_store(), dist.get_world_size()
+    store.add("through", 1)
+    while count > 1 and store.add("through", 0) < count:
+        time.sleep(0.005)
+    leave()
+
+
+def run_ranks(count: int, work: Callable[[], None], seconds: float = 600) -> None:
+    """Run ``work()`` on so many ranks and print what rank 0 prints; this process ends where one of them fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        codes = await_ranks(start_ranks(count, log, lambda rank: work() or 0), seconds, patience=20)
+        texts = [log.with_name(f"log{rank}").read_text() for rank in range(count)]
+    if any(codes):
+        sys.exit(f"exit codes {codes}\n" + "\n".join(texts))
+    print(texts[0], end="", flush=True)
+
+
+def await_ranks(children: list[int], seconds: float, patience: float = math.inf) -> list[int]:
+    """Exit codes of all ranks, -9 for those that had to be killed after the time, or some time after one failed."""
     codes: dict[int, int] = {}
     end = time.monotonic() + seconds
     while len(codes) < len(children):
@@ -66,6 +91,9 @@ def await_ranks(children: list[int], seconds: float) -> list[int]:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 codes[child] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()):
+            end = min(end, time.monotonic() + patience)
+            patience = math.inf
         if time.monotonic() > end:
             for child in set(children) - codes.keys():
                 os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Run under torchrun: Muon on every mesh of this world size against one process; prints one JSON object per case.
+"""On each rank: Muon on every mesh of this world size against one process; prints one JSON object per case.
 
 How a tensor is cut is written out by hand, so that the layouts derived from placements are tested, not repeated.
 """
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from glm46.compat import StridedShard
 from glm46.optim import muon_layout
 from glm46.optim.muon import Muon
+from tests.ranks.forked_ranks import leave_together
 
 STEPS = 3
 MATRICES = [(64, 256), (256, 64), (128, 128), (64, 96)]
@@ -412,8 +413,4 @@ def main() -> None:
     if dist.get_rank() == 0:
         for row in results:
             print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    leave_together()

@@ -1,16 +1,17 @@
-"""Run under torchrun with 4 processes: count what a step of each pipeline sends, and print it from rank 0."""
+"""On 4 ranks: count what a step of each pipeline sends, and print it from rank 0."""
 
 import json
 
 import torch
 import torch.distributed as dist
-from sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_run, micro_batches
-from traffic import Traffic
 
-from glm46.distributed.process import join, leave
+from glm46.distributed.process import join
 from glm46.training.build import assemble
 from glm46.training.loss import count_tokens
 from glm46.training.step import train_step
+from tests.ranks.forked_ranks import leave_together
+from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_run, micro_batches
+from tests.ranks.traffic import Traffic
 
 CASES = [
     Layout(pipeline=2),
@@ -36,8 +37,4 @@ def main() -> None:
         if process.is_main:
             case = {"layout": layout._asdict(), "rows": ROWS, "seq_len": SEQ_LEN, "shape": SHAPE, "ranks": ranks}
             print(json.dumps(case), flush=True)
-    leave()
-
-
-if __name__ == "__main__":
-    main()
+    leave_together()

@@ -1,10 +1,12 @@
-"""Run under torchrun: compare every layout of this world size with one process, and print the figures.
+"""Compare every layout of a world size with one process, and print the figures, one JSON object per layout.
 
-Prints one JSON object per layout from rank 0. The launch is the slow part, so one process group serves all layouts.
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/sharded_layouts.py 4
 """
 
 import faulthandler
 import json
+import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
-from glm46.distributed.process import Process, join, leave
+from glm46.distributed.placement import global_indices, held_part
+from glm46.distributed.process import Process, join
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import build_optimizers
@@ -23,6 +26,7 @@ from glm46.parallelize.plan import initialise
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import LossWeights, count_tokens, objective
 from glm46.training.step import train_step
+from tests.ranks.forked_ranks import leave_together, run_ranks
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {
@@ -98,6 +102,8 @@ ROWS, SEQ_LEN = 8, 24
 WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 STEPS = 3
+LAYOUTS_AT_ONCE = 5
+"""Then new ranks: each process group has threads that wake up a hundred times a second."""
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
@@ -152,6 +158,43 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+class Held(NamedTuple):
+    """What a rank holds of a tensor, and which elements of the whole it is."""
+
+    part: Tensor
+    places: list[Tensor]
+
+    def of(self, other: Tensor) -> Tensor:
+        """The same elements of another tensor, which is whole."""
+        return other[torch.meshgrid(*self.places, indexing="ij")]
+
+
+def held(tensor: Tensor) -> Held:
+    """A copy; no rank sends anything."""
+    return Held(held_part(tensor).detach().clone(), global_indices(tensor))
+
+
+def squares(found: dict[str, Held], reference: dict[str, Tensor]) -> dict[tuple, tuple[int, float]]:
+    """By name and first place: of how many elements, and the sum of their squared differences from the reference."""
+    found_squares = {}
+    for name, held in found.items():
+        if held.part.numel():
+            square = (held.part - held.of(reference[name])).double().square().sum().nan_to_num(math.inf)
+            found_squares[(name, *(int(index[0]) for index in held.places))] = (held.part.numel(), square.item())
+    return found_squares
+
+
+def distances(ranks: list[dict[tuple, tuple[int, float]]], reference: dict[str, Tensor]) -> dict[str, float]:
+    """`squares` of all ranks as norms of whole tensors, of each part the worst of its copies."""
+    worst: dict[tuple, tuple[int, float]] = {}
+    for rank in ranks:
+        for key, (size, square) in rank.items():
+            worst[key] = (size, max(square, worst.get(key, (size, 0.0))[1]))
+    for name, tensor in reference.items():
+        assert sum(size for key, (size, _) in worst.items() if key[0] == name) == tensor.numel(), name
+    return {name: math.sqrt(sum(square for key, (_, square) in worst.items() if key[0] == name)) for name in reference}
+
+
 def make_run(layout: Layout) -> Run:
     return Run.model_validate_json(
         json.dumps(
@@ -186,69 +229,81 @@ def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]
 
 
 def run_layout(process: Process, layout: Layout) -> tuple:
-    """The same as `run_reference`, by the trainer's own step, of the parameters that are here."""
+    """The same as `run_reference`, by the trainer's own step, of the parameters that are here: initial weights whole,
+    and of each kind the parts that this rank holds, with their places in the whole."""
     parts = assemble(make_run(layout), process, None, {})
-    initial = {name: whole(p).clone() for name, p in parts.parameters.items()}
+    initial = {name: (whole(p).clone(), held(p)) for name, p in parts.parameters.items()}
     figures, gradients = [], {}
     for step in range(STEPS):
         counts = count_tokens([make_batch(step)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
-        gradients = gradients or {name: whole(p.grad).clone() for name, p in parts.parameters.items()}
+        gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
         figures.append((outcome.loss_sum.item(), outcome.tokens_per_expert, outcome.grad_norm.item()))
-    return initial, figures, gradients, {name: whole(p) for name, p in parts.parameters.items()}
+    return initial, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
 
 
 def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     """Relative differences between a layout and one process; collective, because ranks hold different layers."""
     initial, figures, gradients, final = found
     initial0, figures0, gradients0, final0 = reference
-    total = sum(g.square().sum() for g in gradients0.values()).sqrt()
-    # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
-    errors = {
-        n: ((g - gradients0[n]).norm() / (gradients0[n].norm() + 1e-4 * total)).item() for n, g in gradients.items()
-    }
-    moved = {
-        n: ((w - final0[n]).norm() / (final0[n] - initial0[n]).norm()).item()
-        for n, w in final.items()
-        if not n.endswith("k_proj.bias")
-    }
-    apart = {n: ((w - final0[n]).norm() / final0[n].norm()).item() for n, w in final.items() if not n.endswith("bias")}
     here = (
-        all(torch.equal(w, initial0[n]) for n, w in initial.items()),
-        max((error, name) for name, error in errors.items()),
-        max((error, name) for name, error in moved.items()),
-        max((error, name) for name, error in apart.items()),
+        all(
+            torch.equal(whole, initial0[name]) and torch.equal(held.part, held.of(initial0[name]))
+            for name, (whole, held) in initial.items()
+        ),
         set(initial),
+        squares(gradients, gradients0),
+        squares(final, final0),
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
-    equal, gradient_errors, update_errors, weight_errors, names = zip(*ranks, strict=True)
+    equal, names, gradient_squares, final_squares = zip(*ranks, strict=True)
+    total = math.sqrt(sum(g.double().square().sum() for g in gradients0.values()))
+    # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
+    errors = {
+        n: distance / (gradients0[n].norm().item() + 1e-4 * total)
+        for n, distance in distances(gradient_squares, gradients0).items()
+    }
+    last = distances(final_squares, final0)
+    moved = {
+        n: distance / (final0[n] - initial0[n]).norm().item()
+        for n, distance in last.items()
+        if not n.endswith("k_proj.bias")
+    }
+    apart = {n: distance / final0[n].norm().item() for n, distance in last.items() if not n.endswith("bias")}
     return {
         "layout": layout._asdict(),
         "initial_weights_equal": all(equal) and set.union(*names) == set(initial0),
         "loss_error": max(abs(a[0] / b[0] - 1.0) for a, b in zip(figures, figures0, strict=True)),
         "norm_error": max(abs(a[2] / b[2] - 1.0) for a, b in zip(figures, figures0, strict=True)),
         "counts_equal": all(torch.equal(a[1], b[1]) for a, b in zip(figures, figures0, strict=True)),
-        "gradient_error": max(gradient_errors),
-        "update_error": max(update_errors),
-        "weight_error": max(weight_errors),
+        "gradient_error": max((error, name) for name, error in errors.items()),
+        "update_error": max((error, name) for name, error in moved.items()),
+        "weight_error": max((error, name) for name, error in apart.items()),
     }
 
 
-def main() -> None:
-    """Compare all layouts of this world size with one process."""
-    torch.set_num_threads(1)
+def compare_some(layouts: list[Layout], references: dict[int, tuple]) -> None:
+    """On each rank; ``references`` by number of experts."""
     faulthandler.enable()
     process = join(60)
-    references: dict[int, tuple] = {}
-    for layout in LAYOUTS[process.world_size]:
-        if layout.num_experts not in references:
-            references[layout.num_experts] = run_reference(make_run(layout))
+    for layout in layouts:
         figures = compare(layout, run_layout(process, layout), references[layout.num_experts])
         if process.is_main:
             print(json.dumps(figures), flush=True)
-    leave()
+    leave_together()
+
+
+def main(world_size: int) -> None:
+    """Compare all layouts of this world size with one process, which is this one."""
+    torch.set_num_threads(1)
+    layouts = LAYOUTS[world_size]
+    kinds = {layout.num_experts: layout for layout in layouts}
+    references = {number: run_reference(make_run(layout)) for number, layout in kinds.items()}
+    for first in range(0, len(layouts), LAYOUTS_AT_ONCE):
+        some = layouts[first : first + LAYOUTS_AT_ONCE]
+        run_ranks(world_size, lambda some=some: compare_some(some, references))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

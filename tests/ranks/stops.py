@@ -97,11 +97,11 @@ def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random
     }
 
 
-def main() -> None:
+def main(*given: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--moments", type=int, default=0, help="0: each once, and the other cases")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given or None)
     torch.set_num_threads(1)
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:

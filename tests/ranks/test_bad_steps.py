@@ -1,22 +1,8 @@
 """A NaN at any place, on any rank: exactly one step is skipped, on all ranks, and no bit of the state changes."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def test_a_nan_anywhere_on_any_rank_skips_one_step_and_changes_nothing():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("bad_steps.py"))],
-        capture_output=True, text=True, timeout=300, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_a_nan_anywhere_on_any_rank_skips_one_step_and_changes_nothing(server):
+    rows = server.rows("bad_steps.main", seconds=300)
     assert [row["layout"] for row in rows] == ["shards", "copies"]
     for row in rows:
         assert len(row["bad"]) == 5 * 2  # places, ranks

@@ -6,12 +6,10 @@ import platform
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +20,8 @@ from glm46.checkpoint import saving
 from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
+from glm46.distributed.process import join
+from tests.ranks.forked_ranks import leave_together
 
 WIDTH = 10  # not divisible by 4, so shards are uneven
 
@@ -300,22 +300,16 @@ def run_two(rank: int, folder: Path) -> None:
     assert CheckpointManager(folder / "fsdp", keep_latest_k=0).newest() == 5
 
 
-def worker(rank: int, world: int, cases, folder: Path) -> None:
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting_of_{world}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=180))
-    cases(rank, folder)
-    dist.barrier()
-    dist.destroy_process_group()
+def on_rank(folder: str) -> None:
+    """All cases of this number of ranks."""
+    process = join(180)
+    {4: run_four, 2: run_two}[process.world_size](process.rank, Path(folder))
+    leave_together()
 
 
-def launch(world: int, cases, folder: Path) -> None:
-    mp.spawn(worker, args=(world, cases, folder), nprocs=world)
-
-
-def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(tmp_path):
-    launch(4, run_four, tmp_path)
-    launch(2, run_two, tmp_path)
+def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(server, tmp_path):
+    for world in (4, 2):
+        server.text("test_checkpoint_ranks.on_rank", str(tmp_path), ranks=world, seconds=300)
     for name, step in (("fsdp", 4), ("fsdp", 5), ("tensor", 4), ("hybrid", 4)):
         model = reference(seed=1)
         tensors = state_of(model, rank=0)

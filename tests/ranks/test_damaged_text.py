@@ -1,23 +1,10 @@
 """A shard that is damaged during a run ends it on all ranks before anything is trained on it, whatever the layout."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
 
 
-def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("damaged_text.py"))],
-        capture_output=True, text=True, timeout=400, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it(server):
+    rows = server.rows("damaged_text.main", seconds=400)
     assert len(rows) == 6
     for row in rows:
         assert row["code"] == 2, row

@@ -1,25 +1,12 @@
 """A silent rank is found in time, named with what it does, every rank's stacks are kept, and the run ends."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 from glm46.training.silence import find_culprits
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_a_silent_rank_is_found_named_and_ended():
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hangs.py"))],
-        capture_output=True, text=True, timeout=400, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    hampered, *rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_a_silent_rank_is_found_named_and_ended(server):
+    hampered, *rows = server.rows("hangs.main", seconds=400)
     check_saver(hampered)
     check_straggler(hampered)
     assert [row["hang"] for row in rows] == ["asleep", "stopped", "blocked", "no text", "deadlocked"]

@@ -1,20 +1,16 @@
 """Four gloo ranks read and write one Hugging Face folder on many meshes: every byte again, no byte read in vain."""
 
 import json
-import socket
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM
 
 from glm46 import compat
 from glm46.checkpoint.agreement import CheckpointError
@@ -28,10 +24,12 @@ from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.placement import global_indices
+from glm46.distributed.process import join
 from glm46.model.transformer import Transformer
 from glm46.parallelize.pipeline import split_model
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import resolve_layout
+from tests.ranks.forked_ranks import leave_together
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -41,6 +39,8 @@ TINY = dict(
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
 )  # fmt: skip
 SMALL_FILES = 30_000
+MESHES_AT_ONCE = 6
+"""Then new ranks: each process group has threads that wake up a hundred times a second."""
 
 
 @dataclass(frozen=True)
@@ -211,15 +211,13 @@ def check_bytes_read(case: str, read: int, of_ranks: list[int], total: int) -> N
         assert abs(sum(of_ranks) / (times * total) - 1) < 0.01, (of_ranks, total)  # selection biases are on all ranks
 
 
-def round_trips(folder: Path, rank: int) -> None:
+def round_trips(folder: Path, first: int) -> None:
+    """Of some meshes, from this number on."""
     source = folder / "published"
     expected = GLM_45.published()
-    if rank == 0:
-        GLM_45.publish(source, expected)
-    dist.barrier()
     total = sum(t.nbytes for t in expected.values())
     names = HFNames(GLM_45.shape, with_copies=True)
-    for number, (case, make) in enumerate(MESHES.items()):
+    for number, (case, make) in list(enumerate(MESHES.items()))[first : first + MESHES_AT_ONCE]:
         tensors = make(GLM_45.shape)
         read = import_weights(source, GLM_45.shape, tensors, global_indices)
         of_ranks: list[int] = [0] * WORLD
@@ -229,10 +227,10 @@ def round_trips(folder: Path, rank: int) -> None:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             for hf_name, part in names.to_hf(name, whole):
                 assert torch.equal(part, expected[hf_name].float()), (case, hf_name)
-        check_export(folder / f"out{number}", GLM_45, tensors, expected, case, rank)
+        check_export(folder / f"out{number}", GLM_45, tensors, expected, case)
 
 
-def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: str, rank: int) -> None:
+def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: str) -> None:
     """Written by all ranks, byte for byte what was read; the config too."""
     layout = Layout(with_copies=kind.with_copies, max_file_bytes=SMALL_FILES)
     written = export_weights(folder, kind.shape, kind.config, tensors, global_indices, layout=layout)
@@ -240,7 +238,9 @@ def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: 
     dist.all_gather_object(of_ranks, written)
     assert sum(of_ranks) == sum(t.nbytes for t in expected.values()), (case, of_ranks)
     files = sorted(folder.glob("*.safetensors"))
-    again = {name: t for file in files[rank::WORLD] for name, t in safetensors.torch.load_file(file).items()}
+    again = {
+        name: t for file in files[dist.get_rank() :: WORLD] for name, t in safetensors.torch.load_file(file).items()
+    }
     for name, t in again.items():
         assert t.dtype == expected[name].dtype and torch.equal(t, expected[name]), (case, name)
     counts: list[int] = [0] * WORLD
@@ -249,16 +249,16 @@ def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: 
     assert json.loads((folder / "config.json").read_text()) == kind.config
 
 
-def other_kinds(folder: Path, rank: int) -> None:
+def other_kinds(folder: Path) -> None:
     for name, kind in OTHERS.items():
         expected = kind.published()
-        if rank == 0:
+        if dist.get_rank() == 0:
             kind.publish(folder / name, expected)
         dist.barrier()
         for number, case in enumerate(FOR_OTHERS):
             tensors = MESHES[case](kind.shape)
             import_weights(folder / name, kind.shape, tensors, global_indices)
-            check_export(folder / f"{name} {number}", kind, tensors, expected, f"{name}, {case}", rank)
+            check_export(folder / f"{name} {number}", kind, tensors, expected, f"{name}, {case}")
 
 
 def error_of(action) -> Exception:
@@ -269,8 +269,8 @@ def error_of(action) -> Exception:
     raise AssertionError("nothing was refused")
 
 
-def faults_reach_every_rank(folder: Path, rank: int) -> None:
-    source = folder / "published"
+def faults_reach_every_rank(folder: Path) -> None:
+    source, rank = folder / "published", dist.get_rank()
     # A copy differs in a row that only the last rank reads.
     if rank == 0:
         changed = GLM_45.published()
@@ -297,23 +297,20 @@ def faults_reach_every_rank(folder: Path, rank: int) -> None:
     assert not list(folder.glob("broken*"))
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    try:
-        round_trips(folder, rank)
-        other_kinds(folder, rank)
-        faults_reach_every_rank(folder, rank)
-    finally:
-        dist.destroy_process_group()
+def on_rank(part: str, folder: str, *arguments: int) -> None:
+    """One of the three functions above."""
+    join(120)
+    {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}[part](
+        Path(folder), *arguments
+    )
+    leave_together()
 
 
-def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port, tmp_path), nprocs=WORLD)
+def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):
+    GLM_45.publish(tmp_path / "published", GLM_45.published())
+    parts = [("round trips", str(tmp_path), first) for first in range(0, len(MESHES), MESHES_AT_ONCE)]
+    for arguments in (*parts, ("other kinds", str(tmp_path)), ("faults", str(tmp_path))):
+        server.text("test_hf_ranks.on_rank", *arguments, ranks=WORLD, seconds=300)
     assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 24
     for name, kind in {"out": GLM_45, **OTHERS}.items():
         exports = sorted(tmp_path.glob(f"{name}?*"))
@@ -324,6 +321,8 @@ def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
 @torch.no_grad()
 def transformers_opens(folder: Path, kind: Kind) -> None:
     """Its logits of an export from the last of the meshes are ours of what was published."""
+    from transformers import AutoModelForCausalLM  # not for the ranks, which import this file too
+
     ours, whole = Transformer(kind.shape), kind.published()
     own = dict(ours.named_parameters()) | dict(ours.named_buffers())
     HFNames(kind.shape, with_copies=kind.with_copies).from_hf(whole.items(), own)

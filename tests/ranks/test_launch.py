@@ -13,23 +13,53 @@ import pytest
 
 from glm46.config.loader import dump_run
 from glm46.training.trainer import train
+from tests.ranks.server import Forked, Server
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(run, tmp_path: Path, *, path_first: str = "", options=("--nproc", "2"), variables=(), **keys):
-    """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
-    config = tmp_path / "run.toml"
-    config.write_text(dump_run(run))
-    overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "glm46", "launch", "--config", str(config), *options, *overrides],
-        env=os.environ | dict(variables) | {"PYTHONPATH": f"{path_first}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+class Start:
+    """How the launcher is started: as a command, or, without its seconds of imports, by fork."""
+
+    def __init__(self, server: Server, folder: Path):
+        self._server, self._folder = server, folder
+
+    def by_fork(self, run, *options: str, environment=(), **keys) -> Forked:
+        """What `as_command` does, from a process that has all imported."""
+        arguments = self._arguments(run, options, keys)
+        return self._server.start("forked_launch.launch", *arguments, environment=dict(environment))
+
+    def as_command(self, run, *options: str, path_first: str = "", **keys) -> subprocess.Popen:
+        """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
+        arguments = self._arguments(run, options, keys)
+        output = self._folder / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "glm46", "launch", *arguments],
+                env=os.environ | {"PYTHONPATH": f"{path_first}:{ROOT}", "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        process.output = output
+        return process
+
+    def _arguments(self, run, options: tuple[str, ...], keys: dict) -> list[str]:
+        config = self._folder / "run.toml"
+        config.write_text(dump_run(run))
+        overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
+        return ["--config", str(config), *(options or ("--nproc", "2")), *overrides]
+
+
+@pytest.fixture
+def start(server, tmp_path) -> Start:
+    return Start(server, tmp_path)
+
+
+def end(process: Forked | subprocess.Popen, seconds: float = 120) -> str:
+    """What it has said, once it is through."""
+    process.wait(seconds)
+    return process.output.read_text()
 
 
 def losses(run) -> list[tuple[int, float]]:
@@ -37,39 +67,39 @@ def losses(run) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
 
 
-def wait_for_step(run, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(run, step: int, process: Forked | subprocess.Popen) -> None:
     file = Path(run.job.dump_folder) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))):
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.output.read_text()
         assert time.monotonic() < deadline, "no step in two minutes"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_the_same_command_goes_on(make_run, tmp_path, number):
+def test_a_signal_saves_and_the_same_command_goes_on(make_run, start, number):
     run = make_run(training={"steps": 400}, checkpoint={"interval": 1000})
-    process = start(run, tmp_path)
+    process = start.as_command(run) if number == signal.SIGINT else start.by_fork(run)
     wait_for_step(run, 3, process)
     if number == signal.SIGINT:  # Ctrl-C reaches every process of the terminal
         os.killpg(process.pid, number)
     else:
-        process.send_signal(number)
-    output = process.communicate(timeout=120)[0]
+        os.kill(process.pid, number)
+    output = end(process)
     assert process.returncode == (130 if number == signal.SIGINT else 75), output
     assert "Traceback" not in output and "goes on from here" in output, output
     stopped = losses(run)[-1][0]
     saved = [int(p.name[5:]) for p in (Path(run.job.dump_folder) / "checkpoint").glob("step-*")]
     assert saved == [stopped]
 
-    process = start(run, tmp_path, training__steps=stopped + 2)
-    output = process.communicate(timeout=120)[0]
+    process = start.by_fork(run, training__steps=stopped + 2)
+    output = end(process)
     assert process.returncode == 0, output
     assert f"resumed after step {stopped}" in output
     assert [step for step, _ in losses(run)] == list(range(1, stopped + 3))
 
 
-def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, tmp_path):
+def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, start, tmp_path):
     # An exception at a random moment of training in rank 1 alone: an alarm that its interpreter sets at the start.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
@@ -79,35 +109,35 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, tmp_path):
     )
     run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
     started = time.monotonic()
-    process = start(run, tmp_path, path_first=str(tmp_path))
-    output = process.communicate(timeout=150)[0]
+    process = start.as_command(run, path_first=str(tmp_path))
+    output = end(process, 150)
     assert process.returncode not in (0, 2), output
     assert "RuntimeError: injected into rank 1" in output and "in injected_fault" in output
     assert "rank 1" in output.splitlines()[-1]
     assert time.monotonic() - started < 100  # the other rank was ended, it did not wait for its timeout
 
 
-def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, tmp_path):
+def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, start):
     """By itself while a restart is left, and when the same command is given again."""
     # The schedule's end is stated, so that the shorter second start does not change the learning rate.
     schedule = {"total_tokens": 100_000}
     run = make_run(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
-    process = start(run, tmp_path, options=("--nproc", "2", "--max-restarts", "1"))
+    process = start.as_command(run, "--nproc", "2", "--max-restarts", "1")
     wait_for_step(run, 5, process)
     before = kill_a_rank(run, process)
     log = Path(run.job.dump_folder) / "log.txt"
     while "resumed after step" not in log.read_text():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.output.read_text()
         time.sleep(0.05)
     wait_for_step(run, max(before) + 3, process)
     before |= kill_a_rank(run, process)
-    output = process.communicate(timeout=120)[0]
+    output = end(process)
     assert process.returncode == 1, output
     assert output.count("was ended by SIGKILL") == 2 and "restart 1 of 1, from the checkpoint of step" in output
     assert output.splitlines()[-1].startswith("error: no restart is left of 1; the same command goes on from the check")
     steps = max(before) + 3
-    process = start(run, tmp_path, training__steps=steps)
-    output = process.communicate(timeout=120)[0]
+    process = start.by_fork(run, training__steps=steps)
+    output = end(process)
     assert process.returncode == 0, output
     after = dict(losses(run))
     assert sorted(after) == list(range(1, steps + 1))
@@ -133,7 +163,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_report_what_one_process_reports(make_run, tmp_path, layout):
+def test_two_ranks_report_what_one_process_reports(make_run, start, tmp_path, layout):
     settings = dict(
         training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
         validation={"enable": True, "freq": 5},
@@ -143,8 +173,8 @@ def test_two_ranks_report_what_one_process_reports(make_run, tmp_path, layout):
     one = make_run(job={"dump_folder": str(tmp_path / "one")}, **settings)
     assert train(one) == 0
     two = make_run(job={"dump_folder": str(tmp_path / "two")}, **settings)
-    process = start(two, tmp_path, **LAYOUTS[layout])
-    output = process.communicate(timeout=120)[0]
+    process = start.by_fork(two, **LAYOUTS[layout])
+    output = end(process)
     assert process.returncode == 0, output
     expected, found = rows(one), rows(two)
     assert len(expected) == len(found) == 7
@@ -169,7 +199,7 @@ def rows(run) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
 
 
-def test_two_nodes_train_as_two_ranks_of_one(make_run, tmp_path):
+def test_two_nodes_train_as_two_ranks_of_one(make_run, start, tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
@@ -178,21 +208,20 @@ def test_two_nodes_train_as_two_ranks_of_one(make_run, tmp_path):
         run = make_run(job={"dump_folder": str(tmp_path / folder)}, training={"steps": 4})
         names = {"NNODES": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port} if count > 1 else {}
         nodes = [
-            start(
-                run, tmp_path, options=("--nproc", str(2 // count)),
-                variables=names | {"NODE_RANK": str(rank)} if names else {},
+            start.by_fork(
+                run, "--nproc", str(2 // count), environment=names | {"NODE_RANK": str(rank)} if names else {}
             )
             for rank in range(count)
-        ]  # fmt: skip
-        outputs = [node.communicate(timeout=150)[0] for node in nodes]
+        ]
+        outputs = [end(node, 150) for node in nodes]
         assert [node.returncode for node in nodes] == [0] * count, outputs
         found.append(losses(run))
     assert found[0] == found[1] and len(found[0]) == 4  # bit for bit
 
 
-def test_a_killed_launcher_leaves_no_rank_behind(make_run, tmp_path):
+def test_a_killed_launcher_leaves_no_rank_behind(make_run, start):
     run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
-    process = start(run, tmp_path)
+    process = start.as_command(run)
     wait_for_step(run, 1, process)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     assert len(ranks) == 2

@@ -1,14 +1,6 @@
 """Muon on every mesh equals one process, moves the bytes it plans and no more, and resumes on another mesh."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).with_name("muon_meshes.py")
 
 # The specification's bound. Most cases give 0.0: the same kernels see the same matrices; where many matrices share a
 # stack, a batched product may sum in another order.
@@ -16,20 +8,9 @@ EXACT = 1e-6
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def figures(request) -> list[dict]:
-    """What the script prints for a world size."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    root = SCRIPT.parents[2]
-    done = subprocess.run(
-        [*command, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def figures(server, request) -> list[dict]:
+    """What the program prints for a world size."""
+    rows = server.rows("muon_meshes.main", ranks=request.param, seconds=400)
     assert len(rows) == {2: 13, 4: 32}[request.param]
     return rows
 

@@ -1,22 +1,10 @@
 """What the stages of a pipeline send each other is what docs/parallelism.md says, byte by byte."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-SCRIPT = Path(__file__).with_name("pipeline_traffic.py")
 FP32 = 4
 
 
-def test_stages_send_hidden_states_and_gather_weights_once_per_step():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(SCRIPT)]
-    root = SCRIPT.parents[2]
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{SCRIPT.parent}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def test_stages_send_hidden_states_and_gather_weights_once_per_step(server):
+    cases = server.rows("pipeline_traffic.main", ranks=4, seconds=300)
     assert len(cases) == 3
     for case in cases:
         layout, shape = case["layout"], case["shape"]

@@ -1,21 +1,8 @@
 """Signals at moments that are hard to hit, and a rank that leaves: stops.py, which says how to run many."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-PROGRAM = Path(__file__).with_name("stops.py")
-
-
-def test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once():
-    done = subprocess.run(
-        [sys.executable, PROGRAM], capture_output=True, text=True, timeout=400,
-        env=os.environ | {"PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = {row["moment"]: row for row in map(json.loads, done.stdout.splitlines())}
+def test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once(server):
+    rows = {row["moment"]: row for row in server.rows("stops.main", seconds=400)}
     for moment in ("step", "start", "load", "validation", "save"):
         row = rows[moment]
         assert row["code"] == 75, row

@@ -1,36 +1,18 @@
 """What each layout sends is what docs/parallelism.md says, call by call and byte by byte."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from glm46.config.presets import PRESETS
 from glm46.model.transformer import Transformer
 
-SCRIPT = Path(__file__).with_name("traffic.py")
 FP32, INT32, INT64 = 4, 4, 8
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def figures(request) -> list[dict]:
+def figures(server, request) -> list[dict]:
     """What each case of a world size prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    root = SCRIPT.parents[2]
-    done = subprocess.run(
-        [*command, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) | {"ranks": request.param} for line in done.stdout.splitlines() if line.startswith("{")]
+    return [row | {"ranks": request.param} for row in server.rows("traffic.main", ranks=request.param, seconds=300)]
 
 
 class Sizes:

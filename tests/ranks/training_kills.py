@@ -176,7 +176,7 @@ def disturb(run, base: Path, by: str, most: int, chance: random.Random) -> Count
         done[kind] += 1
 
 
-def main() -> None:
+def main(*given: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--by", choices=("kill", "signal"), default="kill")
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=300, help="of a run; another one is begun until all kills are done"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given or None)
     chance, done = random.Random(arguments.seed), Counter()
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)

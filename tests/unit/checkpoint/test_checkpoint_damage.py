@@ -1,6 +1,5 @@
 """A thousand damages, all found; a disk that is really full; the known defects of DCP, each shown and each avoided."""
 
-import ctypes
 import os
 import pickle
 import random
@@ -70,14 +69,11 @@ def test_a_thousand_random_damages_are_all_found(tmp_path):
 
 
 @pytest.fixture
-def full_disk(tmp_path):
-    """A file system of two MiB, where this process may mount one."""
-    mount, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
-    mount.mkdir()
-    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=2m") != 0:
-        pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
-    yield mount
-    libc.umount2(bytes(mount), 2)
+def full_disk(small_disk):
+    """A file system of two MiB."""
+    mount, resize = small_disk
+    resize("2m")
+    return mount
 
 
 @pytest.mark.parametrize("save", ["save", "save_in_background"])

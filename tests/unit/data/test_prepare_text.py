@@ -1,6 +1,5 @@
 """From a user's files to a source that the loader reads, with the verbs as a user types them."""
 
-import ctypes
 import hashlib
 import json
 import os
@@ -281,18 +280,6 @@ def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
         prepare(tmp_path, filter="prose", held_out=0.5)
     assert len(caught.value.faults) == 2
     assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one MiB that can be made larger, where this process may mount one."""
-    mount, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
-    mount.mkdir()
-    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=1m") != 0:
-        pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
-    remount = 32  # MS_REMOUNT
-    yield mount, lambda size: libc.mount(b"none", bytes(mount), b"tmpfs", remount, f"size={size}".encode())
-    libc.umount2(bytes(mount), 2)
 
 
 def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(

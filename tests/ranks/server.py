@@ -1,0 +1,82 @@
+"""Programs of these tests by fork: a process that has imported torch and glm46 once, which takes seconds of a core.
+
+This is the tests' side, the fixture `server`; the other one is serving.py.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Forked:
+    """A started program, in a session of its own; of what `subprocess.Popen` has, what the tests use."""
+
+    def __init__(self, server: "Server", process: int, output: Path):
+        self.pid, self.output, self.returncode = process, output, None
+        self._server = server
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code; after so many seconds it is killed, with all its ranks, and the test fails."""
+        end = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > end:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise AssertionError(f"not through after {seconds} s\n{self.output.read_text()[-4000:]}")
+            time.sleep(0.02)
+        return self.returncode
+
+
+class Server:
+    """The process that forks, as the tests see it."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._started = folder, 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks.serving"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **task) -> int | None:
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, program: str, *arguments: str | int, **options) -> Forked:
+        """Call ``program``, a function of a file beside this one as ``file.function``.
+
+        Options: ``ranks``, on so many of which it is called; ``environment``, variables.
+        """
+        self._started += 1
+        output = self._folder / f"{self._started}-{program}"
+        return Forked(self, self.ask(program=program, arguments=arguments, output=str(output), **options), output)
+
+    def text(self, program: str, *arguments: str | int, seconds: float, **options) -> str:
+        """What a program says that must end with 0 within a time."""
+        started = self.start(program, *arguments, **options)
+        code = started.wait(seconds)
+        assert code == 0, f"exit code {code}\n{started.output.read_text()[-4000:]}"
+        return started.output.read_text()
+
+    def rows(self, program: str, *arguments: str | int, **options) -> list[dict]:
+        """The JSON objects that it prints, one per line."""
+        text = self.text(program, *arguments, **options)
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
