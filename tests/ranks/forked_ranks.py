@@ -17,6 +17,7 @@ from glm46.compat import clone_store
 from glm46.distributed.process import leave
 
 _STORES: list[dist.Store] = []
+PORT_DIGITS = 5
 
 
 def die_in_sync(number: int) -> None:
@@ -35,11 +36,8 @@ def die_in_sync(number: int) -> None:
 
 def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     """Fork ranks that see the variables of torchrun and end with what ``work(rank)`` returns; their process ids."""
-    # As torchrun does, the parent holds the store, so that it outlives each rank.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    _STORES.append(store)
-    del _STORES[:-2]
-    children = []
+    # All are forked before the store has a thread: what locks it holds in that moment would stay locked in a rank.
+    children, (reader, writer) = [], os.pipe()
     for rank in range(count):
         child = os.fork()
         if child == 0:
@@ -49,7 +47,8 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port))
+                os.close(writer)
+                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=os.read(reader, PORT_DIGITS).decode())
                 os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
                 code = work(rank)
             except BaseException:  # the child must end here, whatever happened
@@ -58,6 +57,13 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
+    # As torchrun does, the parent holds the store, so that it outlives each rank.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    _STORES.append(store)
+    del _STORES[:-2]
+    os.write(writer, count * f"{store.port:0{PORT_DIGITS}}".encode())
+    os.close(reader)
+    os.close(writer)
     return children
 
 
