@@ -4,14 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import tomli
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from glm46.checkpoint.agreement import CheckpointError
@@ -27,6 +25,7 @@ from glm46.config.loader import dump_run
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run import Run
+from glm46.data.progress import bytes_progress
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.tokenizer_export import files_beside_weights, stop_ids
 
@@ -105,12 +104,9 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
     if layout.fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
-    with _progress() as progress:
-        task = progress.add_task("writing tensors", total=len(names.entries))
-        size = export_weights(
-            arguments.output, shape, config, stored, _whole, layout=layout,
-            report=lambda done, total: progress.update(task, completed=done, total=total),
-        )  # fmt: skip
+    total = sum(tensor.nbytes for tensor in stored.values())
+    with bytes_progress("writing weights", total, _tell) as report:
+        size = export_weights(arguments.output, shape, config, stored, _whole, layout=layout, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
     if layout.fp8 is not None:
         errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
@@ -123,18 +119,16 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     raw = read_config(arguments.model)
     shape = stored_shape(arguments.model)
     if known := published_steps(arguments.output):
-        raise UserError(
-            f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder"
-        )
+        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder")
     entries = HFNames(shape, with_copies=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
-    with FolderReader(arguments.model, shape) as reader, _progress() as progress:
-        task = progress.add_task("reading tensors", total=len(kinds))
+    total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+    with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _tell) as report:
 
         def fill(name: str, tensor: Tensor) -> None:
             raise_if(reader.fill(name, tensor, _whole(tensor)))
-            progress.advance(task)
+            report(tensor.nbytes)
 
         meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
@@ -157,8 +151,5 @@ def _whole(tensor: Source) -> list[Tensor]:
     return [torch.arange(size) for size in tensor.shape]
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True,
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-    )  # fmt: skip
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -64,8 +64,8 @@ def export_weights(
     Args:
         folder: must not exist; all ranks see it.
         config: content of config.json, from `hf_config.config_of`.
-        tensors: our name -> Tensor or DTensor; ranks may hold different names. Each is asked for once, in the order of
-            the model, so a mapping may make them when it is asked. All ranks together must hold every element.
+        tensors: our name -> Tensor or DTensor; ranks may hold different names. All ranks together must hold every
+            element.
         held: see `hf_import.Held`.
 
     Returns:
@@ -204,13 +204,13 @@ class _Writer:
         parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
         last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
         with Closer() as closer:
-            for done, entry in enumerate(entries, start=1):
+            for entry in entries:
                 self._write_part(entry, tensors[entry.name], held)
                 for name, hf_name in last.values():
                     if name == entry.name:
                         closer.close(self._file(hf_name).close)
                 if report is not None:
-                    report(done, len(entries))
+                    report(local_part(tensors[entry.name]).nbytes)
 
     def _write_part(self, entry: Entry, tensor: Source, held: Held) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""

@@ -28,8 +28,8 @@ INDEX = "model.safetensors.index.json"
 Held = Callable[[Tensor], list[Tensor]]
 """For each dimension of a tensor, the global places that this rank's part holds; int64."""
 
-Report = Callable[[int, int], None]
-"""(elements done, elements in all), called after each tensor."""
+Report = Callable[[int], None]
+"""Takes the bytes that the part of a tensor has in the model, when it was read or written."""
 
 _TENSORS_SHOWN = 10
 """Tensors of a wrong shape or type that are named; the rest is counted. A wrong config.json makes thousands."""
@@ -176,13 +176,11 @@ def import_weights(
             stage.value = _faults_of(lambda: check_folder(folder, shape))
     raise_if(stage.values[0])
     with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
-        total = sum(local_part(tensor).numel() for tensor in tensors.values())
-        done, differing = 0, []
+        differing = []
         for name, tensor in tensors.items():
             differing += reader.fill(name, local_part(tensor), held(tensor))
-            done += local_part(tensor).numel()
             if report is not None:
-                report(done, total)
+                report(local_part(tensor).nbytes)
         stage.value = differing
     raise_if(sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults}))
     return reader.bytes_read

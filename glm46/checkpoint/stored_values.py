@@ -6,6 +6,7 @@ time. `dcp.fill_tensors`, which is DCP's reader, gives the same values; it also 
 
 import io
 import zipfile
+from math import prod
 from pathlib import Path
 
 import torch
@@ -28,12 +29,13 @@ class StoredTensor:
         name: of the tensor in the checkpoint.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype, nbytes: of the whole tensor.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, name: str):
         entry = metadata.state_dict_metadata[name]
         self.shape, self.dtype = tuple(entry.size), entry.properties.dtype
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
         self._folder, self._metadata, self._name = folder, metadata, name
         self._chunks = entry.chunks
         self._places: dict[tuple[int, ...], tuple[Path, Record] | None] = {}

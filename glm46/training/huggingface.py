@@ -7,8 +7,9 @@ from torch import Tensor
 
 from glm46.checkpoint.hf_config import config_of, read_config
 from glm46.checkpoint.hf_export import Layout, export_weights
-from glm46.checkpoint.hf_import import find_tensors, import_weights
+from glm46.checkpoint.hf_import import find_tensors, import_weights, local_part
 from glm46.checkpoint.hf_names import has_copies
+from glm46.data.progress import bytes_progress
 from glm46.data.tokenizer_export import files_beside_weights, stop_ids
 from glm46.distributed.placement import global_indices
 from glm46.training.build import Parts
@@ -21,7 +22,13 @@ def load_weights(parts: Parts, folder: Path) -> None:
     Raises:
         UserError: the folder is damaged, or of another model.
     """
-    import_weights(folder, parts.shape, _tensors(parts), global_indices)
+    tensors = _tensors(parts)
+    if not parts.process.is_main:
+        import_weights(folder, parts.shape, tensors, global_indices)
+        return
+    total = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
+        import_weights(folder, parts.shape, tensors, global_indices, report=report)
 
 
 def save_weights(parts: Parts, progress: Progress) -> Path:

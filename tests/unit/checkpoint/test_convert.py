@@ -17,6 +17,7 @@ from glm46.config.loader import dump_run
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
+from glm46.data import progress
 from glm46.data.tokenizer import load_tokenizer
 from glm46.model.transformer import Transformer
 
@@ -114,6 +115,18 @@ def test_a_place_that_cannot_be_written_or_has_checkpoints_is_refused(trained, t
         assert words in capsys.readouterr().err
     assert (step.parent / "latest").read_text().strip() == step.name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_progress_counts_every_byte(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    step, model = trained
+    nbytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "hf")]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"writing weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "dcp")]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"reading weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
