@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.distributed.process import Process, join
+from glm46.distributed.process import Process, join, leave
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import count_tokens
 from glm46.training.resume import checkpoint_tensors
 from glm46.training.step import train_step
-from tests.ranks.forked_ranks import leave_together, run_ranks
+from tests.ranks.forked_ranks import run_ranks
 from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_run, micro_batches, whole
 
 MESHES = {
@@ -107,7 +107,7 @@ def save_all(base: Path, names: list[str]) -> None:
         kept = save(process, base, name)
         if process.is_main:
             torch.save(kept, base / f"{name}.pt")
-    leave_together()
+    leave()
 
 
 def load_some(base: Path, pairs: list[tuple[str, str]]) -> None:
@@ -128,7 +128,7 @@ def load_some(base: Path, pairs: list[tuple[str, str]]) -> None:
         }  # fmt: skip
         if process.is_main:
             print(json.dumps(row), flush=True)
-    leave_together()
+    leave()
 
 
 def main(*some: str) -> None:

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
-from glm46.distributed.process import Process, join
+from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise, parallelize
 from glm46.planner.layout import resolve_layout
 from glm46.training.loss import LossWeights, count_tokens, objective
-from tests.ranks.forked_ranks import leave_together
 
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
@@ -186,4 +185,4 @@ def main() -> None:
         figures = compare(process, case)
         if process.is_main:
             print(json.dumps(figures), flush=True)
-    leave_together()
+    leave()

@@ -13,8 +13,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from glm46.checkpoint import dcp, integrity
-from glm46.compat import clone_store
-from glm46.distributed.process import leave
 
 _STORES: list[dist.Store] = []
 PORT_DIGITS = 5
@@ -65,16 +63,6 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     os.close(reader)
     os.close(writer)
     return children
-
-
-def leave_together() -> None:
-    """Leave the process group when all ranks are through: who closes its connections while another one still reads
-    from the last collective may end that one. Meets in the store, which the parent holds."""
-    store, count = clone_store(), dist.get_world_size()
-    store.add("through", 1)
-    while count > 1 and store.add("through", 0) < count:
-        time.sleep(0.005)
-    leave()
 
 
 def run_ranks(count: int, work: Callable[[], None], seconds: float = 600) -> None:

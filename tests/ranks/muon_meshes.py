@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from glm46.compat import StridedShard
 from glm46.optim import muon_layout
 from glm46.optim.muon import Muon
-from tests.ranks.forked_ranks import leave_together
 
 STEPS = 3
 MATRICES = [(64, 256), (256, 64), (128, 128), (64, 96)]
@@ -413,4 +412,4 @@ def main() -> None:
     if dist.get_rank() == 0:
         for row in results:
             print(json.dumps(row), flush=True)
-    leave_together()
+    dist.destroy_process_group()

@@ -5,11 +5,10 @@ import json
 import torch
 import torch.distributed as dist
 
-from glm46.distributed.process import join
+from glm46.distributed.process import join, leave
 from glm46.training.build import assemble
 from glm46.training.loss import count_tokens
 from glm46.training.step import train_step
-from tests.ranks.forked_ranks import leave_together
 from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_run, micro_batches
 from tests.ranks.traffic import Traffic
 
@@ -37,4 +36,4 @@ def main() -> None:
         if process.is_main:
             case = {"layout": layout._asdict(), "rows": ROWS, "seq_len": SEQ_LEN, "shape": SHAPE, "ranks": ranks}
             print(json.dumps(case), flush=True)
-    leave_together()
+    leave()

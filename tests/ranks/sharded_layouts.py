@@ -18,7 +18,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.placement import global_indices, held_part
-from glm46.distributed.process import Process, join
+from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.optim.optimizers import build_optimizers
@@ -26,7 +26,7 @@ from glm46.parallelize.plan import initialise
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import LossWeights, count_tokens, objective
 from glm46.training.step import train_step
-from tests.ranks.forked_ranks import leave_together, run_ranks
+from tests.ranks.forked_ranks import run_ranks
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {
@@ -291,7 +291,7 @@ def compare_some(layouts: list[Layout], references: dict[int, tuple]) -> None:
         figures = compare(layout, run_layout(process, layout), references[layout.num_experts])
         if process.is_main:
             print(json.dumps(figures), flush=True)
-    leave_together()
+    leave()
 
 
 def main(world_size: int) -> None:

@@ -20,8 +20,7 @@ from glm46.checkpoint import saving
 from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
-from glm46.distributed.process import join
-from tests.ranks.forked_ranks import leave_together
+from glm46.distributed.process import join, leave
 
 WIDTH = 10  # not divisible by 4, so shards are uneven
 
@@ -304,7 +303,8 @@ def on_rank(folder: str) -> None:
     """All cases of this number of ranks."""
     process = join(180)
     {4: run_four, 2: run_two}[process.world_size](process.rank, Path(folder))
-    leave_together()
+    dist.barrier()
+    leave()
 
 
 def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(server, tmp_path):

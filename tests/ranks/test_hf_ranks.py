@@ -24,12 +24,11 @@ from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.placement import global_indices
-from glm46.distributed.process import join
+from glm46.distributed.process import join, leave
 from glm46.model.transformer import Transformer
 from glm46.parallelize.pipeline import split_model
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import resolve_layout
-from tests.ranks.forked_ranks import leave_together
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -303,7 +302,7 @@ def on_rank(part: str, folder: str, *arguments: int) -> None:
     {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}[part](
         Path(folder), *arguments
     )
-    leave_together()
+    leave()
 
 
 def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):

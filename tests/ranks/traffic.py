@@ -17,13 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm46.config.presets import PRESETS
 from glm46.config.run import Run
 from glm46.distributed.mesh import build_meshes
-from glm46.distributed.process import Process, join
+from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import resolve_layout
 from glm46.training.loss import LossWeights, count_tokens, objective
-from tests.ranks.forked_ranks import leave_together
 
 CHANGES = dict(
     num_hidden_layers=3, hidden_size=64, vocab_size=512, intermediate_size=96, moe_intermediate_size=32,
@@ -171,4 +170,4 @@ def main() -> None:
         figures = measure(process, case)
         if process.is_main:
             print(json.dumps(figures), flush=True)
-    leave_together()
+    leave()
