@@ -34,22 +34,22 @@ class StopRequest:
 
     Before training begins there is nothing to save, and a signal ends the process at once; so does a second one at any
     time. A thread sees to that, because the main thread may be waiting for other ranks in code that no signal ends.
+
+    Attributes:
+        signal_name: of the first signal; None while there was none.
+        has_begun: set by the trainer when all ranks begin; from then on there is something to save before the end.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._first_at = 0.0
-        self._has_begun = False
+        self.has_begun = False
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         # Python writes the number of each signal there the moment it comes, whatever the interpreter does.
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
-
-    def training_begins(self) -> None:
-        """From now on there is something to save before the end."""
-        self._has_begun = True
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
@@ -70,7 +70,7 @@ class StopRequest:
 
     def _hear(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if not self._has_begun:
+        if not self.has_begun:
             # Ctrl-C is no wish to start again.
             code = EXIT_SIGNAL + number if number == signal.SIGINT else EXIT_STOPPED
             _leave(code, f"stopped by {name} before training began; nothing is lost")

@@ -137,13 +137,14 @@ def _train(
     gc.disable()  # a collection on one rank makes all others wait: collect on all at once instead
     saver = Saver(parts, report, progress, spikes)
     stragglers = Stragglers(parts.process.rank, parts.process.world_size, parts.layout.pp)
-    if parts.process.is_main:
-        _at_rest(run).unlink(missing_ok=True)
-    stop.training_begins()
     while progress.tokens < budget:
         watchdog.step_begins(progress.step + 1)
         stragglers.step_begins()
         coming = prepare_step(parts, progress, feed, stop, saver, stragglers, watchdog)
+        if not stop.has_begun:  # not before all ranks are here: who has to wait for another one has nothing to save
+            stop.has_begun = True
+            if parts.process.is_main:
+                _at_rest(run).unlink(missing_ok=True)
         if coming.saver_died:
             saver.start_again(progress)
         if slow := stragglers.learn(coming.paces):
