@@ -64,8 +64,8 @@ def export_weights(
     Args:
         folder: must not exist; all ranks see it.
         config: content of config.json, from `hf_config.config_of`.
-        tensors: our name -> Tensor or DTensor; ranks may hold different names. All ranks together must hold every
-            element.
+        tensors: our name -> what is read, see `Source`; ranks may hold different names. All ranks together must hold
+            every element.
         held: see `hf_import.Held`.
 
     Returns:

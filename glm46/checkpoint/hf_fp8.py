@@ -70,7 +70,9 @@ SCHEMES = {"fp8-block": Scheme(), "fp8-channel": Scheme(block=None)}
 def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
     """The Hugging Face tensors that an export holds in FP8: the projections of attention, dense layers and experts,
     of each family whose sizes the blocks divide."""
-    unfit = _unfit_families(names, scheme) if scheme is not None else _FAMILIES
+    if scheme is None:
+        return frozenset()
+    unfit = _unfit_families(names, scheme)
     return frozenset(name for name in names.places if _family(name) not in (None, *unfit))
 
 

@@ -9,6 +9,7 @@ from glm46.checkpoint.hf_config import CONFIG
 from glm46.checkpoint.hf_import import FolderReader, stored_shape
 from glm46.checkpoint.hf_names import raise_if
 from glm46.checkpoint.integrity import MANIFEST
+from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape
@@ -32,8 +33,8 @@ def load_for_inference(
     if not folder.is_dir():
         raise UserError(f"{folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
     if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
-        steps = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST).is_file())
-        hint = f"; it holds steps, give one of them, such as {folder / steps[-1]}" if steps else ""
+        known = published_steps(folder)
+        hint = f"; it holds steps, give one of them, such as {step_folder(folder, known[-1])}" if known else ""
         raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
     model, known = load(folder, dtype, device)
