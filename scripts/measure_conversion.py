@@ -42,7 +42,7 @@ MOST_TENSORS = {"convert from-hf": 2}
 """Memory beyond the model's, in tensors as large as the largest: one is written while the next is filled. Everything
 else moves pieces."""
 
-BASE_BYTES = 64_000_000
+BASE_BYTES = 48_000_000
 """Memory besides: pieces, headers, and what Python and torch load on first use."""
 
 SMALL_READS = 50_000
