@@ -137,6 +137,7 @@ def _lay_out_files(names: HFNames, layout: Layout) -> list[_File]:
                 filled = 0
             groups[-1] += stored
             filled += nbytes
+    groups[-1] += [(name, layout.dtype, size) for name, size in names.empty.items()]
     if len(groups) == 1:
         return [_File(SINGLE_FILE, *lay_out(groups[0]))]
     numbered = enumerate(groups, start=1)

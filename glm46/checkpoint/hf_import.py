@@ -6,6 +6,7 @@ it whole. Every tensor of the folder is accounted for before the first byte of a
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
     names = HFNames(shape, with_copies=has_copies(found, shape))
+    # A part of width 0, such as the shared experts where n_shared_experts = 0, is saved by some and left out by others.
+    found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
     scheme = scheme_of(raw, str(folder / CONFIG))
     scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
     faults += names.name_faults(name for name in found if name not in scales)

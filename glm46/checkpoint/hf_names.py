@@ -23,7 +23,14 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.planner.params import TensorKind, dense_layer_kinds, layer_counts, moe_layer_kinds, mtp_layer_kinds
+from glm46.planner.params import (
+    TensorKind,
+    dense_layer_kinds,
+    layer_counts,
+    moe_layer_kinds,
+    mtp_layer_kinds,
+    shared_expert_kinds,
+)
 
 _NAMES_SHOWN = 10
 """Names listed per fault; the rest is counted. A wrong shape of the model makes tens of thousands."""
@@ -126,11 +133,18 @@ class HFNames:
     Attributes:
         entries: our name -> `Entry`, in the order of the model.
         places: Hugging Face name -> the entry that it is part of, and which part.
+        empty: Hugging Face name -> shape of the tensors without elements that transformers has besides. No reader
+            needs them, but transformers reports them as missing.
     """
 
     def __init__(self, shape: ModelShape, *, with_copies: bool):
         self.entries = {entry.name: entry for entry in _entries(shape, with_copies)}
         self.places = {part.hf_name: (entry, part) for entry in self.entries.values() for part in entry.parts}
+        self.empty = {} if shape.n_shared_experts else {
+            f"model.layers.{i}.{kind.name}": kind.shape
+            for i in range(layer_counts(shape)[0], shape.num_hidden_layers + shape.num_nextn_predict_layers)
+            for kind in shared_expert_kinds(shape)
+        }  # fmt: skip
 
     def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The Hugging Face tensors of one of ours, as views.

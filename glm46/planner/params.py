@@ -108,9 +108,13 @@ def moe_layer_kinds(shape: ModelShape) -> list[TensorKind]:
     kinds.append(TensorKind("mlp.gate.weight", (experts, hidden)))
     kinds.append(TensorKind("mlp.gate.e_score_correction_bias", (experts,), trained=False))
     kinds += _swiglu_kinds("mlp.experts.E", hidden, width, experts, shape.num_experts_per_tok)
-    if shape.n_shared_experts:
-        kinds += _swiglu_kinds("mlp.shared_experts", hidden, width * shape.n_shared_experts)
-    return kinds
+    return kinds + (shared_expert_kinds(shape) if shape.n_shared_experts else [])
+
+
+def shared_expert_kinds(shape: ModelShape) -> list[TensorKind]:
+    """Tensors of one layer's shared experts; without elements where there are none."""
+    width = shape.moe_intermediate_size * shape.n_shared_experts
+    return _swiglu_kinds("mlp.shared_experts", shape.hidden_size, width)
 
 
 def mtp_layer_kinds(shape: ModelShape) -> list[TensorKind]:

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Glm4MoeForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from glm46.checkpoint import hf_boxes
 from glm46.checkpoint.agreement import CheckpointError
@@ -143,6 +143,34 @@ def test_a_folder_that_transformers_saved_is_read_without_prediction_layers(tmp_
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
     with pytest.raises(UserError, match="holds no multi-token prediction layer .* set it to 0"):
         import_weights(tmp_path / "saved", shape, {}, whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(n_shared_experts=0), dict(first_k_dense_replace=0), dict(first_k_dense_replace=3),
+        dict(first_k_dense_replace=9), dict(attention_bias=False), dict(use_qk_norm=False),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_models_without_a_part_go_from_transformers_and_back(change, tmp_path):
+    shape = MODELS["4.6-like"][0].model_copy(update=dict(num_nextn_predict_layers=0) | change)
+    config = Glm4MoeConfig(**config_of(shape, None, eos_ids=EOS, dtype="float32"))
+    theirs = Glm4MoeForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert stored_shape(tmp_path / "saved") == shape
+    model, _ = empty_model(shape)
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    import_weights(tmp_path / "saved", shape, tensors, whole)
+    tokens = torch.randint(0, 48, (2, 17))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
+    raw = config_of(shape, read_config(tmp_path / "saved"), eos_ids=EOS, dtype="float32")
+    export_weights(tmp_path / "out", shape, raw, tensors, whole, layout=Layout(dtype=torch.float32))
+    saved, again = read_folder(tmp_path / "saved"), read_folder(tmp_path / "out")
+    assert set(again) == set(saved) and all(same_bits(again[name], saved[name]) for name in saved)
+    _, report = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
 
 
 def test_copies_may_be_left_out_or_added(tmp_path):
