@@ -6,6 +6,7 @@ shared folder and compares them there; the driver publishes; each removes its lo
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from glm46.config.errors import UserError
 
 _MARK = "glm46-node: "  # a remote shell may print other lines, such as a greeting
 _PARALLEL_NODES = 64
+_STEP_FOLDER = re.compile(r"step-(\d+)")  # with leading zeros or without
 
 
 def consolidate_command(argv: Sequence[str], script: Path) -> int:
@@ -49,6 +51,7 @@ def consolidate_command(argv: Sequence[str], script: Path) -> int:
         print(_MARK + json.dumps(answer), flush=True)
         return 0
     try:
+        _take_step_folders(arguments)
         _drive(arguments, script)
     except UserError as error:
         for fault in error.faults:
@@ -63,8 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         "remove the local copies. Can be run again after an interruption.",
         allow_abbrev=False,
     )
-    parser.add_argument("--node-local-dir", type=Path, required=True, help="the folder on each node's own disk")
-    parser.add_argument("--output-dir", type=Path, required=True, help="the checkpoint folder on shared storage")
+    step = "; a step folder of it, such as …/step-10000, stands for the folder and --step"
+    local = "the checkpoint folder on each node's own disk"
+    parser.add_argument("--node-local-dir", type=Path, required=True, help=local + step)
+    parser.add_argument("--output-dir", type=Path, required=True, help="the checkpoint folder on shared storage" + step)
     parser.add_argument("--hostfile", type=Path, help="one host name a line; absent: this node only")
     parser.add_argument("--step", type=int, help="the step to gather; absent: the newest that is whole")
     parser.add_argument("--keep-local", action="store_true", help="do not remove the local copies")
@@ -72,6 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node-phase", choices=["list", "copy", "remove"], help=argparse.SUPPRESS)
     parser.add_argument("--save", help=argparse.SUPPRESS)
     return parser
+
+
+def _take_step_folders(arguments: argparse.Namespace) -> None:
+    """Replace step folders by the folders that hold them, and keep their step.
+
+    Raises:
+        UserError: the options name more than one step.
+    """
+    named = {} if arguments.step is None else {f"--step {arguments.step}": arguments.step}
+    for option in ("node_local_dir", "output_dir"):
+        folder = getattr(arguments, option)
+        if match := _STEP_FOLDER.fullmatch(folder.name):
+            named[f"--{option.replace('_', '-')} {folder}"] = int(match[1])
+            setattr(arguments, option, folder.parent)
+    if len(set(named.values())) > 1:
+        raise UserError(f"{', '.join(named)}: name different steps; give one step")
+    arguments.step = next(iter(named.values()), None)
 
 
 def read_hostfile(path: Path) -> list[str]:

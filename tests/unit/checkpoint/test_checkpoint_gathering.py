@@ -87,6 +87,22 @@ def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(cluster
     check_gathered(cluster, 20)
 
 
+@pytest.mark.parametrize("name", ["step-10", "step-000010"])
+def test_step_folders_on_both_sides_name_the_step(name, cluster):
+    done = consolidate(cluster, "--node-local-dir", f"local/{name}", "--output-dir", str(cluster / "shared" / name))
+    assert done.returncode == 0, done.stderr
+    check_gathered(cluster, 10)
+    assert sorted(path.name for path in (cluster / "shared").iterdir()) == ["latest", "step-000010"]
+    assert [path.name for path in sorted(cluster.glob("[ab]/local/*"))] == ["step-000020"] * 2
+
+
+def test_step_folders_that_differ_are_refused(cluster):
+    for options in (["--output-dir", "shared/step-000020"], ["--step", "20"]):
+        done = consolidate(cluster, "--node-local-dir", "local/step-10", *options)
+        assert done.returncode == 2
+        assert "local/step-10" in done.stderr and options[1] in done.stderr and "give one step" in done.stderr
+
+
 def test_a_node_that_is_down_or_lacks_a_file_leaves_everything_as_it_was(cluster):
     (cluster / "hosts").write_text("a\ndown\n")
     done = consolidate(cluster)
