@@ -16,12 +16,12 @@ _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 
 _OWN_COMMANDS = {
-    "benchmark": "glm46.benchmark.command:benchmark_command",
-    "checkpoint": "glm46.checkpoint.command:checkpoint_command",
-    "convert": "glm46.convert:convert_command",
-    "generate": "glm46.inference.command:generate_command",
-    "inspect": "glm46.data.command:inspect_command",
-    "prepare": "glm46.data.command:prepare_command",
+    "benchmark": "glm46.commands.benchmark:benchmark_command",
+    "checkpoint": "glm46.commands.checkpoint:checkpoint_command",
+    "convert": "glm46.commands.convert:convert_command",
+    "generate": "glm46.commands.generate:generate_command",
+    "inspect": "glm46.commands.data:inspect_command",
+    "prepare": "glm46.commands.data:prepare_command",
 }
 """Verbs that read no run parse their own options; by name, because only the one that is asked for is imported."""
 
@@ -93,7 +93,7 @@ class _KeysHelp(argparse.Action):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="show this, and every key of the file")
 
     def __call__(self, parser, namespace, values, option_string=None):
-        from glm46.key_help import print_keys
+        from glm46.commands.key_help import print_keys
 
         parser.print_help()
         print_keys()
@@ -165,7 +165,7 @@ def _processes(text: str) -> int | None:
 
 
 def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from glm46.launch import launch
+    from glm46.commands.launch import launch
 
     if arguments.max_restarts < 0:
         raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
@@ -174,7 +174,7 @@ def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.config.loader import load_run
-    from glm46.prepare import prepare_run
+    from glm46.prepare.corpus import prepare_run
 
     for name, manifest in prepare_run(load_run(arguments.config, overrides), report=print).items():
         held, train = manifest.splits["validation"], manifest.splits["train"]
@@ -206,7 +206,7 @@ def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.config.loader import load_run
-    from glm46.training.stop import StopRequest
+    from glm46.reliability.stop import StopRequest
 
     stop = StopRequest()
     load_run(arguments.config, overrides)

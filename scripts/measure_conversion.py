@@ -25,15 +25,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from glm46.checkpoint.hf_config import CONFIG, config_of  # noqa: E402
-from glm46.checkpoint.hf_export import Layout, export_weights  # noqa: E402
-from glm46.checkpoint.hf_import import INDEX, import_weights  # noqa: E402
-from glm46.checkpoint.hf_names import HFNames  # noqa: E402
+from glm46.commands.convert import convert_command  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.convert import convert_command  # noqa: E402
 from glm46.data.tokenizer import load_tokenizer  # noqa: E402
-from glm46.data.tokenizer_export import files_beside_weights, stop_ids  # noqa: E402
+from glm46.huggingface.config_json import CONFIG, config_of  # noqa: E402
+from glm46.huggingface.export_weights import Layout, export_weights  # noqa: E402
+from glm46.huggingface.import_weights import INDEX, import_weights  # noqa: E402
+from glm46.huggingface.names import HFNames  # noqa: E402
+from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
 
 LEAST_SPEED = 0.6
 """Of the copy's bytes per second."""

@@ -13,14 +13,14 @@ import numpy as np
 
 from glm46.benchmark.text_speed import build_peer_tokenizer
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.copies import Copies
-from glm46.data.dedup import band_hashes
 from glm46.data.loader import TrainSource, build_train_loader
 from glm46.data.manifest import Manifest, ShardEntry, Split, load_manifest, save_manifest
-from glm46.data.prepare import prepare_text
 from glm46.data.shards import write_shard, write_tensors
-from glm46.data.sources import embedded_files
 from glm46.data.tokenizer import load_tokenizer
+from glm46.prepare.document_hashes import band_hashes
+from glm46.prepare.duplicates import Copies
+from glm46.prepare.embedded import embedded_files
+from glm46.prepare.pipeline import prepare_text
 
 _MEAN_DOCUMENT_TOKENS = 1_000
 _SECONDS = 0.5  # of each timed loop over batches

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from glm46.checkpoint.agreement import CheckpointError, Ranks
-from glm46.checkpoint.content import Content
 from glm46.checkpoint.saving import Place, SaveOutcome, save_now
+from glm46.checkpoint.snapshot import Content
 from glm46.checkpoint.staging import Staging
+from glm46.distributed.ranks import CheckpointError, Ranks
 
 _TASKS = Path("/proc/self/task")
 _LOOK_SECONDS = 0.05

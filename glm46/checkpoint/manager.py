@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.background import BackgroundSaver
-from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
 from glm46.checkpoint.node_local import NodeFolder, gather
 from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
 from glm46.checkpoint.retention import Retention
 from glm46.checkpoint.saving import Place, SaveOutcome, save_now
+from glm46.checkpoint.snapshot import Content
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
+from glm46.distributed.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
 

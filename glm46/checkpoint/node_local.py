@@ -8,8 +8,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm46.checkpoint.agreement import CheckpointError, Ranks
-from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.gathering import (
     Part,
@@ -24,6 +22,8 @@ from glm46.checkpoint.gathering import (
 from glm46.checkpoint.integrity import MANIFEST, write_durably
 from glm46.checkpoint.metadata import METADATA
 from glm46.checkpoint.publish import open_draft, publish, remove, repair, step_folder
+from glm46.checkpoint.snapshot import Content
+from glm46.distributed.ranks import CheckpointError, Ranks
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm46.checkpoint.agreement import CheckpointError, Ranks
-from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import read_manifest
 from glm46.checkpoint.node_local import NodeFolder, gather, save_locally
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.checkpoint.snapshot import Content
 from glm46.checkpoint.verification import verify_folder
+from glm46.distributed.ranks import CheckpointError, Ranks
 
 
 @dataclass(frozen=True)

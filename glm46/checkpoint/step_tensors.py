@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm46.checkpoint.agreement import Ranks
-from glm46.checkpoint.content import Content
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import META, read_manifest, records_of
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.publish import open_draft, publish, published_steps, step_folder, step_of
+from glm46.checkpoint.snapshot import Content
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
+from glm46.distributed.ranks import Ranks
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from glm46.checkpoint.agreement import Ranks
 from glm46.checkpoint.integrity import check_files, check_hash, read_manifest, records_of
 from glm46.checkpoint.publish import published_steps
+from glm46.distributed.ranks import Ranks
 
 _FILES_AT_ONCE = 8
 

@@ -12,7 +12,7 @@ from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 
 def check_run(run: Run, *, world_size: int | None) -> list[str]:

@@ -15,7 +15,7 @@ from glm46.config.check import find_faults
 from glm46.config.errors import UserError
 from glm46.config.faults import Fault, nearest
 from glm46.config.overrides import apply_overrides, key_parts, parse_overrides
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.validation import validate_table
 
 

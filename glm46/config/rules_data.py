@@ -5,7 +5,7 @@ from itertools import combinations
 
 from glm46.config.data import Stage
 from glm46.config.faults import Fault, Faults, show
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 
 def there_is_a_source(run: Run) -> Faults:

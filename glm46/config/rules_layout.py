@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.section import Schedule
 
 

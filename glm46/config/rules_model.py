@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 
 def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:

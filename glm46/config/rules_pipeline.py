@@ -6,7 +6,7 @@ from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import data_parallel_degree, values_of
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 
 def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:

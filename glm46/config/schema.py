@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from glm46.config.faults import show
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.section import Section
 from glm46.config.validation import choices_in, holds_schedule, section_of
 

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from glm46.config.faults import Fault, nearest, show, show_type
 from glm46.config.overrides import dotted
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.section import Schedule, Section
 from glm46.config.text_recipe import TextRecipe
 

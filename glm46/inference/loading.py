@@ -5,9 +5,6 @@ from pathlib import Path
 import tomli
 import torch
 
-from glm46.checkpoint.hf_config import CONFIG
-from glm46.checkpoint.hf_import import FolderReader, stored_shape
-from glm46.checkpoint.hf_names import raise_if
 from glm46.checkpoint.integrity import MANIFEST
 from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
@@ -15,6 +12,9 @@ from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.huggingface.config_json import CONFIG
+from glm46.huggingface.import_weights import FolderReader, stored_shape
+from glm46.huggingface.names import raise_if
 from glm46.model.transformer import Transformer
 
 

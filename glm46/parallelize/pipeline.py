@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.model.transformer import LossSums, StageOutput, Transformer
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 

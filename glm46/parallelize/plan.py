@@ -2,7 +2,7 @@
 
 import torch
 
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.distributed.mesh import Meshes
 from glm46.distributed.placement import global_indices, held_part
 from glm46.model.init import fill_parameter

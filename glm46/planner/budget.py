@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.schedule import batch_sequences

@@ -7,7 +7,7 @@ resumes cannot move it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 
 class TextStage(NamedTuple):

@@ -11,7 +11,7 @@ from glm46.config.optimizer import Optimizer
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.presets import resolve_shape
 from glm46.config.rules_layout import values_of
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.activations import (
     FP32,
     INDEX,

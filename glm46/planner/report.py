@@ -1,7 +1,7 @@
 """The plan of a run as text: how big, how dear, how long."""
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.budget import days, plan_budget
 from glm46.planner.flops import training_flops
 from glm46.planner.layout import resolve_layout, smallest_world

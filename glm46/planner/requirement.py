@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from glm46.config.parallelism import ActivationCheckpoint
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine
 from glm46.planner.memory import MemoryPlan, plan_memory

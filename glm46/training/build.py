@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
+from glm46.data.corpus import check_epochs, load_text
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
+from glm46.distributed.collective_errors import together
 from glm46.distributed.mesh import Meshes, build_meshes
 from glm46.distributed.process import Process
 from glm46.model.transformer import Transformer
@@ -23,8 +25,6 @@ from glm46.parallelize.plan import parallelize
 from glm46.planner.curriculum import plan_stages
 from glm46.planner.layout import Layout, resolve_layout
 from glm46.training.balance import ExpertBalance
-from glm46.training.text import check_epochs, load_text
-from glm46.training.together import together
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from glm46.data.loader import build_validation_loader
 from glm46.data.manifest import Manifest
+from glm46.distributed.collective_errors import together
 from glm46.model.cross_entropy import IGNORE
 from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
 from glm46.training.loss import count_drafts
 from glm46.training.step import judge_drafts, to_device
-from glm46.training.together import together
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from glm46.checkpoint.metadata import read_metadata
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
 from glm46.training.build import Parts
-from glm46.training.feed import read
-from glm46.training.huggingface import load_weights
+from glm46.training.data_stream import read
+from glm46.training.hf_weights import load_weights
 from glm46.training.selection import names_left_out
 from glm46.training.state import Progress
 

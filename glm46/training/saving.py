@@ -1,11 +1,11 @@
 """When a run saves, and what it does when a save fails: training is worth more than one checkpoint."""
 
-from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.saving import SaveOutcome
+from glm46.distributed.ranks import CheckpointError
 from glm46.observe.report import Report
+from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.training.build import Parts
 from glm46.training.resume import checkpoint_meta, checkpoint_tensors
-from glm46.training.spikes import SpikeDetector
 from glm46.training.state import Progress
 
 

@@ -13,9 +13,9 @@ from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, StageOutput
 from glm46.planner.schedule import schedule_value
+from glm46.reliability.loss_spikes import NOT_FINITE, sum_over_ranks
 from glm46.training.build import Parts
 from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
-from glm46.training.spikes import NOT_FINITE, sum_over_ranks
 
 
 class StepOutcome(NamedTuple):

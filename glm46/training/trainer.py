@@ -10,28 +10,28 @@ import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
-from glm46.config.run import Run
+from glm46.config.run_config import Run
+from glm46.distributed.collective_errors import attempt, raise_together
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
 from glm46.planner.budget import budget_tokens
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
+from glm46.reliability.loss_spikes import SpikeDetector
+from glm46.reliability.run_lock import RunLock
+from glm46.reliability.stop import EXIT_STOPPED, STOPPED, StopRequest
+from glm46.reliability.stragglers import Stragglers
+from glm46.reliability.watchdog import Watchdog
 from glm46.training import resume
 from glm46.training.build import Parts, build
+from glm46.training.data_stream import Feed, Portion
 from glm46.training.evaluate import evaluate
-from glm46.training.farewell import farewell
-from glm46.training.feed import Feed, Portion
-from glm46.training.figures import Figures, describe_start
-from glm46.training.huggingface import save_weights
-from glm46.training.lock import RunLock
+from glm46.training.final_report import farewell
+from glm46.training.hf_weights import save_weights
 from glm46.training.loss import TokenCounts, count_tokens
 from glm46.training.saving import Saver
-from glm46.training.spikes import SpikeDetector
 from glm46.training.state import Progress
 from glm46.training.step import train_step
-from glm46.training.stop import EXIT_STOPPED, STOPPED, StopRequest
-from glm46.training.stragglers import Stragglers
-from glm46.training.together import attempt, raise_together
-from glm46.training.watchdog import Watchdog
+from glm46.training.step_metrics import Figures, describe_start
 
 
 class NextStep(NamedTuple):

@@ -14,17 +14,18 @@ PACKAGE = "glm46"
 # A room may import rooms of a strictly lower layer, and itself. Rooms of one layer meet through arguments.
 LAYERS = {
     "config": 0, "compat": 0,
-    "planner": 1,
-    "model": 2, "distributed": 2, "data": 2, "optim": 2, "checkpoint": 2, "observe": 2,
-    "parallelize": 3, "inference": 3,
-    "training": 4,
-    "posttrain": 5, "benchmark": 5,
-    "key_help": 6, "prepare": 6, "convert": 6,
-    "launch": 7,
-    "cli": 8,
-    "__main__": 9,
+    "files": 1, "planner": 1,
+    "model": 2, "distributed": 2, "data": 2, "optim": 2, "observe": 2,
+    "prepare": 3, "parallelize": 3, "checkpoint": 3, "reliability": 3,
+    "huggingface": 4,
+    "inference": 5,
+    "training": 6,
+    "benchmark": 7,
+    "commands": 8,
+    "cli": 9,
+    "__main__": 10,
 }  # fmt: skip
-_UNLISTED = 10  # a room that is not in the table may be imported by nobody
+_UNLISTED = 11  # a room that is not in the table may be imported by nobody
 
 ENVIRONMENT_READER = "glm46.distributed.process"
 TORCH_INTERNALS = "glm46.compat"

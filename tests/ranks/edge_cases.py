@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.placement import global_indices, held_part
 from glm46.distributed.process import Process, join, leave

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46.checkpoint import saving
-from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.distributed.process import join, leave
+from glm46.distributed.ranks import CheckpointError
 
 WIDTH = 10  # not divisible by 4, so shards are uneven
 

@@ -2,7 +2,7 @@
 
 import re
 
-from glm46.training.silence import find_culprits
+from glm46.reliability.hang_report import find_culprits
 
 
 def test_a_silent_rank_is_found_named_and_ended(server):

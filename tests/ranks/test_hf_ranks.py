@@ -13,18 +13,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46 import compat
-from glm46.checkpoint.agreement import CheckpointError
-from glm46.checkpoint.hf_config import config_of
-from glm46.checkpoint.hf_export import Layout, export_weights
-from glm46.checkpoint.hf_import import import_weights
-from glm46.checkpoint.hf_names import HFNames
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.placement import global_indices
 from glm46.distributed.process import join, leave
+from glm46.distributed.ranks import CheckpointError
+from glm46.huggingface.config_json import config_of
+from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.import_weights import import_weights
+from glm46.huggingface.names import HFNames
 from glm46.model.transformer import Transformer
 from glm46.parallelize.pipeline import split_model
 from glm46.parallelize.plan import parallelize

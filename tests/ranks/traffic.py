@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions

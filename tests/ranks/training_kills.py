@@ -28,8 +28,8 @@ from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
 from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.data.tokenizer import load_tokenizer
+from glm46.reliability.stop import EXIT_STOPPED
 from glm46.training import trainer
-from glm46.training.stop import EXIT_STOPPED
 from tests.conftest import small_run, write_source
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 

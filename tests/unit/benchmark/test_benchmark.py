@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from glm46.benchmark.command import benchmark_command
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
 from glm46.benchmark.text_speed import build_peer_tokenizer, documents
+from glm46.commands.benchmark import benchmark_command
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import load_tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from glm46.checkpoint import dcp
-from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
+from glm46.distributed.ranks import CheckpointError
 
 
 def make_manager(folder, **rule) -> CheckpointManager:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
-from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.inspection import summarise
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
+from glm46.distributed.ranks import CheckpointError
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:

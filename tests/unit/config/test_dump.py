@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run, load_run
 from glm46.config.model import Model
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.validation import holds_schedule, section_of
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

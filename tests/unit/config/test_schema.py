@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.presets import PRESETS
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.config.schema import describe_keys, json_schema
 from glm46.config.validation import section_of
 
@@ -47,8 +47,8 @@ def test_shipped_file_points_editors_to_the_schema(path):
 
 
 def test_help_prints_every_key_once(capsys):
+    from glm46.commands.key_help import print_keys
     from glm46.config.schema import describe_keys
-    from glm46.key_help import print_keys
 
     print_keys()
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ import pytest
 from glm46.config.check import check_run
 from glm46.config.loader import load_run
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
 
 FOLDER = Path(__file__).parents[3] / "train_configs"

@@ -16,18 +16,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from glm46.checkpoint.hf_config import config_of
-from glm46.checkpoint.hf_export import Layout, export_weights
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.cli import main
 from glm46.config.loader import dump_run
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
+from glm46.data.chat import chat_prompt
 from glm46.data.tokenizer import load_tokenizer
-from glm46.data.tokenizer_export import files_beside_weights, stop_ids
+from glm46.huggingface.config_json import config_of
+from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.inference import display, few_tokens
-from glm46.inference.chat import chat_prompt
 from glm46.inference.decoder import Decoder
 from glm46.inference.generate import continue_tokens
 from glm46.inference.generation import Generation

@@ -7,7 +7,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
 from glm46.optim.compact_state import BLOCK

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 from glm46.planner.budget import days, plan_budget
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory

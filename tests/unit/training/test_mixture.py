@@ -9,8 +9,8 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
-from glm46.data import sources
-from glm46.prepare import prepare_run
+from glm46.prepare import embedded
+from glm46.prepare.corpus import prepare_run
 from glm46.training.trainer import train
 
 EXAMPLE = Path(__file__).parents[3] / "train_configs" / "data_example.toml"
@@ -27,10 +27,11 @@ TINY = {
 def example(tmp_path, monkeypatch):
     """A function that loads the example with less text and a small model; it takes further overrides."""
     # Less of the same text, and threads in place of processes, which cost a second each to start.
-    some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in sources.EMBEDDED_SOURCES.items()}
-    monkeypatch.setattr(sources, "EMBEDDED_SOURCES", some)
+    some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in embedded.EMBEDDED_SOURCES.items()}
+    monkeypatch.setattr(embedded, "EMBEDDED_SOURCES", some)
     monkeypatch.setattr(
-        "glm46.data.prepare.ProcessPoolExecutor", lambda workers, context, **options: ThreadPoolExecutor(1, **options)
+        "glm46.prepare.pipeline.ProcessPoolExecutor",
+        lambda workers, context, **options: ThreadPoolExecutor(1, **options),
     )
     places = {"job.dump_folder": tmp_path / "out"} | {
         f"data.sources[{i}].path": tmp_path / f"source{i}" for i in range(4)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.checkpoint.agreement import CheckpointError
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
+from glm46.distributed.ranks import CheckpointError
 from glm46.training import trainer
 from glm46.training.trainer import train
 

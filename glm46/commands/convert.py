@@ -1,0 +1,155 @@
+"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, without a model in memory."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.publish import published_steps, step_folder
+from glm46.checkpoint.step_tensors import StepTensors, write_model
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_run
+from glm46.config.model import Model, ModelShape
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.run_config import Run
+from glm46.data.tokenizer import load_tokenizer
+from glm46.distributed.ranks import CheckpointError
+from glm46.files.progress import bytes_progress
+from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
+from glm46.huggingface.export_weights import Layout, Source, export_weights
+from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
+from glm46.huggingface.import_weights import FolderReader, stored_shape
+from glm46.huggingface.names import HFNames, raise_if
+from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
+
+_HF_CONFIG = "hf_config"
+"""Key of a checkpoint's meta: the config.json that its weights came with, so that an export keeps unknown fields."""
+
+
+def convert_command(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: input that is missing, damaged or does not fit; nothing is half-written then.
+    """
+    arguments = _parser().parse_args(list(argv))
+    try:
+        return arguments.run(arguments)
+    except CheckpointError as error:
+        raise UserError(*error.faults) from error
+    except OSError as error:
+        raise UserError(f"{error.filename or arguments.output}: {error.strerror}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 convert", allow_abbrev=False)
+    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf", required=True)
+    to_hf = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder", allow_abbrev=False)
+    add_to_hf_options(to_hf)
+    from_hf = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder", allow_abbrev=False)
+    add_from_hf_options(from_hf)
+    return parser
+
+
+def add_to_hf_options(parser: argparse.ArgumentParser) -> None:
+    """Options of to-hf; scripts/convert_to_hf.py has the same."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--output", type=Path, required=True, help="new folder")
+    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
+    types = "type of the weights; fp8-…: projections in FP8 with a scale per 128 x 128 block or per row, the rest BF16"
+    parser.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
+    copies = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
+    parser.add_argument("--mtp-copies", action="store_true", help=copies)
+    parser.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
+    parser.set_defaults(run=_to_hf)
+
+
+def add_from_hf_options(parser: argparse.ArgumentParser) -> None:
+    """Options of from-hf; scripts/convert_from_hf.py has the same."""
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
+    parser.set_defaults(run=_from_hf)
+
+
+def _to_hf(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.max_file_gb < inf:
+        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
+    tensors = StepTensors(arguments.checkpoint)
+    table = tomli.loads(tensors.meta["config"])["model"]
+    shape = resolve_shape(Model.model_validate(table))
+    names = HFNames(shape, with_copies=arguments.mtp_copies)
+    raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
+    tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
+    raw = tensors.meta.get(_HF_CONFIG)
+    if arguments.config:
+        raw = read_config(arguments.config)
+        shape_of(raw, str(arguments.config / CONFIG))  # its faults name the file
+    stored = {name: tensors.stored(name) for name in names.entries}
+    layout = Layout(
+        dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
+        fp8=SCHEMES.get(arguments.dtype),
+        with_copies=arguments.mtp_copies,
+        max_file_bytes=int(arguments.max_file_gb * 1e9),
+        other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
+    )
+    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
+    if layout.fp8 is not None:
+        config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    with bytes_progress("writing weights", total, _tell) as report:
+        size = export_weights(arguments.output, shape, config, stored, _whole, layout=layout, report=report)
+    print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
+    if layout.fp8 is not None:
+        errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
+        worst = max(errors, key=lambda name: errors[name]["relative"])
+        print(f"largest relative error {errors[worst]['relative']:.4f}, of {worst}; all of them: {ERRORS_FILE}")
+    return 0
+
+
+def _from_hf(arguments: argparse.Namespace) -> int:
+    raw = read_config(arguments.model)
+    shape = stored_shape(arguments.model)
+    if known := published_steps(arguments.output):
+        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder")
+    entries = HFNames(shape, with_copies=False).entries
+    dtype = getattr(torch, arguments.dtype)
+    kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
+    total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+    with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _tell) as report:
+
+        def fill(name: str, tensor: Tensor) -> None:
+            raise_if(reader.fill(name, tensor, _whole(tensor)))
+            report(tensor.nbytes)
+
+        meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
+        folder = write_model(arguments.output, kinds, fill, meta)
+    print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
+    return 0
+
+
+def _table_of(shape: ModelShape) -> Model:
+    """[model] with the nearest preset and the keys that differ from it."""
+
+    def differences(flavor: str) -> dict[str, Any]:
+        preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
+        return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
+
+    flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
+    return Model.model_validate({"flavor": flavor} | differences(flavor))
+
+
+def _whole(tensor: Source) -> list[Tensor]:
+    return [torch.arange(size) for size in tensor.shape]
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,148 @@
+"""``python -m glm46 generate``: text from a checkpoint or a Hugging Face folder."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from glm46.config.errors import UserError
+from glm46.data.chat import chat_prompt
+from glm46.data.tokenizer import Tokenizer
+from glm46.huggingface.tokenizer_files import stop_ids
+from glm46.inference.display import Display
+from glm46.inference.generation import Generation
+from glm46.inference.loading import load_for_inference
+from glm46.inference.sampling import Sampling
+
+_LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
+"""What `torch.Generator.manual_seed` takes."""
+
+
+def generate_command(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: an option or a folder that cannot be used.
+    """
+    arguments = _parser().parse_args(list(argv))
+    raise_for_options(arguments)
+    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model, tokenizer = load_for_inference(
+        arguments.model or arguments.checkpoint, tokenizer=arguments.tokenizer, dtype=dtype, device=device
+    )
+    if arguments.speculative and not model.mtp:
+        raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
+    prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
+    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
+    if empty:
+        raise UserError(*(f"{fault}; give some text" for fault in empty))
+    raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
+    generation = Generation(
+        model,
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.seed),
+        stop=frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token))),
+        vocab_size=tokenizer.vocab_size,
+        speculative=arguments.speculative,
+    )
+    Display(generation, tokenizer, num_prompts=len(prompts), max_new_tokens=arguments.max_new_tokens).run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m glm46 generate", allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; again for a batch")
+    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the model's own")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in GLM's template")
+    parser.add_argument("--system", help="system message, with --chat")
+    parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--stop-token", action="append", default=[], metavar="TEXT", help="end at this token too; again for more"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--top-k", type=int, help="draw among this many likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest tokens up to this chance")
+    parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below this part of the best chance")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+    return parser
+
+
+def raise_for_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that are out of range or would do nothing, all at once."""
+    faults = []
+    if arguments.max_new_tokens < 1:
+        faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
+    if not 0.0 <= arguments.temperature < math.inf:
+        faults.append(f"--temperature {arguments.temperature}: must be a number that is not negative")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        faults.append(f"--top-k {arguments.top_k}: must be at least 1")
+    if not 0.0 < arguments.top_p <= 1.0:
+        faults.append(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if not 0.0 <= arguments.min_p <= 1.0:
+        faults.append(f"--min-p {arguments.min_p}: must be between 0 and 1")
+    filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
+    if arguments.temperature == 0.0 and filters:
+        faults.append("--top-k, --top-p and --min-p choose what is drawn from; set a --temperature above 0")
+    if not _LOWEST_SEED <= arguments.seed <= _HIGHEST_SEED:
+        faults.append(f"--seed {arguments.seed}: must be between {_LOWEST_SEED} and {_HIGHEST_SEED}")
+    texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
+    for option, given in texts.items():
+        faults += [
+            f"{option} {text!r}: holds bytes that are no UTF-8; convert the text, or say LC_ALL=C.UTF-8 if it is UTF-8"
+            for text in given
+            if any("\ud800" <= letter <= "\udfff" for letter in text)  # how Python hands over such bytes
+        ]
+    if not arguments.chat and (arguments.system is not None or arguments.thinking):
+        faults.append("--system and --thinking belong to --chat; add it")
+    if faults:
+        raise UserError(*faults)
+
+
+def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
+    """Refuse text that is longer than what the model has positions for."""
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > positions:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
+            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: no such device; say cpu, or cuda:0 for the first GPU") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: glm46 runs on cpu and cuda")
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UserError(f"--device {name}: torch finds {gpus} GPUs here; say cpu")
+    return device
+
+
+def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
+    if arguments.chat:
+        return chat_prompt(tokenizer, text, system=arguments.system, thinking=arguments.thinking)
+    return tokenizer.encode(text).tolist()
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a special token by its name, or of a text that is one token."""
+    if text in tokenizer.special:
+        return tokenizer.special[text]
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) != 1:
+        raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
+    return ids[0]

@@ -1,0 +1,268 @@
+"""A model as a Hugging Face folder, written by all ranks at once into the same files.
+
+Where every tensor lies follows from the shape alone, so each rank writes the boxes it holds to their places, and no
+weight travels between ranks. The folder gets its name when all of it is on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.integrity import Closer, sync_folder, write_durably
+from glm46.checkpoint.stored_values import StoredTensor
+from glm46.config.model import ModelShape
+from glm46.distributed.ranks import Ranks
+from glm46.files.safetensors_file import Record, TensorFile, lay_out
+from glm46.huggingface.boxes import overlaps, runs_of
+from glm46.huggingface.config_json import CONFIG
+from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
+from glm46.huggingface.import_weights import INDEX, SINGLE_FILE, Held, Report, local_part
+from glm46.huggingface.names import Entry, HFNames, raise_if
+
+Source = Tensor | StoredTensor
+"""What an export reads: a tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an export looks like besides the weights."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """Type of the weights. The routers' selection biases are FP32 whatever it is."""
+    fp8: Scheme | None = None
+    """Projections in FP8 with these scales, by one process only: a scale needs its whole block."""
+    with_copies: bool = False
+    """Repeat embedding and head in the prediction layers, as GLM-4.5 and Air do; GLM-4.6 does not."""
+    max_file_bytes: int = 5_000_000_000
+    """Most bytes of tensors in one file; a larger tensor has a file of its own."""
+    other_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Name -> content of tokenizer, generation config and the like."""
+
+
+@torch.no_grad()
+def export_weights(
+    folder: Path,
+    shape: ModelShape,
+    config: dict[str, Any],
+    tensors: Mapping[str, Source],
+    held: Held,
+    *,
+    layout: Layout = Layout(),  # noqa: B008 - frozen
+    report: Report | None = None,
+) -> int:
+    """Write a folder that `transformers`, vLLM and SGLang open. Collective.
+
+    Args:
+        folder: must not exist; all ranks see it.
+        config: content of config.json, from `hf_config.config_of`.
+        tensors: our name -> what is read, see `Source`; ranks may hold different names. All ranks together must hold
+            every element.
+        held: see `hf_import.Held`.
+
+    Returns:
+        Bytes of tensors that this rank wrote.
+
+    Raises:
+        UserError: the folder exists.
+        CheckpointError: on all ranks, when writing failed on any of them; nothing is left then.
+    """
+    ranks = Ranks.of_this_run()
+    assert layout.fp8 is None or ranks.size == 1
+    names = HFNames(shape, with_copies=layout.with_copies)
+    files = _lay_out_files(names, layout)
+    draft = folder.with_name(folder.name + ".tmp")
+    with ranks.stage(f"checking {folder}") as stage:
+        if ranks.is_first:
+            stage.value = _target_faults(folder, sum(file.nbytes for file in files))
+    raise_if(stage.values[0])
+    mine = _names_to_write(names, tensors, held, ranks)
+    try:
+        with ranks.stage(f"making {draft}"):
+            if ranks.is_first:
+                _make_draft(draft, files)
+        with ranks.stage(f"writing {draft}") as stage:
+            with ExitStack() as opened:
+                writer = _Writer(draft, files, opened, layout.fp8)
+                writer.write([names.entries[name] for name in mine], tensors, held, report)
+            stage.value = writer.elements  # the files are closed: what was written is on the disk
+        with ranks.stage(f"completing {folder}"):
+            _require_whole(names, stage.values)
+            if ranks.is_first:
+                errors = {ERRORS_FILE: json.dumps(writer.errors, indent=2).encode() + b"\n"} if layout.fp8 else {}
+                _complete(draft, folder, files, config, {**layout.other_files, **errors})
+    except BaseException:
+        if ranks.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return writer.bytes_written
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file of the folder: its first bytes, and where its tensors lie behind them."""
+
+    name: str
+    header: bytes
+    records: dict[str, Record]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(record.nbytes for record in self.records.values())
+
+
+def _lay_out_files(names: HFNames, layout: Layout) -> list[_File]:
+    """Tensors in the order of the model, a new file whenever the next tensor does not fit."""
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    filled = 0
+    in_fp8 = quantised_names(names, layout.fp8)
+    for entry in names.entries.values():
+        dtype = torch.float32 if entry.is_fp32 else layout.dtype
+        for part in entry.parts:
+            stored = [(part.hf_name, dtype, part.hf_shape)]
+            if layout.fp8 is not None and part.hf_name in in_fp8:
+                scales = (part.hf_name + layout.fp8.suffix, torch.float32, layout.fp8.scale_shape(part.hf_shape))
+                stored = [(part.hf_name, torch.float8_e4m3fn, part.hf_shape), scales]
+            nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)
+            if groups[-1] and filled + nbytes > layout.max_file_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1] += stored
+            filled += nbytes
+    groups[-1] += [(name, layout.dtype, size) for name, size in names.empty.items()]
+    if len(groups) == 1:
+        return [_File(SINGLE_FILE, *lay_out(groups[0]))]
+    numbered = enumerate(groups, start=1)
+    return [_File(f"model-{i:05d}-of-{len(groups):05d}.safetensors", *lay_out(group)) for i, group in numbered]
+
+
+def _target_faults(folder: Path, nbytes: int) -> list[str]:
+    if folder.exists():
+        return [f"{folder}: exists already; give the export a new folder"]
+    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < nbytes:
+        return [f"{folder}: the export takes {nbytes:,} bytes, but {there} has {free:,} free"]
+    return []
+
+
+def _make_draft(draft: Path, files: list[_File]) -> None:
+    if draft.exists():  # of an export that was cut
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    for file in files:
+        # No longer than its header: ext4 takes what is written behind the end twice as fast as what fills a hole.
+        (draft / file.name).write_bytes(file.header)
+
+
+def _names_to_write(names: HFNames, tensors: Mapping[str, Source], held: Held, ranks: Ranks) -> list[str]:
+    """What this rank writes, in the order of the model. Of ranks that hold the same places, only the first writes:
+    a DTensor of a part of the mesh does not say that the rest of the mesh repeats it. Collective."""
+    with ranks.stage("sharing out tensors") as stage:
+        unknown = sorted(set(tensors) - set(names.entries))
+        if unknown:
+            raise ValueError(f"the model of this shape has no {unknown[0]}")
+        # Alone, nothing is repeated, and a mapping that makes its tensors must not make them twice.
+        stage.value = {} if ranks.size == 1 else {name: _places(held(tensor)) for name, tensor in tensors.items()}
+    taken = {place for of_rank in stage.values[: ranks.rank] for place in of_rank.items()}
+    mine = stage.values[ranks.rank]
+    return [name for name in names.entries if name in tensors and (name, mine.get(name)) not in taken]
+
+
+def _places(held: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    return tuple(tuple((run.whole, run.length) for run in runs_of(index)) for index in held)
+
+
+class _Writer:
+    """Writes local parts into the files of a draft, each opened when its first tensor is written.
+
+    Attributes:
+        elements: our name -> elements written, copies included.
+        errors: Hugging Face name -> `hf_fp8.error_of` of what was quantised.
+    """
+
+    def __init__(self, draft: Path, files: list[_File], opened: ExitStack, fp8: Scheme | None):
+        self._draft, self._opened, self._fp8 = draft, opened, fp8
+        self.errors: dict[str, dict[str, float]] = {}
+        self._file_of = {hf_name: file for file in files for hf_name in file.records}
+        self._open: dict[str, TensorFile] = {}
+        self.elements: dict[str, int] = {}
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(file.bytes_moved for file in self._open.values())
+
+    def write(self, entries: Sequence[Entry], tensors: Mapping[str, Source], held: Held, report: Report | None) -> None:
+        """Write this rank's parts of our tensors; each file goes to the disk while the ones behind it are written."""
+        parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
+        last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
+        with Closer() as closer:
+            for entry in entries:
+                self._write_part(entry, tensors[entry.name], held)
+                for name, hf_name in last.values():
+                    if name == entry.name:
+                        closer.close(self._file(hf_name).close)
+                if report is not None:
+                    report(local_part(tensors[entry.name]).nbytes)
+
+    def _write_part(self, entry: Entry, tensor: Source, held: Held) -> None:
+        """Write this rank's part of one of our tensors under all of its Hugging Face names."""
+        local = local_part(tensor)
+        runs = [runs_of(index) for index in held(tensor)]
+        for part in entry.parts:
+            dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
+            if self._fp8 is not None and dtype == torch.float8_e4m3fn:
+                self._quantise(part.hf_name, local[part.index()].float().cpu(), self._fp8)
+                self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
+                continue
+            for overlap in overlaps(part, runs):
+                values = local[overlap.local].to(dtype).cpu().contiguous()
+                self._file(part.hf_name).write(part.hf_name, overlap.box, values)
+                self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()
+
+    def _quantise(self, hf_name: str, weight: Tensor, scheme: Scheme) -> None:
+        values, scales = quantise(weight, scheme)
+        self.errors[hf_name] = error_of(weight, values, scales, scheme)
+        for name, stored in ((hf_name, values), (hf_name + scheme.suffix, scales)):
+            self._file(name).write(name, tuple((0, size) for size in stored.shape), stored)
+
+    def _file(self, hf_name: str) -> TensorFile:
+        file = self._file_of[hf_name]
+        if file.name not in self._open:
+            writable = TensorFile(self._draft / file.name, file.records, writable=True)
+            self._open[file.name] = self._opened.enter_context(writable)
+        return self._open[file.name]
+
+
+def _require_whole(names: HFNames, of_ranks: list[dict[str, int]]) -> None:
+    """A hole in a file is zeros that look like weights: every element must have been written."""
+    for name, entry in names.entries.items():
+        expected = sum(prod(part.hf_shape) for part in entry.parts)
+        written = sum(elements.get(name, 0) for elements in of_ranks)
+        if written != expected:
+            raise ValueError(f"{name}: {written:,} of {expected:,} elements were written")
+
+
+def _complete(
+    draft: Path, folder: Path, files: list[_File], config: dict[str, Any], other: Mapping[str, bytes]
+) -> None:
+    """Write the small files and give the folder its name."""
+    contents = {CONFIG: json.dumps(config, indent=2).encode() + b"\n", **other}
+    if len(files) > 1:
+        weight_map = {hf_name: file.name for file in files for hf_name in file.records}
+        total = sum(record.nbytes for file in files for record in file.records.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        contents[INDEX] = json.dumps(index, indent=2).encode() + b"\n"
+    for name, content in contents.items():
+        write_durably(draft / name, content)
+    sync_folder(draft)
+    os.rename(draft, folder)
+    sync_folder(folder.parent)

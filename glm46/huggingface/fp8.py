@@ -1,0 +1,239 @@
+"""FP8 weights of a Hugging Face folder: an E4M3 tensor and a tensor of scales beside it.
+
+Two layouts are written, both as `compressed-tensors`, which vLLM and SGLang read: "block", one scale for each 128 x 128
+weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one for each row ([O, 1]), as in GLM-4.5-FP8. Read are
+these and the older `quant_method = "fp8"` with `X.weight_scale_inv`, which is "block" under another name.
+Sources: vLLM `compressed_tensors.py`, `utils.py` and `fp8_utils.py`; compressed-tensors `quant_scheme.py` (FP8_BLOCK,
+FP8_DYNAMIC); which layers stay as they are: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
+`examples/model_free_ptq/glm_4.6_fp8_block.py`.
+
+Scales are powers of two, so that a weight taken back is exact in BF16 and FP32, and quantising it again gives the same
+bytes. A power of two costs no precision: E4M3 has the same relative step in every binade that it resolves.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.config.errors import UserError
+from glm46.files.safetensors_file import Box
+from glm46.huggingface.names import HFNames
+
+CONFIG_KEY = "quantization_config"
+ERRORS_FILE = "quantization_errors.json"
+
+_BLOCK = 128
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_ROUNDS_TO_LARGEST = 464.0
+"""Up to here a number counts as the largest one, 448: half a step above it. With the largest number of a block between
+half of this and this, its rounded value lies there too, so the scale found again is the same."""
+_SCALE_TYPES = (torch.float32, torch.bfloat16)
+_IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
+_FAMILIES = (
+    "self_attn[.][qkv]_proj",
+    "self_attn[.]o_proj",
+    "mlp[.](gate|up|down)_proj",
+    "mlp[.]experts[.].*_proj",
+    "mlp[.]shared_experts[.].*_proj",
+)
+"""Projections that servers put together, or multiply one after another: all of a family in FP8, or none."""
+_HEAD_COPY = ".shared_head.head.weight"
+"""GLM-4.5-FP8 and Air-FP8 hold this repetition of the head in FP8, though the head itself is not."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights [O, I] share scales."""
+
+    block: tuple[int, int] | None = (_BLOCK, _BLOCK)
+    """Rows and columns with one scale; None: each row has one."""
+    suffix: str = "_scale"
+    """What follows a weight's name in the name of its scales."""
+
+    def grid(self, columns: int) -> tuple[int, int]:
+        """Rows and columns that share a scale in a weight of so many columns."""
+        return (1, columns) if self.block is None else self.block
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a weight."""
+        return tuple(-(-size // step) for size, step in zip(shape, self.grid(shape[1]), strict=True))
+
+
+SCHEMES = {"fp8-block": Scheme(), "fp8-channel": Scheme(block=None)}
+"""What an export may ask for."""
+
+
+def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
+    """The Hugging Face tensors that an export holds in FP8: the projections of attention, dense layers and experts,
+    of each family whose sizes the blocks divide."""
+    if scheme is None:
+        return frozenset()
+    unfit = _unfit_families(names, scheme)
+    return frozenset(name for name in names.places if _family(name) not in (None, *unfit))
+
+
+def _family(hf_name: str) -> str | None:
+    if not hf_name.endswith("_proj.weight"):
+        return None
+    return next((one for one in _FAMILIES if re.fullmatch(f".*{one}[.]weight", hf_name)), None)
+
+
+def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
+    """Families with a size that blocks do not divide, such as the dense layer of Air with its 10,944 rows: vLLM and
+    SGLang refuse to put such matrices together (`validate_fp8_block_shape`), so they stay as they are."""
+    if scheme.block is None:
+        return []
+    unfit = set()
+    for name, (_, part) in names.places.items():
+        family = _family(name)
+        if family is not None and any(size % step for size, step in zip(part.hf_shape, scheme.block, strict=True)):
+            unfit.add(family)
+    return sorted(unfit)
+
+
+def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
+    """The `quantization_config` that tells readers of an export what its weights are. Activations are quantised while
+    they are computed, so nothing was calibrated.
+
+    Raises:
+        UserError: nothing in this model can be quantised so.
+    """
+    unfit = _unfit_families(names, scheme)
+    if len(unfit) == len(_FAMILIES):
+        raise UserError(
+            f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; take fp8-channel"
+        )
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    if scheme.block is None:
+        weights, inputs = {"strategy": "channel"}, {"strategy": "token"}
+    else:
+        weights = {"strategy": "block", "block_structure": list(scheme.block)}
+        inputs = {"strategy": "group", "group_size": scheme.block[1]}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"dynamic": False} | weights,
+        "input_activations": common | {"dynamic": True} | inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": _IGNORED + [f"re:.*{family}$" for family in unfit],
+        "kv_cache_scheme": None,
+    }
+
+
+def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
+    """The scheme of a folder's weights; None when they are not quantised.
+
+    Raises:
+        UserError: quantised in a way that is not read.
+    """
+    config = raw.get(CONFIG_KEY)
+    if config is None:
+        return None
+    try:
+        if config["quant_method"] == "fp8":
+            rows, columns = config["weight_block_size"]
+            return Scheme((int(rows), int(columns)), "_scale_inv")
+        if config["quant_method"] == "compressed-tensors" and config["format"] == "float-quantized":
+            (group,) = config["config_groups"].values()
+            weights = group["weights"]
+            if weights["num_bits"] == 8 and weights["symmetric"] and weights["strategy"] == "channel":
+                return Scheme(None)
+            if weights["num_bits"] == 8 and weights["symmetric"] and weights["strategy"] == "block":
+                rows, columns = weights["block_structure"]
+                return Scheme((int(rows), int(columns)))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass
+    raise UserError(
+        f"{file}: the weights are quantised in a way that is not read ({CONFIG_KEY}); read are FP8 weights in "
+        "compressed-tensors with one scale per block or row, and fp8 with weight_block_size; or give the BF16 model"
+    )
+
+
+def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], list[str]]:
+    """Names of the tensors that are scales, and what is wrong with scales and FP8 weights.
+
+    Args:
+        records: Hugging Face name -> what has `dtype` and `shape`.
+    """
+    scales, faults = set(), []
+    for name, record in records.items():
+        if record.dtype != torch.float8_e4m3fn:
+            continue
+        scale = records.get(name + scheme.suffix)
+        if not (_family(name) or name.endswith(_HEAD_COPY)) or len(record.shape) != 2:
+            faults.append(f"tensor {name} is FP8, which only projections and shared_head.head may be")
+        elif scale is None:
+            faults.append(f"tensor {name} is FP8, but {name}{scheme.suffix} is missing")
+        elif scale.shape != scheme.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
+            faults.append(
+                f"tensor {name}{scheme.suffix} is {list(scale.shape)} {scale.dtype}, it must be "
+                f"{list(scheme.scale_shape(record.shape))} in FP32 or BF16"
+            )
+        scales.add(name + scheme.suffix)
+    return scales, faults
+
+
+def quantise(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """FP8 values and scales of a weight.
+
+    Args:
+        weight: FP32 [O, I], finite.
+
+    Returns:
+        E4M3 [O, I], and FP32 scales of `Scheme.scale_shape`; weight = values * scale up to rounding.
+    """
+    rows, columns = scheme.grid(weight.shape[1])
+    grid = scheme.scale_shape(tuple(weight.shape))
+    padded = weight.new_zeros(grid[0] * rows, grid[1] * columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(grid[0], rows, grid[1], columns)
+    largest = blocks.abs().amax((1, 3))
+    # frexp: largest / 464 = m * 2**e with m in [0.5, 1): the next power of two is 2**e, or itself for 0.5.
+    mantissa, exponent = torch.frexp(largest / _ROUNDS_TO_LARGEST)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+    values = (blocks / scales.view(grid[0], 1, grid[1], 1)).clamp(-_LARGEST, _LARGEST)
+    values = values.view_as(padded)[: weight.shape[0], : weight.shape[1]]
+    return values.to(torch.float8_e4m3fn).contiguous(), scales
+
+
+def scales_of_box(scheme: Scheme, columns: int, box: Box) -> Box:
+    """The box of the scales that a box of a weight with so many columns needs."""
+    return tuple(
+        (start // step, -(-(start + length) // step) - start // step)
+        for (start, length), step in zip(box, scheme.grid(columns), strict=True)
+    )
+
+
+def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> Tensor:
+    """FP32 weights of a box, from its FP8 values and the scales of `scales_of_box`."""
+    scales = scales.float()
+    for dim, ((start, length), step) in enumerate(zip(box, scheme.grid(columns), strict=True)):
+        places = torch.arange(start, start + length) // step - start // step
+        scales = scales.index_select(dim, places)
+    return values.float().mul_(scales)
+
+
+def repeats(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
+    """Whether FP8 values of a box say what the weights there say, up to one step of E4M3: others round otherwise."""
+    step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
+    difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
+    return bool((difference.abs_() <= weight.abs() / 8 + step).all())
+
+
+def error_of(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme) -> dict[str, float]:
+    """What quantising changed: the error's norm relative to the weight's, and the largest error of one weight."""
+    box = tuple((0, size) for size in weight.shape)
+    difference = dequantise(values, scales, scheme, weight.shape[1], box).sub_(weight)
+    norm = weight.norm().item()
+    relative = difference.norm().item() / norm if norm > 0 else 0.0
+    return {"relative": relative, "largest": difference.abs().max().item()}

@@ -1,0 +1,275 @@
+"""Weights from a Hugging Face folder straight into the parts of the model that each rank holds.
+
+No rank reads what it does not keep, nothing is converted on disk, and no tensor is whole in memory unless a rank keeps
+it whole. Every tensor of the folder is accounted for before the first byte of a weight is read.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.distributed.ranks import Ranks
+from glm46.files.safetensors_file import Box, Record, TensorFile, read_records
+from glm46.huggingface.boxes import overlaps, runs_of
+from glm46.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.huggingface.fp8 import Scheme, dequantise, repeats, scale_faults, scales_of_box, scheme_of
+from glm46.huggingface.names import HFNames, has_copies, raise_if
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Held = Callable[[Tensor], list[Tensor]]
+"""For each dimension of a tensor, the global places that this rank's part holds; int64."""
+
+Report = Callable[[int], None]
+"""Takes the bytes that the part of a tensor has in the model, when it was read or written."""
+
+_TENSORS_SHOWN = 10
+"""Tensors of a wrong shape or type that are named; the rest is counted. A wrong config.json makes thousands."""
+
+_MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
+"""Keys that a run may set otherwise than the weights were trained with: they stretch positions or do not matter.
+num_nextn_predict_layers may be smaller: then the prediction layers left out are not read."""
+
+
+def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
+    """Where every tensor of a model folder lies, from the files themselves, which must agree with the index.
+
+    Raises:
+        UserError: no safetensors, files or index missing or damaged, a tensor in two files or in none.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            other = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+            hint = f"; {other[0]} is a pickle, which can run any code and is refused" if other else ""
+            raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
+        records = read_records(folder / SINGLE_FILE)
+        return {name: (folder / SINGLE_FILE, record) for name, record in records.items()}
+    listed = _read_index(index)
+    faults: list[str] = []
+    found: dict[str, tuple[Path, Record]] = {}
+    for file in sorted(set(listed.values())):
+        try:
+            records = read_records(folder / file)
+        except UserError as error:
+            faults += error.faults
+            continue
+        for name, record in records.items():
+            if listed.get(name) != file:
+                faults.append(f"{folder / file}: holds {name}, which the index has in {listed.get(name, 'no file')}")
+            found[name] = (folder / file, record)
+        faults += [
+            f"{folder / file}: lacks {name}, which the index has there"
+            for name, place in listed.items()
+            if place == file and name not in records
+        ]
+    raise_if(faults)
+    return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in listed.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from error
+    if not plain:
+        raise UserError(f"{index}: names files outside its folder")
+    return listed
+
+
+def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tuple[Path, Record]]]:
+    """The table for a folder and its tensors, after everything about it was checked against the model.
+
+    Raises:
+        UserError: all faults of config.json, or else all faults of the tensors.
+    """
+    raw = read_config(folder)
+    raise_if(_config_faults(raw, shape, folder / CONFIG))
+    found = find_tensors(folder)
+    layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
+    left_out = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
+    found = {name: place for name, place in found.items() if not (left_out and name.startswith(left_out))}
+    if _lacks_mtp(found, shape):
+        raise UserError(
+            f"{folder}: holds no multi-token prediction layer (transformers does not save them), but "
+            f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
+        )
+    names = HFNames(shape, with_copies=has_copies(found, shape))
+    # A part of width 0, such as the shared experts where n_shared_experts = 0, is saved by some and left out by others.
+    found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
+    scheme = scheme_of(raw, str(folder / CONFIG))
+    scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
+    faults += names.name_faults(name for name in found if name not in scales)
+    unfit: list[str] = []
+    for name, (_, record) in found.items():
+        is_fp8 = scheme is not None and record.dtype == torch.float8_e4m3fn  # checked by scale_faults
+        dtype = torch.bfloat16 if is_fp8 else record.dtype
+        if name in names.places and (fault := names.fault(name, record.shape, dtype)) is not None:
+            unfit.append(fault)
+    faults += unfit[:_TENSORS_SHOWN]
+    if len(unfit) > _TENSORS_SHOWN:
+        faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors have another shape or type than the model's")
+    raise_if([f"{folder}: {fault}" for fault in faults])
+    return names, found
+
+
+def stored_shape(folder: Path) -> ModelShape:
+    """The shape of a folder's weights: that of its config.json, but without prediction layers when it holds none.
+
+    `transformers` leaves them out when it saves a model, and still counts them in the config.
+
+    Raises:
+        UserError: config.json or the files are damaged.
+    """
+    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    return (
+        shape.model_copy(update={"num_nextn_predict_layers": 0}) if _lacks_mtp(find_tensors(folder), shape) else shape
+    )
+
+
+def _lacks_mtp(hf_names: Iterable[str], shape: ModelShape) -> bool:
+    first = f"model.layers.{shape.num_hidden_layers}."
+    return shape.num_nextn_predict_layers > 0 and not any(name.startswith(first) for name in hf_names)
+
+
+def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
+    theirs = shape_of(raw, str(file))
+    faults = []
+    for name in ModelShape.model_fields:
+        ours, there = getattr(shape, name), getattr(theirs, name)
+        if name in _MAY_DIFFER or ours == there:
+            continue
+        if name == "num_nextn_predict_layers" and ours < there:
+            continue
+        faults.append(f"{file}: {name} = {there!r}, but the run has model.{name} = {ours!r}; set it to the folder's")
+    return faults
+
+
+@torch.no_grad()
+def import_weights(
+    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], held: Held, *, report: Report | None = None
+) -> int:
+    """Fill this rank's parts of parameters and buffers from a Hugging Face folder. Collective.
+
+    Args:
+        tensors: our name -> Tensor or DTensor; ranks may hold different names (pipeline stages).
+        held: see `Held`.
+
+    Returns:
+        Bytes that this rank read.
+
+    Raises:
+        UserError: on all ranks, with everything that is wrong with the folder; no tensor was touched then. Also when a
+            copy of embedding or head differs from it.
+        CheckpointError: on all ranks, when reading failed on any of them.
+    """
+    ranks = Ranks.of_this_run()
+    with ranks.stage(f"checking {folder}") as stage:
+        if ranks.is_first:
+            stage.value = _faults_of(lambda: check_folder(folder, shape))
+    raise_if(stage.values[0])
+    with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
+        differing = []
+        for name, tensor in tensors.items():
+            differing += reader.fill(name, local_part(tensor), held(tensor))
+            if report is not None:
+                report(local_part(tensor).nbytes)
+        stage.value = differing
+    raise_if(sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults}))
+    return reader.bytes_read
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; writing into it writes into the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _faults_of(check: Callable[[], Any]) -> list[str]:
+    try:
+        check()
+    except UserError as error:
+        return list(error.faults)
+    return []
+
+
+class FolderReader:
+    """Fills local parts from the files of a checked folder, each opened when its first tensor is needed.
+
+    Raises:
+        UserError: see `check_folder`.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self._names, self._found = check_folder(folder, shape)
+        self._scheme = scheme_of(read_config(folder), str(folder / CONFIG))
+        self._records: dict[Path, dict[str, Record]] = {}
+        for name, (path, record) in self._found.items():
+            self._records.setdefault(path, {})[name] = record
+        self._open: dict[Path, TensorFile] = {}
+
+    def __enter__(self) -> "FolderReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_moved for file in self._open.values())
+
+    def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
+        """Fill one local part; returns the copies that differ from it."""
+        runs = [runs_of(index) for index in held]
+        filled, faults = 0, []
+        for part in self._names.entries[name].parts:
+            differs = False
+            if part.is_copy and part.hf_name not in self._found:
+                continue
+            for overlap in overlaps(part, runs):
+                target = local[overlap.local]
+                if part.is_copy:
+                    differs |= not self._repeats(part.hf_name, overlap.box, target)
+                else:
+                    self._fill(part.hf_name, overlap.box, target)
+                    filled += target.numel()
+            if differs:
+                faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
+        assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
+        return faults
+
+    def _fill(self, hf_name: str, box: Box, target: Tensor) -> None:
+        """Put a box of a weight into memory of any type; one stored in FP8 goes by FP32."""
+        if self._found[hf_name][1].dtype == torch.float8_e4m3fn:
+            values = self._file(hf_name).read(hf_name, box)
+            target.copy_(dequantise(values, *self._scales(hf_name, box)))
+        else:
+            self._file(hf_name).fill(hf_name, box, target)
+
+    def _repeats(self, hf_name: str, box: Box, target: Tensor) -> bool:
+        """Whether a box of a copy says what was filled in; one in FP8 says it as well as FP8 can."""
+        values = self._file(hf_name).read(hf_name, box)
+        if values.dtype != torch.float8_e4m3fn:
+            return torch.equal(target, values.to(target))
+        return repeats(target.float().cpu(), values, *self._scales(hf_name, box))
+
+    def _scales(self, hf_name: str, box: Box) -> tuple[Tensor, Scheme, int, Box]:
+        assert self._scheme is not None
+        columns, name = self._found[hf_name][1].shape[1], hf_name + self._scheme.suffix
+        return self._file(name).read(name, scales_of_box(self._scheme, columns, box)), self._scheme, columns, box
+
+    def _file(self, hf_name: str) -> TensorFile:
+        path = self._found[hf_name][0]
+        if path not in self._open:
+            self._open[path] = TensorFile(path, self._records[path])
+        return self._open[path]

@@ -1,0 +1,149 @@
+"""Which documents are left out because an earlier one says the same, in memory that does not grow with their number.
+
+All is sorting, on disk where a setting's memory is not enough. Documents with one key are linked to the first of them.
+Links of similar documents are then rearranged, by the two steps of Kiveris et al. 2014 (Connected Components in
+MapReduce and Beyond, "alternating"), until each links a document to the first of all that are similar through others.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from glm46.data.shards import map_tensors
+from glm46.prepare.document_hashes import BANDS
+from glm46.prepare.sorting import SortedRecords, differ_from_last
+
+# Sorts that are under way at once: one that is read, one that is filled, one that waits to be read.
+_SORTS_AT_ONCE = 3
+
+NewSort = Callable[[int], SortedRecords]
+"""Makes an empty `SortedRecords` of so many columns."""
+
+
+class Copies:
+    """The copies among the documents of pieces, told piece by piece in their order."""
+
+    def __init__(self, pieces: Sequence[Path], memory_bytes: int, folder: Path):
+        """Find them.
+
+        Args:
+            pieces: files of `make_part`; similar documents are looked for if they hold ``bands``.
+            memory_bytes: what this may hold at any time.
+            folder: on the disk that takes the rest: about 32 bytes per document, and as much per document left out.
+        """
+
+        def new_sort(columns: int) -> SortedRecords:
+            return SortedRecords(columns, memory_bytes // _SORTS_AT_ONCE, folder)
+
+        equal = new_sort(1)
+        for documents, _ in links((map_tensors(piece)[0]["hashes"].T for piece in pieces), new_sort):
+            equal.add([documents])
+        self._equal = _Numbers(block[0] for block in equal)
+        self._similar = _Numbers(iter(()))
+        if pieces and "bands" in map_tensors(pieces[0])[0]:
+            self._similar = _Numbers(similar(lambda band: _band(pieces, band), new_sort))
+        self._next = 0
+
+    def take(self, documents: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the next so many documents, which equal an earlier one, and which are similar to one; bool each."""
+        first, self._next = self._next, self._next + documents
+        return self._equal.take(first, self._next), self._similar.take(first, self._next)
+
+
+def similar(band: Callable[[int], Iterable[np.ndarray]], new_sort: NewSort) -> Iterator[np.ndarray]:
+    """Numbers of the documents that are similar to an earlier one, directly or through others; ascending, uint64.
+
+    Args:
+        band: gives one band of all documents in order, in arrays uint64 [n]; asked for one at a time.
+    """
+    edges = new_sort(2)
+    for number in range(BANDS):
+        for documents, firsts in links((values[None] for values in band(number)), new_sort):
+            _add_both_ways(edges, documents, firsts)
+    moved = 1
+    while moved:
+        moved, edges = _shorten(edges, new_sort)
+    for document, other in edges:
+        # Each is linked to one, which is linked to none before it.
+        yield document[other < document]
+
+
+def links(keys: Iterable[np.ndarray], new_sort: NewSort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every document whose key an earlier one has, and the first that has it; uint64 [n] each, in any order.
+
+    Args:
+        keys: of all documents in order, uint64 [columns, n] each.
+    """
+    records, first = None, 0
+    for block in keys:
+        records = records or new_sort(len(block) + 1)
+        stop = first + block.shape[1]
+        records.add([*block, np.arange(first, stop, dtype=np.uint64)])
+        first = stop
+    for _, documents, firsts in _with_firsts(records or ()):
+        later = documents != firsts
+        if later.any():
+            yield documents[later], firsts[later]
+
+
+def _shorten(edges: SortedRecords, new_sort: NewSort) -> tuple[int, SortedRecords]:
+    """One round over edges that are there both ways: how many were moved, and all of them both ways again."""
+    moved, large, small = 0, new_sort(2), new_sort(2)
+    # Whoever comes behind a document is linked to the first around that document,
+    for (document,), other, lowest in _with_firsts(edges):
+        behind = other > document
+        document, other, lowest = document[behind], other[behind], lowest[behind]
+        lowest = np.minimum(document, lowest)
+        moved += int((lowest != document).sum())
+        large.add([other, lowest])
+    # and whoever comes before it, and itself, to the first of these.
+    for (document,), other, lowest in _with_firsts(large):
+        is_lowest = other == lowest
+        moved += len(is_lowest) - int(is_lowest.sum())
+        _add_both_ways(small, np.where(is_lowest, document, other), lowest)
+    return moved, small
+
+
+def _add_both_ways(edges: SortedRecords, one: np.ndarray, two: np.ndarray) -> None:
+    edges.add([one, two])
+    edges.add([two, one])
+
+
+def _with_firsts(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Keys and values of sorted records, and with each the value of the first record that has its key.
+
+    The last column of the blocks is the value, those before it are the key.
+    """
+    last: tuple[np.ndarray, np.uint64] | None = None
+    for block in blocks:
+        keys, values = block[:-1], block[-1]
+        starts = np.concatenate(([0], np.flatnonzero(differ_from_last(keys)) + 1))
+        firsts = np.repeat(values[starts], np.diff(starts, append=len(values)))
+        if last is not None and np.array_equal(keys[:, 0], last[0]):
+            firsts[: starts[1] if len(starts) > 1 else None] = last[1]
+        last = keys[:, -1].copy(), firsts[-1]
+        yield keys, values, firsts
+
+
+def _band(pieces: Sequence[Path], band: int) -> Iterator[np.ndarray]:
+    for piece in pieces:
+        yield map_tensors(piece)[0]["bands"][band]
+
+
+class _Numbers:
+    """Ascending numbers, asked for range by range."""
+
+    def __init__(self, blocks: Iterator[np.ndarray]):
+        self._blocks, self._rest = blocks, np.empty(0, np.uint64)
+
+    def take(self, first: int, stop: int) -> np.ndarray:
+        """Which numbers of the next range are there, bool [stop - first]."""
+        found = np.zeros(stop - first, bool)
+        while True:
+            count = int(np.searchsorted(self._rest, np.uint64(stop)))
+            found[self._rest[:count].astype(np.int64) - first] = True
+            self._rest = self._rest[count:]
+            if len(self._rest) or (block := next(self._blocks, None)) is None:
+                return found
+            self._rest = block

@@ -1,0 +1,296 @@
+"""From files of text to a folder of shards: read, tokenise in parallel, drop duplicates, split, shard, manifest.
+
+Work happens in ``<output>.partial`` and is published by one rename, so a folder with the final name is always whole.
+Every finished part of the work is a file there; a run that was killed goes on behind the last one. The result depends
+on text, settings and tokenizer only, not on the number of processes or on interruptions.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.data.manifest import Manifest, load_manifest, save_manifest
+from glm46.data.pack_plans import keep_plan
+from glm46.data.shards import sync_folder
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.files.progress import bytes_progress
+from glm46.prepare.compilers import require_compiler, verifier_version
+from glm46.prepare.embedded import BUILTIN
+from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
+from glm46.prepare.readers import Part, find_files, parts_of
+from glm46.prepare.sharding import write_splits
+
+# Raised when the same text and settings would give other bytes than before.
+PIPELINE = 2
+
+_EMBEDDED_HELD_OUT = 0.02
+
+
+def prepare_source(source: str, output: Path, tokenizer: Tokenizer, *, report: Callable[[str], None]) -> Manifest:
+    """Make the shards of an embedded source unless they are there, and return their manifest.
+
+    Two processes may call this at once: one works, the other waits and takes the result.
+
+    Args:
+        source: "python_stdlib" or "python_packages".
+        output: folder to make. Unfinished work lies beside it under the same name with ``.partial``.
+        tokenizer: from `load_tokenizer`; worker processes load it again from its path.
+        report: takes lines of text for the user. On a terminal a progress bar is drawn besides.
+
+    Raises:
+        UserError: unknown source, or ``output`` holds something else.
+    """
+    recipe = TextRecipe(
+        input=(f"{BUILTIN}{source}",), output=str(output), name=source, tokenizer=tokenizer.path,
+        held_out=_EMBEDDED_HELD_OUT, deduplicate="exact",
+    )  # fmt: skip
+    with _disk_faults_named(Path(output)), _only_one(Path(output), report):
+        return _existing(recipe, tokenizer) or _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+
+
+def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:
+    """Make the shards that a recipe describes unless they are there, and return their manifest.
+
+    Raises:
+        UserError: a setting or a file that cannot be used, more bad documents than allowed, or ``output`` holds
+            something else. What was done until then is kept for the next start.
+    """
+    tokenizer = load_tokenizer(recipe.tokenizer)
+    recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
+    with _disk_faults_named(Path(recipe.output)), _only_one(Path(recipe.output), report):
+        manifest = _existing(recipe, tokenizer)
+        if manifest:
+            require_recipe(manifest, recipe)
+            report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
+            _plan_packs(recipe, manifest)
+            return manifest
+        require_compiler(recipe.verify)
+        return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+
+
+def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
+    """Refuse a recipe that says other things than the one that the shards were made by.
+
+    Raises:
+        UserError: one fault per key that differs.
+    """
+    defaults = {key: field.default for key, field in TextRecipe.model_fields.items()}
+    faults = [
+        f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the folder or give another path"
+        for key, new in _settings(recipe).items()
+        # A key that is younger than the shards had its default.
+        if (old := manifest.settings.get(key, defaults[key])) != new
+    ]
+    if faults:
+        raise UserError(*faults)
+
+
+def _settings(recipe: TextRecipe) -> dict:
+    """What decides the bytes; where they go and who makes them does not, and texts and tokenizer are known by hash."""
+    who_and_where = {
+        "input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer", "pack_lengths",
+    }  # fmt: skip
+    return recipe.model_dump(mode="json", exclude=who_and_where)
+
+
+def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
+    output = Path(recipe.output)
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    manifest = load_manifest(output)
+    manifest.require_tokenizer(tokenizer.fingerprint)
+    if manifest.source != recipe.name:
+        raise UserError(f"{output}: holds the source '{manifest.source}', not '{recipe.name}'; choose another path")
+    return manifest
+
+
+def _prepare(
+    recipe: TextRecipe, files: Sequence[Path], tokenizer: Tokenizer, report: Callable[[str], None]
+) -> Manifest:
+    started = time.monotonic()
+    output, parts = Path(recipe.output), parts_of(files)
+    settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
+    evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
+    if version := verifier_version(recipe.verify):
+        settings["verifier"] = version
+    # How text is cut into parts and pieces changes no shard, but work that was cut otherwise cannot go on.
+    cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((p.start, p.stop) for p in parts)]
+    key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, cuts)
+    partial = _partial_folder(output, key)
+    total = sum(part.size_bytes for part in parts)
+    report(f"preparing {recipe.name}: {len(files)} files, {total / 1e6:.1f} MB, into {output}")
+    pieces, tally = _make_parts(parts, partial, key, recipe, report)
+    metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
+    memory = recipe.deduplicate_memory_mb * 10**6
+    splits = write_splits(pieces, partial, recipe.held_out, metadata, tally, memory)
+    if not sum(split.documents for split in splits.values()):
+        raise UserError(
+            f"{recipe.name}: no document is left of {len(files)} files; {_summary(tally) or 'all are empty'}"
+        )
+    counts = {reason: number for table in (tally.bad, tally.dropped) for reason, (number, _) in table.items()}
+    save_manifest(
+        Manifest(
+            folder=partial, source=recipe.name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
+        )
+    )  # fmt: skip
+    _plan_packs(recipe, load_manifest(partial, full=False))
+    _publish(partial, output)
+    if summary := _summary(tally):
+        report(summary)
+    train, held_out = splits["train"], splits["validation"]
+    seconds = time.monotonic() - started
+    report(
+        f"prepared {recipe.name}: {train.tokens / 1e6:.2f} M tokens of {train.documents} documents to train on, "
+        f"{held_out.tokens / 1e6:.2f} M held out, {seconds:.1f} s, {total / 1e6 / seconds:.1f} MB/s"
+    )
+    return load_manifest(output)
+
+
+def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
+    """The plans that a recipe asks for, where there is text to pack."""
+    for length in recipe.pack_lengths if manifest.splits["train"].tokens else ():
+        keep_plan(manifest, length)
+
+
+def _make_parts(
+    parts: Sequence[Part], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
+) -> tuple[list[Path], Tally]:
+    """Tokenise all parts in the processes of a pool; returns the files of their pieces in order.
+
+    Raises:
+        UserError: more bad documents than the recipe allows.
+    """
+    folder = partial / "parts"
+    folder.mkdir(exist_ok=True)
+    stems = [folder / f"part-{number:06d}" for number in range(len(parts))]
+    workers = max(1, min(recipe.processes or len(os.sched_getaffinity(0)), len(parts)))
+    # Spawned, because a fork of a process that runs threads (torch, a progress bar) may hang.
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(recipe, key)
+    )
+    tallies: dict[int, Tally] = {}
+    bad = 0
+    total = sum(part.size_bytes for part in parts)
+    with pool, bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
+        try:
+            jobs = {
+                pool.submit(make_part, part, stem): i for i, (part, stem) in enumerate(zip(parts, stems, strict=True))
+            }
+            for job in as_completed(jobs):
+                size, tallies[jobs[job]] = job.result()
+                advance(size)
+                bad += sum(number for number, _ in tallies[jobs[job]].bad.values())
+                if bad > recipe.max_bad:
+                    _refuse_bad(_sum(tallies).bad, recipe)
+        except BaseException:
+            # Leave at once on an error or Ctrl-C: what is done is kept, what waits is not started.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [file for stem in stems for file in finished_pieces(stem, key)], _sum(tallies)
+
+
+def _sum(tallies: dict[int, Tally]) -> Tally:
+    """In the order of the parts, whichever was done first."""
+    total = Tally()
+    for _, tally in sorted(tallies.items()):
+        total.add(tally)
+    return total
+
+
+def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
+    number = sum(count for count, _ in bad.values())
+    # A file of the embedded sources that cannot be read is no reason to stop: nobody chose it.
+    if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
+        raise UserError(
+            f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
+            *(f"{reason}: {count}, such as {', '.join(places)}" for reason, (count, places) in bad.items()),
+        )
+
+
+def _summary(tally: Tally) -> str:
+    """What was left out and why, one reason per line."""
+    lines = [
+        f"left out, {reason}: {number} documents" + (f", such as {', '.join(places)}" if places else "")
+        for table in (tally.bad, tally.dropped)
+        for reason, (number, places) in table.items()
+    ]
+    return "\n".join(lines)
+
+
+def _partial_folder(output: Path, key: str) -> Path:
+    """The folder of unfinished work, with what an interrupted run of the same work left in it."""
+    partial = output.with_name(output.name + ".partial")
+    key_file = partial / "key"
+    if partial.exists() and not (key_file.is_file() and key_file.read_text() == key):
+        shutil.rmtree(partial)
+    partial.mkdir(exist_ok=True)
+    key_file.write_text(key)
+    return partial
+
+
+def _publish(partial: Path, output: Path) -> None:
+    shutil.rmtree(partial / "parts")
+    (partial / "key").unlink()
+    sync_folder(partial)
+    partial.rename(output)
+    sync_folder(output.parent)
+
+
+def _key(*facts) -> str:
+    """One name for everything that the result depends on."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _listing(files: Sequence[Path]) -> list:
+    """Names, sizes and times of files: work on text that has changed since is not reused."""
+    stats = ((str(file), os.stat(file)) for file in files)
+    return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+@contextmanager
+def _disk_faults_named(output: Path) -> Iterator[None]:
+    """A disk that is full or closed to us is the user's to mend; nothing of the final name is there then."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(next(folder for folder in output.absolute().parents if folder.exists())).free
+        raise UserError(
+            f"{error.filename or output}: {error.strerror} while preparing {output} ({free / 1e6:,.0f} MB are free); "
+            "make room or name another place, and give the same command again: what is finished is kept"
+        ) from error
+
+
+@contextmanager
+def _only_one(output: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock on the making of ``output``; the system frees it when a process dies."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = output.with_name(f".{output.name}.lock")
+    while True:
+        with lock.open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report(f"another process is preparing {output}; waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            # Whoever held it before has removed the name: a lock on a file without a name keeps nobody out.
+            if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return

@@ -1,0 +1,78 @@
+"""The last half of preparing text: parts without duplicates, split by document hash, into shards of bounded size."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from glm46.data.manifest import ShardEntry, Split
+from glm46.data.shards import map_tensors, write_shard
+from glm46.prepare.document_hashes import is_held_out
+from glm46.prepare.duplicates import Copies
+from glm46.prepare.parts import Tally
+
+# A shard is closed at the first part that brings it to this; 128 MiB on disk, the memory that writing needs.
+SHARD_TOKENS = 2**25
+
+
+class SplitWriter:
+    """Collects documents of one split and writes a shard whenever enough are there."""
+
+    def __init__(self, folder: Path, name: str, metadata: dict[str, str]):
+        self._folder, self._name, self._metadata = folder, name, metadata | {"split": name}
+        self._tokens: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
+        self._text_bytes = 0
+        self._entries: list[ShardEntry] = []
+
+    def add(self, tokens: np.ndarray, doc_ends: np.ndarray, text_bytes: np.ndarray, keep: np.ndarray) -> None:
+        """Append the documents of a part for which ``keep`` (bool [d]) holds."""
+        if not keep.any():
+            return
+        lengths = np.diff(doc_ends, prepend=0)
+        self._tokens.append(tokens[np.repeat(keep, lengths)])
+        self._lengths.append(lengths[keep])
+        self._text_bytes += int(text_bytes[keep].sum())
+        if sum(len(t) for t in self._tokens) >= SHARD_TOKENS:
+            self._write()
+
+    def finish(self) -> Split:
+        """Write what is left and say what was written."""
+        if self._tokens:
+            self._write()
+        return Split.of(tuple(self._entries))
+
+    def _write(self) -> None:
+        tokens, doc_ends = np.concatenate(self._tokens), np.cumsum(np.concatenate(self._lengths))
+        file = f"{self._name}-{len(self._entries):05d}.safetensors"
+        digest = write_shard(self._folder / file, tokens, doc_ends, self._metadata)
+        self._entries.append(ShardEntry(file, len(doc_ends), len(tokens), self._text_bytes, digest))
+        self._tokens, self._lengths, self._text_bytes = [], [], 0
+
+
+def write_splits(
+    pieces: Sequence[Path], folder: Path, held_out: float, metadata: dict[str, str], tally: Tally, memory_bytes: int
+) -> dict[str, Split]:
+    """Shards of the training and validation split from the pieces, in their order.
+
+    Of equal documents the first is kept. A document is held out if its own hash says so, whatever else there is.
+
+    Args:
+        pieces: files of `make_part`; each is open only while it is read.
+        held_out: share of the documents to hold out.
+        metadata: for the header of each shard.
+        tally: counts what is left out here.
+        memory_bytes: what finding copies may hold.
+    """
+    copies = Copies(pieces, memory_bytes, pieces[0].parent if pieces else folder)
+    writers = {name: SplitWriter(folder, name, metadata) for name in ("train", "validation")}
+    for piece in pieces:
+        tensors = map_tensors(piece)[0]
+        equal, similar = copies.take(len(tensors["doc_ends"]))
+        tally.count_dropped("exact duplicate", int(equal.sum()))
+        tally.count_dropped("near duplicate", int((similar & ~equal).sum()))
+        keep = ~(equal | similar)
+        held_out_here = is_held_out(tensors["hashes"][:, 0], held_out)
+        for name, part in (("train", ~held_out_here), ("validation", held_out_here)):
+            writers[name].add(tensors["tokens"], tensors["doc_ends"], tensors["text_bytes"], keep & part)
+    return {name: writer.finish() for name, writer in writers.items()}

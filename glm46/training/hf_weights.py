@@ -1,0 +1,57 @@
+"""A run that starts from a Hugging Face folder, and one that leaves such a folder behind."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm46.distributed.placement import global_indices
+from glm46.files.progress import bytes_progress
+from glm46.huggingface.config_json import config_of, read_config
+from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.import_weights import find_tensors, import_weights, local_part
+from glm46.huggingface.names import has_copies
+from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.training.build import Parts
+from glm46.training.state import Progress
+
+
+def load_weights(parts: Parts, folder: Path) -> None:
+    """Fill weights and expert biases from a Hugging Face folder, on any mesh; collective.
+
+    Raises:
+        UserError: the folder is damaged, or of another model.
+    """
+    tensors = _tensors(parts)
+    if not parts.process.is_main:
+        import_weights(folder, parts.shape, tensors, global_indices)
+        return
+    total = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
+        import_weights(folder, parts.shape, tensors, global_indices, report=report)
+
+
+def save_weights(parts: Parts, progress: Progress) -> Path:
+    """Write the model of this step as a Hugging Face folder under job.dump_folder; collective.
+
+    A run that started from such a folder keeps the fields of its config.json and its choice of copies.
+
+    Returns:
+        The folder.
+    """
+    run = parts.run
+    folder = Path(run.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
+    raw, with_copies = None, False
+    if run.checkpoint.initial_load_in_hf:
+        origin = Path(run.checkpoint.initial_load_path)
+        raw, with_copies = read_config(origin), has_copies(find_tensors(origin), parts.shape)
+    config = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
+    files = files_beside_weights(parts.tokenizer, max_length=parts.shape.max_position_embeddings)
+    layout = Layout(dtype=torch.bfloat16, with_copies=with_copies, other_files=files)
+    export_weights(folder, parts.shape, config, _tensors(parts), global_indices, layout=layout)
+    return folder
+
+
+def _tensors(parts: Parts) -> dict[str, Tensor]:
+    named = parts.parameters | parts.buffers()
+    return {name: tensor.detach() for name, tensor in named.items()}

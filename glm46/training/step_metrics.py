@@ -1,0 +1,105 @@
+"""The figures of a step, and the first lines of a run, as a person and a plot want them."""
+
+import difflib
+import math
+from typing import Any
+
+import torch
+
+from glm46.config.loader import dump_run
+from glm46.data.corpus import describe_sources
+from glm46.observe.balance import balance_metrics
+from glm46.observe.hardware import HardwareMonitor, device_peak_flops
+from glm46.observe.throughput import ThroughputMeter
+from glm46.optim.roles import format_role_table
+from glm46.planner.params import count_parameters
+from glm46.planner.schedule import schedule_value
+from glm46.training.build import Parts
+from glm46.training.layout_report import describe_layout, whole_role_table
+from glm46.training.loss import TokenCounts
+from glm46.training.state import Progress
+from glm46.training.step import StepOutcome
+
+_LARGEST_EXPONENT = 700.0
+"""exp of more is infinite in FP64."""
+
+
+class Figures:
+    """Makes the rows of metrics; owns what is measured between two of them."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        compute_type = getattr(torch, parts.run.training.mixed_precision_param)
+        self.meter = ThroughputMeter(
+            device_peak_flops(parts.process.device, compute_type),
+            parts.process.world_size,
+        )
+        self._hardware = HardwareMonitor(parts.process.device)
+
+    def training_row(
+        self, progress: Progress, outcome: StepOutcome, counts: TokenCounts, lr_factor: float
+    ) -> dict[str, Any]:
+        """One row of training figures; reads the step's tensors, so it waits for the device."""
+        run = self._parts.run
+        loss = outcome.loss_sum.item() / max(counts.targets, 1)  # sync: a row is for people
+        clock = progress.curriculum_tokens
+        row: dict[str, Any] = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "curriculum_tokens": clock,
+            "batch_tokens": counts.real,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, _LARGEST_EXPONENT)),
+            "grad_norm": outcome.grad_norm.item(),
+            "lr": run.optimizer.lr * lr_factor,
+            "skipped_steps": progress.skipped_steps,
+            "balance_loss": outcome.aux_loss_sums[0].item() / max(counts.real, 1),
+            "z_loss": outcome.aux_loss_sums[1].item() / max(counts.real, 1),
+            "bias_update_rate": schedule_value(run.moe.bias_update_rate, clock),
+            "router_temperature": schedule_value(run.moe.router_temperature, clock),
+        }
+        if counts.mtp_targets:
+            row |= _mtp_columns(outcome, counts)
+            row["mtp_loss_weight"] = schedule_value(run.mtp.loss_weight, clock)
+        row["expert_bias_max"] = self._parts.balance.largest_bias(self._parts.meshes.pipeline)
+        row |= balance_metrics(outcome.tokens_per_expert.cpu(), outcome.overflow.cpu())
+        return row | self.meter.read() | self._hardware.read()
+
+
+def _mtp_columns(outcome: StepOutcome, counts: TokenCounts) -> dict[str, float]:
+    losses = [total / max(n, 1) for total, n in zip(outcome.mtp_loss_sums.tolist(), counts.mtp_targets, strict=True)]
+    accepted = outcome.accepted.tolist()
+    columns = {"mtp_loss": sum(losses) / len(losses), "mtp_acceptance": sum(accepted) / max(sum(counts.drafts), 1)}
+    if len(losses) > 1:
+        for depth, loss in enumerate(losses, start=1):
+            columns[f"mtp_loss/{depth}"] = loss
+            columns[f"mtp_acceptance/{depth}"] = accepted[depth - 1] / max(counts.drafts[depth - 1], 1)
+    return columns
+
+
+def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None) -> str:
+    """The first message of a run: what is trained, on what, from where; collective."""
+    run, count = parts.run, count_parameters(parts.shape)
+    lines = [
+        f"{run.job.description}",
+        f"model        {run.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
+        *describe_layout(parts),
+    ]
+    lines += describe_sources(run, parts.manifests, parts.rows_per_micro_batch)
+    lines += ["", format_role_table(whole_role_table(parts)), ""]
+    if progress.step and meta is not None:
+        lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
+        lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
+        lines += _config_changes(meta["config"], dump_run(run))
+    else:
+        lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")
+        patterns = {"only": run.checkpoint.initial_load_include, "without": run.checkpoint.initial_load_exclude}
+        lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
+    return "\n".join(lines)
+
+
+def _config_changes(before: str, now: str) -> list[str]:
+    """Lines of the resolved configuration that differ from the checkpoint's."""
+    difference = difflib.ndiff(before.splitlines(), now.splitlines())
+    changed = [f"  {line}" for line in difference if line[:2] in ("- ", "+ ")]
+    return ["changed      since the checkpoint was saved:", *changed] if changed else []

@@ -1,0 +1,172 @@
+"""`python -m glm46 convert` end to end: training checkpoint, Hugging Face folder, and back, by the command line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.step_tensors import ReadAhead, StepTensors
+from glm46.cli import main
+from glm46.config.loader import dump_run
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import Run
+from glm46.data.tokenizer import load_tokenizer
+from glm46.files import progress
+from glm46.model.transformer import Transformer
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = Model(
+    flavor="debug", hidden_size=32, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16,
+    n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A step folder as the trainer writes it, optimizer states and generators included, and its model."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    model = Transformer(resolve_shape(TABLE))
+    tensors = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        torch.nn.init.normal_(tensor, std=0.2)
+        tensors[f"model.{name}"] = tensor.detach()
+        tensors[f"optimizer.{name}.exp_avg"] = torch.ones_like(tensor)
+    tensors["rng.0.cpu"] = torch.get_rng_state()
+    CheckpointManager(folder, keep_latest_k=0).save(7, tensors, {"config": dump_run(Run(model=TABLE))})
+    return folder / "step-000007", model
+
+
+def test_transformers_opens_what_convert_writes(trained, tmp_path):
+    step, model = trained
+    out = tmp_path / "hf"
+    command = ["--checkpoint", str(step), "--output", str(out), "--dtype", "float32", "--max-file-gb", "0.001"]
+    script = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/convert_to_hf.py"), *command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert script.returncode == 0, script.stderr
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.randint(0, 8192, (2, 19))
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)  # FP32, other order of sums
+    assert len(list(out.glob("*.safetensors"))) > 1
+    tokenizer, ours = AutoTokenizer.from_pretrained(out), load_tokenizer("builtin")
+    text = "def f(x):\n    return x + 1  # naïve 中文 12345\n\n\n\tend"
+    assert tokenizer(text)["input_ids"] == ours.encode(text).tolist()
+    assert tokenizer.decode(ours.encode(text).tolist()) == text
+    assert tokenizer.convert_tokens_to_ids("<|assistant|>") == ours.special["<|assistant|>"]
+    generation = GenerationConfig.from_pretrained(out)
+    stops = [ours.special[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    assert generation.eos_token_id == theirs.config.eos_token_id == stops
+
+
+def test_there_and_back_gives_every_bit_of_the_model(trained, tmp_path, capsys):
+    step, _ = trained
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "a"), "--mtp-copies",
+                 "--dtype", "float32"]) == 0  # fmt: skip
+    config = tmp_path / "a/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"their_field": 5}))
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "a"), "--output", str(tmp_path / "b")]) == 0
+    before, after = StepTensors(step), StepTensors(tmp_path / "b/step-000000")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = ["--checkpoint", str(tmp_path / "b/step-000000"), "--output", str(tmp_path / "c")]
+    assert main(["convert", "to-hf", *again, "--tokenizer", str(tmp_path / "a")]) == 0
+    exported = json.loads((tmp_path / "c/config.json").read_text())
+    assert exported["their_field"] == 5 and exported["torch_dtype"] == "bfloat16"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    assert "bytes of weights in bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["to-hf", "--checkpoint", "{tmp}/none", "--output", "{tmp}/x"], "no such checkpoint"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}"], "exists already"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--tokenizer", "{tmp}/none"], "no such file"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "0"], "must be a number above 0"),
+        (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "nan"], "must be a number above"),
+        (["to-hf", "--checkpoint", "{step}/..", "--output", "{tmp}/x"], "holds steps; give one of them, such as"),
+        (["from-hf", "--model", "{tmp}/none", "--output", "{tmp}/x"], "none: no such folder"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_2_and_leave_nothing(arguments, words, trained, tmp_path, capsys):
+    filled = [word.format(tmp=tmp_path, step=trained[0]) for word in arguments]
+    assert main(["convert", *filled]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_or_has_checkpoints_is_refused(trained, tmp_path, capsys):
+    step, _ = trained
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "hf")]) == 0
+    assert capsys.readouterr().out.startswith(str(tmp_path))  # no empty line of a progress bar before it
+    from_hf = ["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output"]
+    (tmp_path / "file").write_text("")
+    for place, words in (("file", "file: "), ("file/below", "file/below: "), (str(step.parent), f"{step}: exists")):
+        assert main([*from_hf, str(tmp_path / place)]) == 2
+        assert words in capsys.readouterr().err
+    assert (step.parent / "latest").read_text().strip() == step.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_progress_counts_every_byte(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    step, model = trained
+    nbytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "hf")]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"writing weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "dcp")]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"reading weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
+    shutil.copytree(trained[0], tmp_path / "step-000007")
+    path = next((tmp_path / "step-000007").glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert (
+        main(["convert", "to-hf", "--checkpoint", str(tmp_path / "step-000007"), "--output", str(tmp_path / "x")]) == 2
+    )
+    assert "SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_tensors_are_filled_ahead_once_each_in_the_memory_of_two():
+    filled = []
+
+    def fill(name, tensor):
+        filled.append(name)
+        if name == "d":
+            raise OSError("the disk fails")
+        tensor.fill_(len(filled))
+
+    kinds = {name: ((size, 2), torch.bfloat16) for name, size in zip("abcd", (3, 0, 5, 1), strict=True)}
+    with ReadAhead(kinds, fill) as tensors:
+        assert "a" in tensors and "e" not in tensors and list(tensors) == list("abcd") and filled == []
+        first = tensors["a"]
+        assert torch.equal(first, torch.full((3, 2), 1.0, dtype=torch.bfloat16))
+        assert first.untyped_storage().nbytes() == first.nbytes  # or DCP copies it
+        assert tensors["b"].shape == (0, 2)
+        third = tensors["c"]
+        assert torch.equal(third, torch.full((5, 2), 2.0, dtype=torch.bfloat16))
+        assert first.data_ptr() == third.data_ptr()
+        with pytest.raises(OSError, match="the disk fails"):
+            tensors["d"]
+    assert filled == ["a", "c", "d"]
+
+
+def test_a_tensor_out_of_turn_is_filled_again():
+    with ReadAhead({name: ((4,), torch.float32) for name in "abc"}, lambda name, t: t.fill_(ord(name))) as tensors:
+        for name in "acba":
+            assert torch.equal(tensors[name], torch.full((4,), float(ord(name))))

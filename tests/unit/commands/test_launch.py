@@ -1,0 +1,131 @@
+"""What happens before the first process is started, and how the end of the processes is said."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.commands.launch import End, _describe_exit, _refuse, choose_processes, keep_running
+from glm46.config.loader import load_run
+from glm46.config.run_config import Run
+from glm46.planner.machine import Gpu, Machine
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+LAPTOP = Machine(cores=8, memory_bytes=16 * GIB, free_bytes=12 * GIB)
+SERVER = Machine(cores=64, memory_bytes=999 * GIB, free_bytes=900 * GIB, gpus=(Gpu("NVIDIA H100", 79 * GIB),) * 8)
+
+
+def debug_run(**parallelism: int) -> Run:
+    """The debug run with some degrees."""
+    run = load_run(ROOT / "train_configs" / "debug.toml")
+    return run.model_copy(update={"parallelism": run.parallelism.model_copy(update=parallelism)})
+
+
+@pytest.mark.parametrize(
+    ("machine", "parallelism", "processes"),
+    [
+        (LAPTOP, {}, 2),
+        (Machine(cores=1, memory_bytes=GIB, free_bytes=GIB), {}, 1),
+        (SERVER, {}, 8),
+        (SERVER, {"data_parallel_replicate_degree": 3}, 6),
+        (LAPTOP, {"data_parallel_replicate_degree": 3}, 3),
+        (LAPTOP, {"data_parallel_shard_degree": 4}, 4),
+        (SERVER, {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}, 4),
+    ],
+)
+def test_processes_follow_gpus_degrees_and_cores(machine, parallelism, processes):
+    assert choose_processes(debug_run(**parallelism), machine) == processes
+
+
+def test_machine_that_can_hold_the_run_is_taken():
+    assert _refuse(debug_run(), LAPTOP, None) is None
+    assert _refuse(debug_run(), SERVER, 8) is None
+
+
+def test_too_many_processes_for_the_memory_are_refused():
+    run = debug_run()
+    run = run.model_copy(update={"training": run.training.model_copy(update={"global_batch_size": None})})
+    assert _refuse(run, LAPTOP, 2) is None
+    screen = _refuse(run, LAPTOP, 64)
+    assert "This machine cannot run it:" in screen and "12.0 GiB are free" in screen
+
+
+def test_large_run_says_what_it_needs_and_what_was_found():
+    screen = _refuse(load_run(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
+    for text in (
+        "356,785,898,816 parameters",
+        "8,192 = pipeline 16 x shard 64 x tensor 8, experts over 32",
+        "12.0 GiB free of 16.0 GiB",
+        "GPUs               none",
+        "train_configs/debug.toml",
+    ):
+        assert text in screen
+    # One screen: of the usual 24 to 50 lines of a terminal.
+    assert len(screen.splitlines()) <= 40
+
+
+def test_end_of_a_rank_is_said_in_words():
+    assert _describe_exit(1).startswith("ended with exit code 1;")
+    assert _describe_exit(-9).startswith("was ended by SIGKILL. Most often the system does that when memory runs out.")
+    assert _describe_exit(-11) == "was ended by SIGSEGV."
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "expected", "starts"),
+    [
+        # (exit code, newest checkpoint afterwards) of each start
+        ([(1, 10)], 0, 1, 1),
+        ([(1, 10), (0, 20)], 3, 0, 2),
+        ([(76, 10), (1, 20), (75, 20)], 3, 75, 3),  # stopped by a signal
+        ([(1, 10), (2, 10)], 3, 2, 2),  # a mistake of the user
+        ([(1, 10), (143, 10)], 3, 143, 2),
+        ([(1, 10), (1, 20)], 1, 1, 2),  # no restart left
+        ([(1, 10), (1, 10), (1, 10), (76, 10)], 9, 76, 4),  # three in a row got nowhere
+        ([(1, 0), (1, 0), (1, 0)], 9, 1, 3),
+        ([(1, 0), (1, 0), (1, 5), (1, 5), (1, 5), (1, 6), (0, 9)], 9, 0, 7),
+    ],
+)
+def test_failed_starts_are_followed_by_others_while_checkpoints_move(ends, max_restarts, expected, starts, capsys):
+    started: list[int] = []
+
+    def start(number: int) -> End:
+        assert number == len(started)
+        started.append(number)
+        return End(ends[number][0], "rank 1 was ended by SIGKILL.")
+
+    code = keep_running(start, lambda: ends[len(started) - 1][1] if started else 0, max_restarts)
+    said = capsys.readouterr().err
+    assert (code, len(started)) == (expected, starts)
+    assert said.count("\nrestart") + said.startswith("restart") == starts - 1
+    assert ("3 starts in a row failed" in said and "rank 1 was ended by SIGKILL. Not" in said) == (
+        ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)])
+    )
+
+
+def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """run_train.sh with this interpreter first on the path, from a folder that is not the checkout."""
+    check = [sys.executable, str(ROOT / "scripts" / "check_environment.py"), str(ROOT / "pyproject.toml"), ""]
+    if subprocess.run(check, check=False).returncode:
+        pytest.skip("this interpreter lacks a dependency, and a test must not make the script install one")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [str(ROOT / "run_train.sh"), *arguments]
+    environment = {**os.environ, "PATH": path, **variables}
+    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_one_command_refuses_the_large_run_on_one_screen():
+    end = start(CONFIG_FILE="train_configs/glm46_phase3.toml")
+    assert (end.returncode, end.stdout) == (2, "")
+    assert "What this run needs (GLM-4.6:" in end.stderr and "What was found" in end.stderr
+
+
+def test_one_command_passes_overrides_on():
+    end = start("--training.seq_len", "1", "--trainin.steps", "3", NGPU="2")
+    assert end.returncode == 2
+    assert end.stderr.splitlines() == [
+        "error: command line: training.seq_len = 1: must be at least 2 (Tokens per sequence)",
+        "error: command line: trainin: unknown key; did you mean 'training'?",
+    ]

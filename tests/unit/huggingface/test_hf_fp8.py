@@ -1,0 +1,236 @@
+"""FP8 folders: what is written, that it comes back exactly, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from glm46.checkpoint.step_tensors import StepTensors
+from glm46.cli import main
+from glm46.config.errors import UserError
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.files.safetensors_file import TensorFile, lay_out, read_records
+from glm46.huggingface.config_json import config_of
+from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.fp8 import (
+    CONFIG_KEY,
+    ERRORS_FILE,
+    SCHEMES,
+    Scheme,
+    config_of_scheme,
+    dequantise,
+    quantise,
+    scales_of_box,
+    scheme_of,
+)
+from glm46.huggingface.import_weights import SINGLE_FILE, FolderReader, check_folder
+from glm46.huggingface.names import HFNames
+from glm46.model.transformer import Transformer
+
+# Dense layers that blocks do not divide, as Air's 10944 rows; so keys and values of 2 heads. The rest they do.
+TABLE = Model(
+    flavor="debug", vocab_size=64, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
+    moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
+)  # fmt: skip
+ODD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "layers.0.mlp.gate_proj.weight")
+ODD += ("layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight")
+
+
+def whole(tensor):
+    return [torch.arange(size) for size in tensor.shape]
+
+
+def export(folder, fp8, tensors):
+    shape = resolve_shape(TABLE)
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
+    if fp8 is not None:
+        config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, with_copies=False))
+    export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=fp8))
+    return folder
+
+
+def read(folder, dtype=torch.float32):
+    shape = resolve_shape(TABLE)
+    model = Transformer(shape).to(dtype)
+    tensors = {n: t.detach() for n, t in model.named_parameters()}
+    tensors |= {n: t.float() for n, t in model.named_buffers()}  # the selection biases stay FP32
+    with FolderReader(folder, shape) as reader:
+        for name, tensor in tensors.items():
+            assert reader.fill(name, tensor, whole(tensor)) == []
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    torch.manual_seed(0)
+    model = Transformer(resolve_shape(TABLE))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        torch.nn.init.normal_(tensor, std=0.02)
+    return {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_quantising_again_gives_the_same_bytes(scheme):
+    torch.manual_seed(0)
+    weight = torch.randn(200, 300) * torch.logspace(-30, 30, 200).unsqueeze(1)
+    weight[:130, :128] = 0.0
+    weight[150] = torch.linspace(-1, 1, 300) * 2.0**3  # extremes at powers of two and, below, at the limits of a scale
+    weight[151:154] = torch.tensor([[464.0], [463.9], [232.0]]) * torch.linspace(-1, 1, 300)
+    values, scales = quantise(weight, scheme)
+    assert scales.shape == scheme.scale_shape(weight.shape) and (torch.frexp(scales)[0] == 0.5).all()
+    box = ((0, 200), (0, 300))
+    back = dequantise(values, scales, scheme, 300, box)
+    assert torch.equal(back, back.bfloat16().float())
+    again, same = quantise(back, scheme)
+    assert torch.equal(again.view(torch.uint8), values.view(torch.uint8)) and torch.equal(same, scales)
+    # Half a step of E4M3 is 2**-4 of a number; below its normal range, 2**-10 of the scale.
+    limit = weight.abs() / 16 + dequantise(torch.ones_like(values), scales, scheme, 300, box) * 2.0**-10
+    assert ((back - weight).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES.values(), Scheme((48, 64))], ids=str)
+def test_any_box_comes_back_as_from_the_whole(scheme):
+    values, scales = quantise(torch.randn(200, 300), scheme)
+    back = dequantise(values, scales, scheme, 300, ((0, 200), (0, 300)))
+    for box in (((0, 200), (0, 300)), ((127, 2), (120, 140)), ((199, 1), (299, 1)), ((128, 72), (256, 44))):
+        (row, rows), (column, columns) = box
+        (first, count), (left, width) = scales_of_box(scheme, 300, box)
+        piece = dequantise(
+            values[row : row + rows, column : column + columns],
+            scales[first : first + count, left : left + width], scheme, 300, box,
+        )  # fmt: skip
+        assert torch.equal(piece, back[row : row + rows, column : column + columns])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_comes_back_and_is_written_again_byte_for_byte(name, dtype, tensors, tmp_path):
+    first = export(tmp_path / "a", SCHEMES[name], tensors)
+    records = read_records(first / SINGLE_FILE)
+    quantised = {key for key, record in records.items() if record.dtype == torch.float8_e4m3fn}
+    projections = {key for key in records if key.endswith("_proj.weight") and "eh_proj" not in key}
+    assert quantised == {key for key in projections if name == "fp8-channel" or not key.endswith(ODD)}
+    assert len(quantised) > 8
+    assert {key + "_scale" for key in quantised} == {key for key in records if key.endswith("_scale")}
+    assert records["model.layers.1.mlp.gate.weight"].dtype == records["lm_head.weight"].dtype == torch.bfloat16
+    assert scheme_of(json.loads((first / "config.json").read_text()), "") == SCHEMES[name]
+    errors = json.loads((first / ERRORS_FILE).read_text())
+    assert set(errors) == quantised
+    # Rounding to 4 significant bits: uniform in +-2**-4 of a number at most, so well under 2**-4 in the norm.
+    assert all(0.01 < error["relative"] < 0.04 for error in errors.values())
+    back = read(first, dtype)
+    assert torch.equal(back["layers.1.mlp.router.weight"], tensors["layers.1.mlp.router.weight"].bfloat16().to(dtype))
+    second = export(tmp_path / "b", SCHEMES[name], back)
+    assert (second / SINGLE_FILE).read_bytes() == (first / SINGLE_FILE).read_bytes()
+
+
+def stored_in(folder):
+    records = read_records(folder / SINGLE_FILE)
+    with TensorFile(folder / SINGLE_FILE, records) as file:
+        return {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_folders_of_others_are_read(suffix, tensors, tmp_path):
+    """Blocks that do not divide a weight, scales in BF16 that are no powers of two, under either name."""
+    folder = export(tmp_path / "a", None, tensors)
+    stored = stored_in(folder)
+    quantised = [name for name in stored if name.endswith("_proj.weight") and "eh_proj" not in name]
+    want = {}
+    for name in quantised:
+        rows, columns = stored[name].shape
+        _, scales = quantise(stored[name].float(), Scheme())
+        stored[name + suffix] = (scales * 0.7).bfloat16()
+        each = stored[name + suffix].float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        stored[name] = (stored[name].float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        want[name] = stored[name].float() * each
+    rewrite(folder, stored)
+    if suffix == "_scale":
+        change_config(folder, config_of_scheme(Scheme(), HFNames(resolve_shape(TABLE), with_copies=False)))
+    else:
+        change_config(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    got = dict(
+        pair for n, t in read(folder).items() for pair in HFNames(resolve_shape(TABLE), with_copies=False).to_hf(n, t)
+    )
+    assert all(torch.equal(got[name], want[name]) for name in quantised)
+    assert torch.equal(got["lm_head.weight"], stored["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize("change", [None, "embed_tokens is left out", "another head"])
+def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tensors, tmp_path):
+    """GLM-4.5-FP8: a scale for each row; the prediction layer repeats the head in FP8 and the embedding in BF16."""
+    shape = resolve_shape(TABLE)
+    folder = tmp_path / "a"
+    names = HFNames(shape, with_copies=True)
+    scheme = SCHEMES["fp8-channel"]
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
+    export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=scheme, with_copies=True))
+    stored = stored_in(folder)
+    copy = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
+    head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
+    scales = head.abs().amax(1, keepdim=True) / 448  # in BF16, as the types of the published weights
+    stored[copy], stored[copy + "_scale"] = (head / scales).to(torch.float8_e4m3fn), scales
+    if change == "embed_tokens is left out":
+        del stored[f"model.layers.{shape.num_hidden_layers}.embed_tokens.weight"]
+    rewrite(folder, stored)
+    with FolderReader(folder, shape) as reader:
+        faults = [fault for n, t in tensors.items() for fault in reader.fill(n, torch.empty_like(t), whole(t))]
+    assert faults == (
+        [f"tensor {copy} differs from lm_head.weight, which it must repeat"] if change == "another head" else []
+    )
+
+
+def test_blocks_that_divide_nothing_are_refused():
+    shape = resolve_shape(TABLE).model_copy(update={"hidden_size": 200})
+    with pytest.raises(UserError, match="take fp8-channel"):
+        config_of_scheme(SCHEMES["fp8-block"], HFNames(shape, with_copies=False))
+
+
+def rewrite(folder, stored):
+    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items())
+    path = folder / SINGLE_FILE
+    path.write_bytes(header + bytes(sum(record.nbytes for record in records.values())))
+    with TensorFile(path, records, writable=True) as file:
+        for name, tensor in stored.items():
+            file.write(name, tuple((0, size) for size in tensor.shape), tensor)
+
+
+def change_config(folder, quantization):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {CONFIG_KEY: quantization}))
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: None, "is FP8, but"),
+        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [2, 1]"),
+        ("model.layers.0.self_attn.o_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
+        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "which only projections"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_path):
+    folder = export(tmp_path / "a", SCHEMES["fp8-block"], tensors)
+    stored = stored_in(folder)
+    stored[name] = change(stored[name])
+    rewrite(folder, {key: tensor for key, tensor in stored.items() if tensor is not None})
+    with pytest.raises(UserError, match=words.replace("[", "\\[").replace("]", "\\]")):
+        check_folder(folder, resolve_shape(TABLE))
+
+
+def test_convert_writes_fp8_and_a_plain_export_of_it_says_nothing_of_it(tensors, tmp_path, capsys):
+    plain = export(tmp_path / "plain", None, tensors)
+    step = tmp_path / "steps"
+    assert main(["convert", "from-hf", "--model", str(plain), "--output", str(step)]) == 0
+    command = ["convert", "to-hf", "--checkpoint", str(step / "step-000000"), "--tokenizer", "builtin"]
+    assert main([*command, "--output", str(tmp_path / "fp8"), "--dtype", "fp8-block"]) == 0
+    assert "largest relative error 0.0" in capsys.readouterr().out
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "fp8"), "--output", str(tmp_path / "again")]) == 0
+    back, want = StepTensors(tmp_path / "again/step-000000"), read(tmp_path / "fp8")
+    assert all(torch.equal(back[name], want[name]) for name in want)
+    command[3] = str(tmp_path / "again/step-000000")
+    assert main([*command, "--output", str(tmp_path / "bf16")]) == 0
+    assert CONFIG_KEY not in json.loads((tmp_path / "bf16/config.json").read_text())
+    got = read(tmp_path / "bf16")
+    assert all(torch.equal(got[name], want[name]) for name in want)  # powers of two: exact in BF16

@@ -1,0 +1,171 @@
+"""The name table is a bijection, its counts are those of the published checkpoints, and it forgives nothing."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from glm46.config.errors import UserError
+from glm46.config.presets import PRESETS
+from glm46.huggingface.names import HFNames, has_copies
+from glm46.model.transformer import Transformer
+
+TINY = dict(
+    vocab_size=48, hidden_size=24, num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=40,
+    moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=64,
+)  # fmt: skip
+SHAPES = {
+    "4.6-like": PRESETS["GLM-4.6"].model_copy(update=TINY),
+    "4.5-like, two MTP layers": PRESETS["GLM-4.5"].model_copy(update=TINY | dict(num_nextn_predict_layers=2)),
+    "Air-like": PRESETS["GLM-4.5-Air"].model_copy(update=TINY),
+    "without biases, MTP, shared expert": PRESETS["GLM-4.6"].model_copy(
+        update=TINY | dict(attention_bias=False, num_nextn_predict_layers=0, n_shared_experts=0)
+    ),
+    "dense only": PRESETS["GLM-4.6"].model_copy(update=TINY | dict(first_k_dense_replace=9)),
+}
+
+
+def model_tensors(shape, device="cpu"):
+    """Every parameter and buffer of our model, random, by name."""
+    with torch.device(device):
+        model = Transformer(shape)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach().normal_() for name, tensor in tensors.items()}
+
+
+def to_hf(names, tensors):
+    return [pair for name, tensor in tensors.items() for pair in names.to_hf(name, tensor)]
+
+
+@pytest.mark.parametrize(
+    "preset, with_copies, tensors, parameters",
+    [
+        ("GLM-4.5", True, 44_691, 358_337_791_296),
+        ("GLM-4.6", False, 44_689, 356_785_898_816),
+        ("GLM-4.5-Air", True, 18_329, 110_468_824_832),
+        ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
+    ],
+)
+def test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases(preset, with_copies, tensors, parameters):
+    shape = PRESETS[preset]
+    pairs = to_hf(HFNames(shape, with_copies=with_copies), model_tensors(shape, "meta"))
+    assert len(pairs) == len({name for name, _ in pairs}) == tensors
+    assert sum(tensor.numel() for _, tensor in pairs) == parameters
+    layers = {int(name.split(".")[2]) for name, _ in pairs if name.startswith("model.layers.")}
+    assert layers == set(range(shape.num_hidden_layers + 1))
+
+
+@pytest.mark.parametrize("with_copies", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_there_and_back_gives_every_bit_again(shape, with_copies):
+    tensors = model_tensors(shape)
+    names = HFNames(shape, with_copies=with_copies)
+    assert set(names.entries) == set(tensors)
+    pairs = to_hf(names, tensors)
+    assert {name for name, _ in pairs} == set(names.places)
+    assert has_copies(dict(pairs), shape) == (with_copies and shape.num_nextn_predict_layers > 0)
+    again = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    names.from_hf(reversed(pairs), again)  # reversed: a copy may come before the original
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_boxes_of_a_tensor_cover_each_place_once():
+    shape = SHAPES["4.6-like"]
+    for entry in HFNames(shape, with_copies=False).entries.values():
+        covered = torch.zeros(entry.shape, dtype=torch.int64)
+        for part in entry.parts:
+            covered[part.index()] += 1
+        assert (covered == 1).all(), entry.name
+
+
+def test_expert_boxes_are_gate_then_up_then_down():
+    names = HFNames(SHAPES["4.6-like"], with_copies=False)
+    gate_up = torch.randn(6, 24, 24)
+    pairs = dict(names.to_hf("layers.1.mlp.experts.gate_up", gate_up))
+    assert len(pairs) == 12
+    assert torch.equal(pairs["model.layers.1.mlp.experts.4.gate_proj.weight"], gate_up[4, :12])
+    assert torch.equal(pairs["model.layers.1.mlp.experts.4.up_proj.weight"], gate_up[4, 12:])
+    down = torch.randn(6, 24, 12)
+    pairs = dict(names.to_hf("mtp.0.block.mlp.experts.down", down))
+    assert torch.equal(pairs["model.layers.3.mlp.experts.5.down_proj.weight"], down[5])
+
+
+def test_transformers_opens_what_the_table_writes(tmp_path):
+    """The independent reference for the names: it loads the file and reports no missing and no unknown key."""
+    shape = SHAPES["4.6-like"]
+    tensors = model_tensors(shape)
+    pairs = to_hf(HFNames(shape, with_copies=True), tensors)
+    save_file({name: t.contiguous().clone() for name, t in pairs}, tmp_path / "model.safetensors", {"format": "pt"})
+    keys = shape.model_dump(exclude={"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"})
+    Glm4MoeConfig(
+        **keys, rope_parameters=dict(rope_type="default", rope_theta=shape.rope_theta, partial_rotary_factor=0.5)
+    ).save_pretrained(tmp_path)
+    model, report = Glm4MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    # Its main model leaves out layers 92 and 46, the real MTP layers, and so reports that of our three-layer model.
+    assert all(name.startswith("model.layers.3.") for name in report["unexpected_keys"])
+    experts = model.model.layers[2].mlp.experts
+    assert torch.equal(experts.gate_up_proj, tensors["layers.2.mlp.experts.gate_up"])
+    assert torch.equal(experts.down_proj, tensors["layers.2.mlp.experts.down"])
+    bias = model.model.layers[2].mlp.gate.e_score_correction_bias
+    assert torch.equal(bias, tensors["layers.2.mlp.router.e_score_correction_bias"])
+
+
+def _import(change, with_copies=True):
+    shape = SHAPES["4.5-like, two MTP layers"]
+    tensors = model_tensors(shape)
+    names = HFNames(shape, with_copies=with_copies)
+    pairs = {name: tensor.clone() for name, tensor in to_hf(names, tensors)}
+    with pytest.raises(UserError) as error:
+        names.from_hf(change(pairs), tensors)
+    return error.value.faults
+
+
+def test_missing_and_unknown_names_are_listed():
+    def change(pairs):
+        del pairs["model.layers.1.mlp.experts.3.up_proj.weight"], pairs["model.layers.4.hnorm.weight"]
+        pairs["model.layers.1.mlp.experts.6.up_proj.weight"] = torch.zeros(12, 24)
+        return pairs.items()
+
+    missing, unknown = _import(change)
+    assert missing.startswith("2 tensors are missing")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in missing and "model.layers.4.hnorm.weight" in missing
+    assert unknown.startswith("1 tensors") and "model.layers.1.mlp.experts.6.up_proj.weight" in unknown
+
+
+def test_long_lists_are_counted_not_printed():
+    (missing,) = _import(lambda pairs: [item for item in pairs.items() if ".experts." not in item[0]])
+    assert missing.count(",") == 9 and missing.endswith("and 62 more")  # 4 MoE layers * 6 experts * 3 matrices = 72
+
+
+def test_wrong_shape_type_and_repetition_are_named():
+    def change(pairs):
+        pairs["lm_head.weight"] = pairs["lm_head.weight"][:-1]
+        pairs["model.norm.weight"] = pairs["model.norm.weight"].to(torch.int32)
+        bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+        pairs[bias] = pairs[bias].bfloat16()
+        return [*pairs.items(), ("model.embed_tokens.weight", pairs["model.embed_tokens.weight"])]
+
+    faults = _import(change)
+    assert len(faults) == 4
+    text = "\n".join(faults)
+    assert "lm_head.weight is [47, 24] in the checkpoint, the model has [48, 24]" in text
+    assert "model.norm.weight is int32" in text
+    assert "e_score_correction_bias is bfloat16 in the checkpoint, it must be float32" in text
+    assert "model.embed_tokens.weight comes more than once" in text
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.embed_tokens.weight", "model.layers.4.shared_head.head.weight"])
+def test_a_copy_that_differs_is_refused(name):
+    def change(pairs):
+        pairs[name][5, 7] += 1e-3
+        return pairs.items()
+
+    (fault,) = _import(change)
+    assert fault.startswith(f"tensor {name} differs from ")
+
+
+def test_a_tensor_of_another_shape_is_our_bug():
+    with pytest.raises(ValueError, match="the model's shape says"):
+        HFNames(SHAPES["Air-like"], with_copies=False).to_hf("norm.weight", torch.zeros(3))

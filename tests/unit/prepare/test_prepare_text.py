@@ -1,0 +1,307 @@
+"""From a user's files to a source that the loader reads, with the verbs as a user types them."""
+
+import hashlib
+import json
+import os
+import random
+import resource
+
+import numpy as np
+import pytest
+
+from glm46.cli import main
+from glm46.commands.data import read_recipe
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.data.manifest import load_manifest
+from glm46.data.packing import TokenStream
+from glm46.data.tokenizer import load_tokenizer
+from glm46.prepare import duplicates, parts, sharding, sorting
+from glm46.prepare.pipeline import prepare_text
+
+
+def write_lines(file, texts):
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return file
+
+
+def texts_of(manifest, split="train"):
+    tokenizer, part = load_tokenizer("builtin"), manifest.splits[split]
+    tokens = np.empty(part.tokens, np.int64)
+    _, ends = TokenStream(manifest.folder, part, manifest.vocab_size).read(0, tokens)
+    return [tokenizer.decode(t[:-1]) for t in np.split(tokens, np.concatenate(ends)[:-1])]
+
+
+def prepare(tmp_path, target="out", report=print, **keys):
+    recipe = {
+        "input": (str(tmp_path / "in"),),
+        "output": str(tmp_path / target),
+        "held_out": 0.0,
+        "processes": 1,
+    } | keys
+    return prepare_text(TextRecipe(**recipe), report=report)
+
+
+class _Here:
+    """A pool of no processes."""
+
+    def __init__(self, workers, context, initializer, initargs):
+        initializer(*initargs)
+
+    def submit(self, function, *arguments):
+        from concurrent.futures import Future
+
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **_):
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Input of a preparation in this process, which starts faster and sees patches."""
+    monkeypatch.setattr("glm46.prepare.pipeline.ProcessPoolExecutor", _Here)
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def folder_of_processes(tmp_path):
+    """Input of a preparation in processes of its own, as a user has it."""
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def test_the_verb_makes_a_source_and_inspect_shows_it(folder_of_processes, tmp_path, capsys):
+    write_lines(folder_of_processes / "a.jsonl", [f"story number {i} " * 30 for i in range(40)])
+    output = str(tmp_path / "web")
+    assert (
+        main(
+            [
+                "prepare",
+                "--input",
+                str(folder_of_processes),
+                "--output",
+                output,
+                "--held_out",
+                "0.2",
+                "--deduplicate",
+                "exact",
+            ]
+        )
+        == 0
+    )
+    manifest = load_manifest(output)
+    assert manifest.source == "web"
+    assert manifest.splits["train"].documents + manifest.splits["validation"].documents == 40
+    capsys.readouterr()
+    assert main(["inspect", output, "--rows", "1", "--seq_len", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{manifest.splits['train'].tokens:,} tokens" in shown and "story number" in shown
+    assert "ends here, its last position has no target" in shown
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 3_000, 10**9])
+def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes):
+    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
+    write_lines(folder / "a.jsonl", texts)
+    monkeypatch.setattr(parts, "PIECE_BYTES", piece_bytes)
+    # Hundreds of pieces, but not all of them open at once.
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    try:
+        manifest = prepare(tmp_path, deduplicate="near" if piece_bytes == 100 else "exact")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    # Numbers repeated are no similar texts.
+    assert texts_of(manifest) == texts
+
+
+def test_neither_the_memory_for_copies_nor_interruptions_change_a_byte(folder, tmp_path, monkeypatch):
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["one", "two", "three", "four"], k=60)) for _ in range(150)]
+    texts += [rng.choice(texts) + rng.choice(["", "", " five"]) for _ in range(250)]
+    write_lines(folder / "a.jsonl", texts)
+    monkeypatch.setattr(parts, "PIECE_BYTES", 8_000)
+    roomy = prepare(tmp_path, "roomy", name="s")
+    assert roomy.dropped["near duplicate"] > 20 and roomy.dropped["exact duplicate"] > 100
+    # Memory for a few records: everything is sorted on disk, in many runs.
+    monkeypatch.setattr(sorting, "_PER_RECORD", 10**6)
+    monkeypatch.setattr(sorting, "_FAN_IN", 4)
+    read, calls = sharding.map_tensors, []
+    for stop in (3, 40, 300):
+
+        def interrupted(file, stop=stop):
+            calls.append(file)
+            if len(calls) == stop:
+                raise KeyboardInterrupt
+            return read(file)
+
+        for module in (sharding, duplicates):
+            monkeypatch.setattr(module, "map_tensors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+        calls.clear()
+    for module in (sharding, duplicates):
+        monkeypatch.setattr(module, "map_tensors", read)
+    tight = prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+    assert (tight.splits, tight.dropped) == (roomy.splits, roomy.dropped)
+    assert sorted(f.name for f in (tmp_path / "tight").iterdir()) == ["manifest.json", "train-00000.safetensors"]
+
+
+def test_of_equal_texts_the_first_is_kept_over_all_files(folder, tmp_path):
+    write_lines(folder / "a.jsonl", ["one", "two", "one"])
+    write_lines(folder / "b.jsonl", ["two", "three"])
+    manifest = prepare(tmp_path, deduplicate="exact")
+    assert texts_of(manifest) == ["one", "two", "three"]
+    assert manifest.dropped == {"exact duplicate": 2}
+
+
+def test_bad_documents_are_counted_and_named(folder, tmp_path):
+    (folder / "a.jsonl").write_text('{"text": "good"}\nrubbish\n{"body": 1}\n')
+    lines = []
+    manifest = prepare(tmp_path, report=lines.append)
+    assert manifest.dropped == {"no text in field 'text'": 1, "not JSON": 1}
+    assert f"left out, not JSON: 1 documents, such as {folder / 'a.jsonl'} byte 17" in "\n".join(lines)
+
+
+def test_too_many_bad_documents_stop_the_work(folder, tmp_path):
+    (folder / "a.jsonl").write_text('{"text": "good"}\n' + "rubbish\n" * 4)
+    with pytest.raises(UserError, match="4 documents cannot be read, max_bad = 3") as caught:
+        prepare(tmp_path, max_bad=3)
+    assert "byte 17" in caught.value.faults[1]
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
+    # What was done is not lost: allowing them is all it takes.
+    assert texts_of(prepare(tmp_path, max_bad=4)) == ["good"]
+
+
+def test_input_without_any_text_is_refused(folder, tmp_path):
+    (folder / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="no document is left"):
+        prepare(tmp_path)
+
+
+def test_recipe_keys_are_checked_all_at_once(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('input = ["x"]\nholdout = 0.1\nfilter = "poetry"\n')
+    with pytest.raises(UserError) as caught:
+        read_recipe(file, {"held_out": 2})
+    faults = "\n".join(caught.value.faults)
+    assert len(caught.value.faults) == 4
+    for part in (
+        f"{file}: output: required, but absent (Folder to make",
+        f"{file}: holdout: unknown key; did you mean 'held_out'?",
+        f"{file}: filter = \"poetry\": expected one of 'none', 'prose'",
+        "command line: held_out = 2: must be less than 1 (Share of the documents",
+    ):
+        assert part in faults
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('input = ["x"]\noutput = "y"\nheld_out = 0.1\n')
+    recipe = read_recipe(file, {"held_out": 0.3})
+    assert (recipe.input, recipe.output, recipe.held_out) == (("x",), "y", 0.3)
+
+
+def test_every_rule_leaves_out_what_it_should_and_says_so(folder, tmp_path):
+    good = [f"def f{i}(x):\n    return x * {i} + {i * i} - sum(range({i + 3}))\n" * (i + 1) for i in range(60)]
+    exam = "assert solve([3, 1, 2], key=lambda pair: pair[1]) == [(1, 2), (3, 4)], 'not sorted at all'"
+    longest = good[-1]
+    write_lines(folder / "a.jsonl", [*good, longest + "# tail\n", good[3], "def broken(:\n", exam + "\nx = 1\n"])
+    write_lines(tmp_path / "exam.jsonl", [exam])
+    manifest = prepare(tmp_path, verify="python", decontaminate=(str(tmp_path / "exam.jsonl"),), held_out=0.3)
+    assert manifest.dropped["does not parse as Python"] == 1
+    assert manifest.dropped["exact duplicate"] == 1
+    assert manifest.dropped["holds evaluation text"] == 1
+    assert manifest.dropped["near duplicate"] >= 1
+    kept = texts_of(manifest) + texts_of(manifest, "validation")
+    assert longest in kept and longest + "# tail\n" not in kept
+    assert len(kept) == len(good) + 4 - sum(manifest.dropped.values())
+
+
+def test_held_out_text_is_not_rearranged(folder, tmp_path):
+    texts = [f"x = {i}\nprint(x)\n" * 5 for i in range(80)]
+    write_lines(folder / "a.jsonl", texts)
+    manifest = prepare(tmp_path, deduplicate="exact", held_out=0.3, fim_rate=1.0)
+    assert all("<|code_middle|>" in text for text in texts_of(manifest))
+    assert set(texts_of(manifest, "validation")) < set(texts)
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder_of_processes, tmp_path):
+    write_lines(folder_of_processes / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
+    one, two = prepare(tmp_path, "one", name="s"), prepare(tmp_path, "two", name="s", processes=2)
+    assert [s.sha256 for s in one.splits["train"].shards] == [s.sha256 for s in two.splits["train"].shards]
+    other = prepare(tmp_path, "three", name="s", fim_rate=0.5)
+    assert [s.sha256 for s in one.splits["train"].shards] != [s.sha256 for s in other.splits["train"].shards]
+
+
+def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
+    rows = [
+        {"problem": "Half of 1? It is \\boxed{\\frac12}.", "result": 0.5},
+        {"problem": "2 + 2? The answer is 5.", "result": "4"},
+        {"problem": "3 + 4? Seven.", "result": "7"},
+        {"problem": "1 + 1?\n#### 2"},
+    ]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = prepare(tmp_path, verify="maths", text_key="problem", answer_key="result", deduplicate="exact")
+    assert texts_of(manifest) == [rows[0]["problem"]]
+    assert manifest.dropped == {
+        "wrong answer": 1,
+        "states no final answer": 1,
+        "no answer to check against": 1,
+    }
+
+
+@pytest.mark.parametrize("form, kept", [
+    ("none", ["une cl\u00e9\r\nde\rla", "une cle\u0301\nde\nla", "une cl\u00e9\nde\nla"]),
+    ("newlines", ["une cl\u00e9\nde\nla", "une cle\u0301\nde\nla"]),
+    ("nfc", ["une cl\u00e9\nde\nla"]),
+])  # fmt: skip
+def test_texts_in_other_spellings_are_equal_once_they_are_normal(folder, tmp_path, form, kept):
+    write_lines(folder / "a.jsonl", ["une cl\u00e9\r\nde\rla", "une cle\u0301\nde\nla", "une cl\u00e9\nde\nla"])
+    manifest = prepare(tmp_path, normalize=form, deduplicate="exact")
+    assert texts_of(manifest) == kept and manifest.dropped.get("exact duplicate", 0) == 3 - len(kept)
+
+
+def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
+    write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(5)])
+    prepare(tmp_path)
+    prepare(tmp_path, processes=2, max_bad=3)  # who makes the shards changes nothing
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path, filter="prose", held_out=0.5)
+    assert len(caught.value.faults) == 2
+    assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
+
+
+def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(
+    folder_of_processes, tmp_path, small_disk, capsys, monkeypatch
+):
+    disk, resize = small_disk
+    rng = random.Random(0)
+    for name in ("a", "b", "c"):
+        write_lines(folder_of_processes / f"{name}.jsonl", [rng.randbytes(300).hex() for _ in range(600)])
+    command = ["prepare", "--input", str(folder_of_processes), "--name", "s", "--processes", "1", "--output"]
+    for size in (None, "4m"):  # full while the pieces are written, then while the shards are
+        if size:
+            assert resize(size) == 0
+        assert main([*command, str(disk / "out")]) == 2
+        (fault,) = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert "No space left on device while preparing" in fault and "what is finished is kept" in fault
+        assert [f.name for f in disk.iterdir()] == ["out.partial"]
+    assert resize("40m") == 0
+    assert main([*command, str(disk / "out")]) == 0
+    assert main([*command, str(tmp_path / "roomy")]) == 0
+    shards = [
+        {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.safetensors")}
+        for folder in (disk / "out", tmp_path / "roomy")
+    ]
+    assert shards[0] == shards[1] and shards[0]

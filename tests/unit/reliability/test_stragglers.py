@@ -1,0 +1,75 @@
+"""Who is named as slow: made-up step times with noise, hiccups and true delays."""
+
+import random
+
+import pytest
+
+from glm46.reliability import stragglers
+from glm46.reliability.stragglers import Pace, Stragglers, find_slowest
+
+SLOW_RANK = 1
+
+
+def steps_until_named(monkeypatch, ranks: int, steps: int, *, slowed: float, seed: int, noise: float) -> list[int]:
+    """The steps at which some rank was named, and a wrong one as a negative number.
+
+    Every step takes about 100 ms, with normally distributed noise; one in fifty takes up to three times as long, on one
+    rank alone. One rank takes `slowed` times as long from the first step on.
+    """
+    chance, clock = random.Random(seed), [0.0]
+    monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
+    watchers, named = [Stragglers(rank, ranks, 1) for rank in range(ranks)], []
+    for step in range(1, steps + 1):
+        shared = [sum(numbers) for numbers in zip(*(w.to_share() for w in watchers), strict=True)]
+        said = {watcher.learn(shared) for watcher in watchers}
+        assert len(said) == 1, "all ranks say the same"
+        if (text := said.pop()) is not None:
+            named.append(step if text.startswith(f"rank {SLOW_RANK} is slow") and slowed > 1 else -step)
+        for rank, watcher in enumerate(watchers):
+            watcher.step_begins()
+            seconds = 0.1 * max(chance.gauss(1.0, noise), 0.2) * (1 + 2 * chance.random() * (chance.random() < 0.02))
+            watcher.step_judged(clock[0] + seconds * (slowed if rank == SLOW_RANK else 1.0))
+    return named
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_thousand_clean_steps_name_nobody(monkeypatch, ranks):
+    for seed in range(10):
+        assert steps_until_named(monkeypatch, ranks, 1000, slowed=1.0, seed=seed, noise=0.05) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_rank_slowed_by_a_fifth_is_named_within_fifty_steps(monkeypatch, ranks):
+    for seed in range(50):
+        named = steps_until_named(monkeypatch, ranks, 50, slowed=1.2, seed=seed, noise=0.05)
+        assert named and min(named) > 0, (seed, named)
+
+
+def test_ranks_are_compared_with_those_of_the_same_layers():
+    fast, slow, slower = Pace(0.10, 0.0001), Pace(0.20, 0.0001), Pace(0.25, 0.0001)
+    # The second stage has more to do; in it, the last rank stands out.
+    found = find_slowest([fast] * 4 + [slow] * 3 + [slower], stages=2)
+    assert (found.rank, found.stands_out) == (7, True) and found.ratio == pytest.approx(1.25)
+    assert not find_slowest([fast] * 4 + [slow] * 4, stages=2).stands_out
+    assert find_slowest([fast, slow], stages=2) is None  # alone in its stage
+
+
+def test_ranks_that_differ_much_anyway_name_nobody():
+    # As where experts get unequal numbers of tokens: an eighth between the fast and the slow, and one beyond.
+    paces = [Pace(0.1 + 0.0125 * (rank % 8) / 7, 0.0001) for rank in range(32)] + [Pace(0.12, 0.0001)]
+    assert not find_slowest(paces, stages=1).stands_out
+
+
+def test_a_rank_that_recovers_is_said_to(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
+    watchers, said = [Stragglers(rank, 2, 1) for rank in range(2)], []
+    for step in range(200):
+        shared = [sum(numbers) for numbers in zip(*(w.to_share() for w in watchers), strict=True)]
+        said += [text for text in (watchers[0].learn(shared), watchers[1].learn(shared)) if text]
+        for rank, watcher in enumerate(watchers):
+            watcher.step_begins()
+            watcher.step_judged(clock[0] + (0.2 if rank == 0 and 60 <= step < 120 else 0.1))
+    assert [text[:12] for text in said[::2]] == ["rank 0 is sl", "rank 0 is as"] and said[::2] == said[1::2]
+    assert "0.2 s of its own per step, the others 0.1 s (2.00 times as long)" in said[0]
+    assert watchers[1].figures()["slowest_rank_ratio"] == pytest.approx(1.0)

@@ -1,0 +1,24 @@
+"""When silence is a hang."""
+
+import torch
+
+from glm46.distributed.process import Process
+from glm46.reliability.watchdog import Watchdog
+
+
+def test_a_step_of_another_size_gets_the_time_of_the_start_again(tmp_path):
+    """It may compile again, which takes longer than five steps of the old size."""
+    # 0 starts no thread; the limits are worked out all the same.
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
+
+    def run_steps(seq_len: int) -> None:
+        for step in range(30):
+            watchdog.step_begins(step)
+            watchdog.operation("training step", size=(8, seq_len))
+
+    run_steps(128)
+    assert watchdog.limit_seconds() < 1.0
+    watchdog.operation("training step", size=(8, 256))
+    assert watchdog.limit_seconds() == 300.0
+    run_steps(256)
+    assert watchdog.limit_seconds() < 1.0

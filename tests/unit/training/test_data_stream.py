@@ -1,0 +1,232 @@
+"""Stages of sequence length and mixture inside one run: each sample once, under any layout, batch and resume."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm46.config.check import check_run
+from glm46.config.presets import resolve_shape
+from glm46.data.corpus import load_text, plan_sources
+from glm46.data.manifest import Manifest, load_manifest, save_manifest
+from glm46.planner.budget import budget_tokens, plan_budget
+from glm46.planner.curriculum import plan_stages
+from glm46.prepare.sharding import SplitWriter
+from glm46.training.data_stream import Feed, read
+from glm46.training.state import Progress
+from glm46.training.trainer import train
+
+STAGES = [
+    {"start_tokens": 0, "seq_len": 16, "documents": [0.0, 0.6]},
+    {"start_tokens": 500, "seq_len": 16, "weights": [1.0, 0.0], "documents": [0.0, 0.6]},
+    {"start_tokens": 900, "seq_len": 32, "weights": [0.25, 0.75], "documents": [0.6, 1.0]},
+    {"start_tokens": 2_000, "seq_len": 16, "weights": [0.0, 2.0], "documents": [0.0, 0.6]},
+]
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory, tokenizer):
+    """Documents of tokens that come once each; their parity is their source."""
+    sources = []
+    for which in range(2):
+        folder = tmp_path_factory.mktemp(f"source{which}")
+        splits, first = {}, 0
+        for name, documents in (("train", range(120)), ("validation", range(5))):
+            writer = SplitWriter(folder, name, {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)})
+            for number in documents:
+                tokens = 2 * np.arange(first, first + 9 + number % 40, dtype=np.uint32) + which
+                first += len(tokens)
+                tokens[-1] = tokenizer.eos_id
+                writer.add(tokens, np.array([len(tokens)]), np.array([len(tokens)]), np.array([True]))
+            splits[name] = writer.finish()
+        save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
+        sources.append({"name": "ab"[which], "path": str(folder), "packing": ("concatenate", "best_fit")[which]})
+    return sources
+
+
+@pytest.fixture
+def staged_run(make_run, two_sources):
+    """A function that makes a run of the stages above."""
+
+    def make(**tables):
+        tables = {"data": {"sources": two_sources, "stages": STAGES, "document_mask": True}} | tables
+        tables["training"] = {"seq_len": 32, "steps": None, "tokens": 4_000} | tables.get("training", {})
+        return make_run(**tables)
+
+    return make
+
+
+def parts_of(run, manifests, ranks=1, rank=0, rows=1):
+    """What a feed looks at of the parts of a run."""
+    run = run.model_copy(update={"training": run.training.model_copy(update={"local_batch_size": rows})})
+    layout = SimpleNamespace(batch_ranks=ranks)
+    return SimpleNamespace(
+        run=run, shape=resolve_shape(run.model), manifests=manifests, layout=layout, batch_rank=rank, pipeline=None,
+        rows_per_micro_batch=rows * ranks,
+    )  # fmt: skip
+
+
+def samples(batches):
+    """The rows of batches by sample number, as lists; each number at most once."""
+    found = {}
+    for batch in batches:
+        for j, number in enumerate(batch["sample_numbers"].tolist()):
+            if number >= 0:
+                assert number not in found
+                row = {key: batch[key][j].tolist() for key in ("input_ids", "labels", "mtp_labels", "document_ids")}
+                found[number] = row
+    return found
+
+
+def stream(run, manifests, plan):
+    """All samples of a run whose steps are (ranks, rows, micro-batches, resumes) in turn, and its progress."""
+    progress, found, feeds, last, step = Progress(), {}, [], None, 0
+    while progress.tokens < run.training.tokens:
+        ranks, rows, micro_batches, resumes = plan[step % len(plan)]
+        if resumes or (ranks, rows) != last:
+            feeds = [Feed(parts_of(run, manifests, ranks, r, rows), SimpleNamespace(message=str)) for r in range(ranks)]
+        last = (ranks, rows)
+        portions = [feed.take(progress, ranks * rows * micro_batches) for feed in feeds]
+        here = samples(batch for portion in portions for batch in portion.micro_batches)
+        first = progress.samples
+        progress.advance(sequences=portions[0].sequences, seq_len=portions[0].seq_len, was_skipped=False)
+        assert sorted(here) == list(range(first, progress.samples)), "each sample of a step on one rank"
+        found |= here
+        step += 1
+    return found, progress
+
+
+@pytest.fixture
+def reference(staged_run):
+    """The run, its manifests, and its samples one by one."""
+    run = staged_run()
+    assert check_run(run, world_size=1) == []
+    manifests = load_text(run)[1]
+    return run, manifests, stream(run, manifests, [(1, 1, 1, False)])[0]
+
+
+def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
+    run, manifests, expected = reference
+    steps = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.booleans())
+
+    @settings(max_examples=6, deadline=None)
+    @given(plan=st.lists(steps, min_size=1, max_size=4))
+    def same(plan):
+        found, _ = stream(run, manifests, plan)
+        assert all(found[g] == expected[g] for g in found if g in expected)
+        assert set(expected) - set(found) == set()
+
+    same()
+
+
+def test_stages_have_their_length_mixture_and_documents(reference, tokenizer):
+    run, manifests, expected = reference
+    stages = plan_stages(run)
+    # 500 tokens are 31.25 samples of 16, so the next stage begins at 512; its 388 tokens are 24.25 samples; and so on.
+    assert [(s.first, s.stop) for s in stages] == [(0, 32), (32, 57), (57, 91), (91, None)]
+    seen: list[dict[str, set]] = []
+    for stage in stages:
+        rows = [expected[g] for g in expected if g >= stage.first and (stage.stop is None or g < stage.stop)]
+        assert {len(row["input_ids"]) for row in rows} == {stage.seq_len}
+        ids = {i for row in rows for i, d in zip(row["input_ids"], row["document_ids"], strict=True) if d >= 0}
+        seen.append(ids - {tokenizer.eos_id})
+    assert {i % 2 for i in seen[0]} == {0, 1} and {i % 2 for i in seen[1]} == {0} and {i % 2 for i in seen[3]} == {1}
+    short, long = seen[0] | seen[1] | seen[3], seen[2]
+    assert long and not short & long, "no document is cut in two ways"
+
+
+def test_a_stage_goes_on_where_an_earlier_one_of_its_kind_stopped(reference, tokenizer):
+    run, manifests, expected = reference
+    ids = [i for g in expected if g < 57 for i in expected[g]["input_ids"] if i % 2 == 0 and i != tokenizer.eos_id]
+    assert plan_sources(run, manifests, 1)[0].epochs < 1
+    # Both stages read a for a part of a pass: no token of it comes twice.
+    assert len(ids) > 600 and len(set(ids)) == len(ids)
+
+
+def test_planned_tokens_are_those_that_are_read(reference):
+    run, manifests, expected = reference
+    planned = {plan.name: plan.tokens for plan in plan_sources(run, manifests, 1)}
+    # Stage by stage the mixture is exact to two samples.
+    assert sum(planned.values()) == 4_000
+    first, second, third, fourth = 32 * 16, 25 * 16, 34 * 32, 4_000 - 512 - 400 - 1_088
+    assert planned["a"] == pytest.approx(first / 2 + second + third / 4)
+    assert planned["b"] == pytest.approx(first / 2 + third * 3 / 4 + fourth)
+    steps = run.model_copy(update={"training": run.training.model_copy(update={"tokens": None, "steps": 20})})
+    # Steps of ten samples: 32, 25 and 34 are cut into 4, 3 and 4 steps, and nine are left for the last stage.
+    batches = steps.model_copy(update={"training": steps.training.model_copy(update={"global_batch_size": 10.0})})
+    assert budget_tokens(batches, 1) == first + second + third + 9 * 10 * 16
+    assert plan_budget(batches, 1).step_tokens is None and plan_budget(run, 1).tokens == 4_000
+
+
+def test_the_next_phase_goes_on_behind_what_was_read(reference, two_sources):
+    run, manifests, expected = reference
+    _, progress = stream(run, manifests, [(1, 2, 2, False)])
+    entries = read(parts_of(run, manifests), progress)
+    assert len(json.dumps(entries)) <= 1_024 * len(two_sources)
+    kinds = {(name.split(":")[0], length): rows for name, length, _, _, rows in entries}
+    assert set(kinds) == {("a", 16), ("b", 16), ("a", 32), ("b", 32)} and sum(kinds.values()) == progress.samples
+    later = Progress(read_before=entries)
+    one = Feed(parts_of(run, manifests), SimpleNamespace(message=str)).take(later, 1).micro_batches[0]
+    assert one["input_ids"][0].tolist() != expected[0]["input_ids"]
+    # Counted on from there, whatever comes after.
+    later.samples = 10
+    assert sum(entry[-1] for entry in read(parts_of(run, manifests), later)) == progress.samples + 10
+
+
+def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_run, tmp_path):
+    common = {
+        "lr_scheduler": {"total_tokens": 10_000},
+        "training": {"global_batch_size": [[0, 10], [2_000, 20]], "tokens": 2_300},
+        "checkpoint": {"interval": 100, "async_mode": "disabled", "keep_latest_k": 1},
+    }
+    figures = []
+    for name in ("whole", "halves"):
+        run = staged_run(job={"dump_folder": str(tmp_path / name)}, **common)
+        if name == "halves":
+            part = staged_run(
+                job={"dump_folder": str(tmp_path / name)},
+                **common | {"training": common["training"] | {"tokens": 1_200}},
+            )
+            assert train(part) == 0
+        assert train(run) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "loss" in row]
+        figures.append([(row["step"], row["tokens"], row["batch_tokens"], row["loss"]) for row in rows])
+    assert figures[0][-1][1] >= 2_300 and figures[0] == figures[1]
+    assert (
+        "stage 3 of 4: 32 tokens per sequence, a 25.0%, b 75.0%; samples 57 to 90"
+        in (tmp_path / "whole" / "log.txt").read_text()
+    )
+    step = sorted((tmp_path / "whole" / "checkpoint").glob("step-*"))[-1]
+    following = staged_run(
+        job={"dump_folder": str(tmp_path / "next")}, checkpoint={"initial_load_path": str(step)},
+        training={"tokens": 64, "local_batch_size": 2},
+    )  # fmt: skip
+    assert train(following) == 0
+
+
+@pytest.mark.parametrize("stages, fault", [
+    ([{"start_tokens": 5}], "data.stages[0].start_tokens = 5: the run begins at"),
+    ([{"start_tokens": 0}, {"start_tokens": 0}], "data.stages[1].start_tokens = 0: must be greater"),
+    ([{"start_tokens": 0, "weights": [1.0]}], "must have one weight for each of the 2 sources"),
+    ([{"start_tokens": 0, "weights": [0.0, 0.0]}], "one must be above 0"),
+    ([{"start_tokens": 0, "weights": [-1.0, 2.0]}], "none may be negative"),
+    ([{"start_tokens": 0, "seq_len": 64}], "longer than training.seq_len = 32"),
+    ([{"start_tokens": 0, "documents": [0.5, 0.5]}], "must be a range"),
+    ([{"start_tokens": 0}, {"start_tokens": 9, "seq_len": 16}], "both read a, b, with other sequence lengths"),
+])  # fmt: skip
+def test_stages_that_make_no_sense_are_refused(staged_run, two_sources, stages, fault):
+    run = staged_run(data={"sources": two_sources, "stages": stages})
+    assert any(fault in message for message in check_run(run, world_size=1))
+
+
+def test_stages_of_other_sources_may_differ_in_length(staged_run, two_sources):
+    stages = [
+        {"start_tokens": 0, "weights": [1.0, 0.0]}, {"start_tokens": 99, "seq_len": 16, "weights": [0.0, 1.0]},
+    ]  # fmt: skip
+    assert check_run(staged_run(data={"sources": two_sources, "stages": stages}), world_size=1) == []
+    assert load_manifest(Path(two_sources[0]["path"])).splits["train"].documents == 120
