@@ -21,6 +21,7 @@ _OWN_COMMANDS = {
     "convert": "glm46.commands.convert:convert_command",
     "generate": "glm46.commands.generate:generate_command",
     "inspect": "glm46.commands.data:inspect_command",
+    "plot": "glm46.commands.plot:plot_command",
     "prepare": "glm46.commands.data:prepare_command",
 }
 """Verbs that read no run parse their own options; by name, because only the one that is asked for is imported."""
@@ -132,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
     verbs.add_parser("checkpoint", help="list, verify, show or prune checkpoints; see checkpoint --help")
     verbs.add_parser("inspect", help="count and show what is in a folder of shards; see inspect --help")
+    verbs.add_parser("plot", help="draw loss, learning rate, speed and balance of runs as a PNG; see plot --help")
     verbs.add_parser("convert", help="weights from and to Hugging Face folders; see convert --help")
     verbs.add_parser("generate", help="text from a checkpoint or a Hugging Face folder; see generate --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)

@@ -8,8 +8,8 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
     """Figures of the balance, with one copy from the device.
 
     Args:
-        tokens_per_expert: int64 [layers, E], assignments kept since the last look, summed over all ranks.
-        overflow: int64 [layers], assignments lost to the capacity over the same time.
+        tokens_per_expert: int64 [layers, E], assignments kept in a step, summed over all ranks.
+        overflow: int64 [layers], assignments lost to the capacity in the same step.
 
     Returns:
         Columns of metrics.jsonl; none when the model has no experts. Ratios are relative to an even share in the same

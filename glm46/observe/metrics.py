@@ -18,14 +18,18 @@ class Metric:
     meaning: str
     per: str | None = None
     """What further columns ``name/<this>`` split it by."""
+    training: str | None = None
+    """Of a validation figure: the training figure that it is compared with. Both share a chart of TensorBoard."""
 
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "progress", "Optimizer steps done since the start of the run."),
+    Metric("unix_seconds", "s", "progress", "Time at which the row was written, since 1970 in UTC."),
     Metric("tokens", "tokens", "progress", "Tokens of the batches trained on since the start of the run."),
     Metric("curriculum_tokens", "tokens", "progress", "Tokens since the curriculum began, earlier phases included."),
     Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
     Metric("loss", "nats/token", "loss", "Mean cross-entropy of the next token over the last step's labels."),
+    Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the row before."),
     Metric("perplexity", "1", "loss", "exp(loss)."),
     Metric("mtp_loss", "nats/token", "loss", "Mean cross-entropy of the multi-token prediction layers.", "depth"),
     Metric(
@@ -65,9 +69,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("expert_overflow_ratio", "ratio", "experts", "Assignments lost to the capacity."),
     Metric("dead_experts", "experts", "experts", "Experts that no token used, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
-    Metric("validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source"),
+    Metric(
+        "validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source", "loss"
+    ),
     Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
-    Metric("validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents."),
+    Metric(
+        "validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", None,
+        "mtp_acceptance",
+    ),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 

@@ -3,10 +3,14 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from glm46.observe.console import ConsoleView, train_line, validation_line
 from glm46.observe.history import History, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
+
+Kind = Literal["train", "validation"]
+"""Kinds of rows; a step may have one of each."""
 
 
 class Report:
@@ -38,29 +42,26 @@ class Report:
         self._history = History(dump_folder / "metrics.jsonl", resumed_step)
         self._log = (dump_folder / "log.txt").open("a", encoding="utf-8")
         self._console = console or ConsoleView(total_tokens)
-        self._tensorboard = None
-        if enable_tensorboard:
-            if resumed_step is None:
-                keep_aside(dump_folder / "tb")
-            # Its import takes a second, which runs without TensorBoard need not pay.
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = None if resumed_step is None else resumed_step + 1
-            self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=purge_step)
+        self._tensorboard = _TensorBoard(dump_folder / "tb", resumed_step) if enable_tensorboard else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
         """Write a row of training figures; its columns are in `glm46.observe.metrics`."""
         if self._is_main:
-            plain = self._write(row)
+            plain = self._write("train", row)
             self._console.train(plain)
             self._write_log(train_line(plain, self._total_tokens))
 
     def validation(self, row: Mapping[str, int | float]) -> None:
         """Write a row of validation figures."""
         if self._is_main:
-            line = validation_line(self._write(row))
+            line = validation_line(self._write("validation", row))
             self._console.line(line)
             self._write_log(line)
+
+    def config(self, text: str) -> None:
+        """Show the resolved configuration in TensorBoard, at the first step that is trained with it."""
+        if self._is_main and self._tensorboard is not None:
+            self._tensorboard.write_config(text)
 
     def message(self, text: str) -> None:
         """Tell the user something, on the console and in log.txt."""
@@ -82,17 +83,65 @@ class Report:
             if self._tensorboard is not None:
                 self._tensorboard.close()
 
-    def _write(self, row: Mapping[str, int | float]) -> dict[str, int | float | None]:
+    def _write(self, kind: Kind, row: Mapping[str, int | float]) -> dict[str, int | float | None]:
+        now = time.time()
         plain = plain_row(row)
         assert "step" in plain, "a row needs its step"
-        self._history.write(plain)
+        self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain})
         if self._tensorboard is not None:
-            for column, value in plain.items():
-                if value is not None and column != "step":
-                    self._tensorboard.add_scalar(f"{find_metric(column).group}/{column}", value, plain["step"])
+            self._tensorboard.write(kind, plain, now)
         return plain
 
     def _write_log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._log.write("".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""]))
         self._log.flush()
+
+
+class _TensorBoard:
+    """The folder ``tb``: training rows in it, validation rows in its folder ``validation``.
+
+    TensorBoard draws two folders in one chart where they use one name: so the training and the validation loss meet.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int | None):
+        # The import takes a second, which runs without TensorBoard need not pay.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
+        self._open = SummaryWriter
+        self._purge_step = None if resumed_step is None else resumed_step + 1
+        self._writers: dict[Kind, SummaryWriter] = {}
+        if resumed_step is None:
+            keep_aside(folder)
+        for kind, path in self._folders.items():
+            if path.exists():  # Opening it cuts the steps after the restored one.
+                self._writer(kind)
+
+    def _writer(self, kind: Kind):
+        if kind not in self._writers:
+            self._writers[kind] = self._open(str(self._folders[kind]), purge_step=self._purge_step)
+        return self._writers[kind]
+
+    def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> None:
+        for column, value in row.items():
+            if value is not None and column != "step":
+                self._writer(kind).add_scalar(_tag(column), value, row["step"], unix_seconds)
+
+    def write_config(self, text: str) -> None:
+        # TensorBoard renders Markdown, where indented lines are shown as they are.
+        as_code = "".join(f"    {line}\n" for line in text.splitlines())
+        self._writer("train").add_text("config", as_code, self._purge_step or 0)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _tag(column: str) -> str:
+    """TensorBoard's name of a column: a validation figure has that of the training figure that it is compared with."""
+    metric = find_metric(column)
+    if metric.training is not None and column == metric.name:
+        metric = find_metric(metric.training)
+        column = metric.name
+    return f"{metric.group}/{column}"

@@ -23,6 +23,10 @@ class Progress:
     """The first step of this row."""
     bad_since_sample: int = 0
     """The first sample of that step."""
+    window_loss_sum: float = 0.0
+    """Loss of the good steps since the last row of metrics, summed over their targets."""
+    window_targets: int = 0
+    """Targets of these steps."""
     rollbacks: int = 0
     """How often the run went back to a checkpoint."""
     left_out: list[list[int]] = field(default_factory=list)
@@ -40,6 +44,17 @@ class Progress:
         self.curriculum_tokens += sequences * seq_len
         self.skipped_steps += was_skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
+
+    def add_loss(self, loss_sum: float, targets: int) -> None:
+        """Count the loss of a good step towards the mean of the next row of metrics."""
+        self.window_loss_sum += loss_sum
+        self.window_targets += targets
+
+    def take_mean_loss(self) -> float | None:
+        """Mean loss per target since the last call, which starts the next window; None without a good step."""
+        loss_sum, targets = self.window_loss_sum, self.window_targets
+        self.window_loss_sum, self.window_targets = 0.0, 0
+        return loss_sum / targets if targets else None
 
     def pass_over(self, sequences: int) -> None:
         """Go on behind any range that is left out and that the next `sequences` would touch."""

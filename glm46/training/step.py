@@ -21,8 +21,8 @@ from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxil
 class StepOutcome(NamedTuple):
     """What a step did, over all ranks. Tensors stay on the device until a logging step reads them."""
 
-    loss_sum: Tensor
-    """FP64 scalar, summed over the step's targets; as all sums here."""
+    loss_sum: float
+    """Summed over the step's targets; as all sums here."""
     mtp_loss_sums: Tensor
     """FP64 [K]."""
     aux_loss_sums: Tensor
@@ -83,9 +83,9 @@ def train_step(
         parts.optimizer.step(lr_factor)
         parts.balance.update(tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
     depths = parts.shape.num_nextn_predict_layers
-    loss_sum, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
+    _, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
     return StepOutcome(
-        loss_sum[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault, judged_at
+        figures[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault, judged_at
     )
 
 

@@ -39,9 +39,10 @@ class Figures:
     def training_row(
         self, progress: Progress, outcome: StepOutcome, counts: TokenCounts, lr_factor: float
     ) -> dict[str, Any]:
-        """One row of training figures; reads the step's tensors, so it waits for the device."""
+        """One row of training figures; reads the step's tensors, so it waits for the device. Starts the next window of
+        the mean loss."""
         run = self._parts.run
-        loss = outcome.loss_sum.item() / max(counts.targets, 1)  # sync: a row is for people
+        loss = outcome.loss_sum / max(counts.targets, 1)
         clock = progress.curriculum_tokens
         row: dict[str, Any] = {
             "step": progress.step,
@@ -58,6 +59,9 @@ class Figures:
             "bias_update_rate": schedule_value(run.moe.bias_update_rate, clock),
             "router_temperature": schedule_value(run.moe.router_temperature, clock),
         }
+        mean_loss = progress.take_mean_loss()
+        if mean_loss is not None:
+            row["loss_mean"] = mean_loss
         if counts.mtp_targets:
             row |= _mtp_columns(outcome, counts)
             row["mtp_loss_weight"] = schedule_value(run.mtp.loss_weight, clock)

@@ -106,6 +106,7 @@ def _train_from(
     try:
         if run.job.print_config:
             report.message(dump_run(run))
+        report.config(dump_run(run))
         report.message(describe_start(parts, progress, meta))
         spikes = SpikeDetector(run.training.spike_sigmas, run.training.spike_window)
         if meta is not None and progress.step:
@@ -162,7 +163,9 @@ def _train(
         figures.meter.add_step(text.sequences * text.seq_len, text.read_seconds, text.flops_per_token)
 
         is_last = progress.tokens >= budget
-        if outcome.fault is not None:
+        if outcome.fault is None:
+            progress.add_loss(outcome.loss_sum, counts.targets)
+        else:
             _report_skip(progress, outcome.fault, text.sequences, report)
         if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
             row = figures.training_row(progress, outcome, counts, lr_factor)

@@ -60,7 +60,7 @@ def next_steps(parts: Parts, layout: Layout, first: int, count: int) -> list[flo
     for step in range(first, first + count):
         counts = count_tokens([make_batch(step)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
-        losses.append(outcome.loss_sum.item() / counts.targets)
+        losses.append(outcome.loss_sum / counts.targets)
     return losses
 
 

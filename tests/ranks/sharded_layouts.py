@@ -238,7 +238,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
         counts = count_tokens([make_batch(step)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
         gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
-        figures.append((outcome.loss_sum.item(), outcome.tokens_per_expert, outcome.grad_norm.item()))
+        figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm.item()))
     return initial, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,14 @@ def _steps(folder, key="step"):
 
 
 def test_rows_are_in_the_file_at_once_and_in_the_log(tmp_path):
+    started = time.time()
     report = _report(tmp_path)
     report.train(_row(1))
     report.validation({"step": 1, "validation_loss": 4.5, "validation_loss/wiki": 4.25})
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [first.pop("kind"), second.pop("kind")] == ["train", "validation"]
+    # Rows are written between the start of this test and now, and keep milliseconds.
+    assert started - 0.001 <= first.pop("unix_seconds") <= second.pop("unix_seconds") <= time.time() + 0.001
     assert first == _row(1)
     assert second == {"step": 1, "validation_loss": 4.5, "validation_loss/wiki": 4.25}
     report.message("a [bracketed] word")
@@ -79,8 +84,6 @@ def test_a_new_run_keeps_the_earlier_rows_aside(tmp_path):
 
 
 def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     report = _report(tmp_path, tensorboard=True)
     for step in (1, 2, 3):
         report.train(_row(step))
@@ -89,12 +92,66 @@ def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path):
     for step in (2, 3):
         report.train(_row(step, loss=1.0))
     report.close()
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
+    events = _events(tmp_path / "tb")
     scalars = [(event.step, event.value) for event in events.Scalars("loss/loss")]
     # TensorBoard stores FP32.
     assert [step for step, _ in scalars] == [1, 2, 3]
     assert [value for _, value in scalars] == pytest.approx([4.9, 1.0, 1.0], rel=1e-6)
+
+
+def _events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for file in folder.glob("events.*"):  # read by name, where file 10 of a second comes before file 9
+        stem, _, number = file.name.rpartition(".")
+        file.rename(folder / f"{stem}.{int(number):04d}")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_training_and_validation_loss_share_a_chart_in_tensorboard(tmp_path):
+    report = _report(tmp_path, tensorboard=True)
+    for step in (1, 2):
+        report.train(_row(step))
+        report.validation({"step": step, "validation_loss": 4.0 - step, "validation_loss/wiki": 4.25})
+    report.close()
+    report = _report(tmp_path, tensorboard=True, resumed_step=1)
+    report.validation({"step": 2, "validation_loss": 1.5})
+    report.close()
+    train, validation = _events(tmp_path / "tb"), _events(tmp_path / "tb/validation")
+    # TensorBoard draws one chart for one tag, with a line for each folder.
+    assert [(event.step, event.value) for event in validation.Scalars("loss/loss")] == [(1, 3.0), (2, 1.5)]
+    assert [event.step for event in train.Scalars("loss/loss")] == [1]
+    assert validation.Tags()["scalars"] == ["loss/loss", "validation/validation_loss/wiki"]
+
+
+def test_a_run_without_validation_has_no_validation_in_tensorboard(tmp_path):
+    for resumed_step in (None, 1):
+        report = _report(tmp_path, tensorboard=True, resumed_step=resumed_step)
+        report.train(_row(1 if resumed_step is None else 2))
+        report.close()
+    assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("resumed_step, first_step", [(None, 0), (3, 4)])
+def test_tensorboard_shows_the_configuration_at_the_first_step_of_a_start(tmp_path, resumed_step, first_step):
+    report = _report(tmp_path, tensorboard=True, resumed_step=resumed_step)
+    report.config("[job]\nlr = 1\n")
+    report.close()
+    (event,) = _events(tmp_path / "tb").Tensors("config/text_summary")
+    # Markdown shows indented lines as they are.
+    assert (event.step, event.tensor_proto.string_val[0]) == (first_step, b"    [job]\n    lr = 1\n")
+
+
+def test_rows_of_an_older_release_survive_a_resume(tmp_path):
+    rows = [_row(1), _row(2), {"step": 2, "validation_loss": 4.0}, _row(3)]  # no kind, no time, no mean
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = _report(tmp_path, resumed_step=2)
+    report.train(_row(3))
+    report.close()
+    kept = read_history(tmp_path / "metrics.jsonl")
+    assert kept[:3] == rows[:3] and kept[3]["kind"] == "train" and len(kept) == 4
 
 
 def test_other_ranks_write_nothing(tmp_path):

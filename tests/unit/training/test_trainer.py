@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.distributed.ranks import CheckpointError
 from glm46.training import trainer
+from glm46.training.state import Progress
 from glm46.training.trainer import train
 
 TIMED = ("seconds", "second", "device", "mfu", "gib")
@@ -60,6 +62,7 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp
         validation={"enable": True, "freq": 2},
         moe={"balance": "proportional", "bias_update_rate": 0.01},
         training={"steps": 4, "global_batch_size": 4},
+        metrics={"log_freq": 2},
     )
     whole = make_run(job={"dump_folder": str(tmp_path / "whole")}, **settings)
     assert train(whole) == 0
@@ -73,6 +76,19 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp
     shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
     assert train(again) == 0
     assert rows(again) == rows(whole)
+    # Rows are of steps 1, 2 and 4; the mean is over the steps since the row before, also where the run was stopped.
+    means = [row["loss_mean"] for row in training_rows(whole)]
+    losses = [row["loss"] for row in training_rows(whole)]
+    assert means[:2] == losses[:2] and means[1] > means[2] != losses[2]
+
+
+def test_the_mean_loss_weighs_labels_and_leaves_steps_without_labels_out():
+    progress = Progress()
+    progress.add_loss(30.0, 10)
+    progress.add_loss(10.0, 30)
+    assert Progress(**asdict(progress)).take_mean_loss() == 1.0  # as a checkpoint carries it
+    assert progress.take_mean_loss() == 1.0
+    assert progress.take_mean_loss() is None  # every step since then was skipped
 
 
 def test_a_save_behind_training_holds_the_step_it_was_started_at(make_run, tmp_path):

@@ -1,0 +1,167 @@
+"""``python -m glm46 plot``: loss, learning rate, speed and expert balance of runs, drawn side by side into one PNG."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.observe.history import read_history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROWS_FILE = "metrics.jsonl"
+_NAN = float("nan")
+_X_AXES = {"tokens": "tokens", "steps": "step"}
+"""What the horizontal axis may count, and its column."""
+
+
+class _Panel(NamedTuple):
+    """One chart."""
+
+    title: str
+    unit: str
+    columns: tuple[str, ...]
+    """The line, of each row the first column that it has; the second column is drawn thin behind it."""
+    markers: str | None = None
+    """Column of validation rows."""
+    starts_at_zero: bool = False
+
+
+_PANELS = (
+    _Panel("Loss", "nats per token", ("loss_mean", "loss"), "validation_loss"),
+    _Panel("Learning rate", "", ("lr",), starts_at_zero=True),
+    _Panel("Speed", "tokens per second", ("tokens_per_second",), starts_at_zero=True),
+    _Panel("Expert balance", "tokens per expert: deviation / mean", ("expert_balance_cv",), starts_at_zero=True),
+)
+
+
+class _Run(NamedTuple):
+    """The rows of one run."""
+
+    name: str
+    train: list[dict]
+    validation: list[dict]
+
+
+def plot_command(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m glm46 plot",
+        description="Draws loss, learning rate, speed and expert balance of runs into one PNG.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run, or its rows file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="PNG; absent: plot.png beside the first run's rows")
+    parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis; default tokens")
+    arguments = parser.parse_args(argv)
+    files = [path / _ROWS_FILE if path.is_dir() else path for path in arguments.runs]
+    output = arguments.output or files[0].parent / "plot.png"
+    if output.suffix != ".png":
+        raise UserError(f"plot: --output {output}: the picture is a PNG; end the name with .png")
+    if find_spec("matplotlib") is None:
+        raise UserError("plot: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+    runs = [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
+    try:
+        draw(runs, output, arguments.x)
+    except OSError as error:
+        raise UserError(f"plot: --output {output}: {error.strerror or error}; name a folder that exists") from error
+    print(output)
+    return 0
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The shortest names that tell runs apart: their folders, without the ones that all have in common."""
+    folders = [file.resolve().parent if file.name == _ROWS_FILE else file.resolve() for file in files]
+    if len(set(folders)) == 1:
+        return [folders[0].name] * len(folders)
+    common = Path(os.path.commonpath(folders))
+    return [str(folder.relative_to(common)) if folder != common else folder.name for folder in folders]
+
+
+def _read(file: Path, name: str) -> _Run:
+    try:
+        rows = read_history(file)
+    except OSError as error:
+        raise UserError(f"plot: {file}: {error.strerror}; give the job.dump_folder of a run") from error
+    # Rows of older releases do not say their kind.
+    kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
+    run = _Run(
+        name,
+        [row for row, kind in zip(rows, kinds, strict=True) if kind == "train"],
+        [row for row, kind in zip(rows, kinds, strict=True) if kind == "validation"],
+    )
+    if not run.train:
+        raise UserError(f"plot: {file}: has no training rows yet; plot it after metrics.log_freq steps")
+    return run
+
+
+def draw(runs: Sequence[_Run], output: Path, x_axis: str) -> None:
+    """Draw the panels that some run has figures for, and write the PNG whole or not at all."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    known = {column for run in runs for row in run.train for column in row}
+    panels = [panel for panel in _PANELS if known.intersection(panel.columns)]
+    legend_rows = -(-len(runs) // 3)
+    figure = Figure(figsize=(13, 8 + 0.3 * legend_rows), dpi=120, layout="constrained")
+    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flatten()
+    colours = [f"C{number % 10}" for number in range(len(runs))]
+    for axes, panel in zip(grid, panels, strict=False):
+        for run, colour in zip(runs, colours, strict=True):
+            _draw_run(axes, panel, run, colour, _X_AXES[x_axis])
+        _label(axes, panel, x_axis)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    names = zip((run.name for run in runs), colours, strict=True)
+    entries = [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in names]
+    if any(run.validation for run in runs):
+        entries.append(Line2D([], [], color="0.3", linestyle="", marker="o", label="validation"))
+    if "loss_mean" in known:
+        entries.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.5, label="loss of one step"))
+    figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5), frameon=False)
+    temporary = output.with_name(f"{output.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(output)
+
+
+def _draw_run(axes: "Axes", panel: _Panel, run: _Run, colour: str, x: str) -> None:
+    steps = _values(run.train, (x,))
+    if len(panel.columns) > 1:
+        axes.plot(steps, _values(run.train, panel.columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
+    # A line of one point would not be seen.
+    marker = "." if len(steps) == 1 else None
+    axes.plot(steps, _values(run.train, panel.columns), color=colour, linewidth=1.8, marker=marker)
+    if panel.markers is not None:
+        points = _values(run.validation, (x,)), _values(run.validation, (panel.markers,))
+        axes.plot(*points, "o", color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
+
+
+def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
+    """Of each row the first column that it has; a gap where there is none, or no finite value."""
+    values = [next((row[column] for column in columns if column in row), None) for row in rows]
+    return [value if isinstance(value, int | float) else _NAN for value in values]
+
+
+def _label(axes: "Axes", panel: _Panel, x_axis: str) -> None:
+    axes.set_title(panel.title, loc="left", fontweight="bold")
+    axes.set_xlabel(x_axis)
+    axes.set_ylabel(panel.unit)
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.set_xlim(left=0)
+    if panel.starts_at_zero:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def short_number(value: float) -> str:
+    """A number of an axis as people write it: 1.5M, 20B, 0.25, 3e-04."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.4g}"

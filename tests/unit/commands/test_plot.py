@@ -1,0 +1,122 @@
+"""The picture of runs: drawn for real and read back, from rows of this release and older ones."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from glm46.cli import main
+from glm46.commands.plot import short_number
+
+matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.image import imread  # noqa: E402
+
+# matplotlib's first two colours of lines.
+BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)
+
+
+def write_run(folder, *, is_old=False, loss=3.0):
+    folder.mkdir(parents=True)
+    rows = []
+    for step in range(1, 21):
+        row = {
+            "kind": "train",
+            "step": step,
+            "tokens": 1000 * step,
+            "loss": loss + 1 / step,
+            "loss_mean": loss + 1 / step,
+        }
+        row |= {"lr": 1e-3, "tokens_per_second": 50.0, "expert_balance_cv": 0.5}
+        if is_old:
+            del row["kind"], row["loss_mean"]
+        validation = {"step": step, "tokens": 1000 * step, "validation_loss": loss}
+        rows += [row, validation if is_old else {"kind": "validation", **validation}]
+    rows[4]["loss"] = None  # not finite
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def ink(file, colour) -> np.ndarray:
+    """Pixels of a colour in each quarter of the picture: loss, learning rate, speed, balance."""
+    picture = (imread(file)[..., :3] * 255).round().astype(int)
+    # The row of the legend is left out.
+    hits = (np.abs(picture - colour).max(-1) <= 2)[60:]
+    middle, centre = hits.shape[0] // 2, hits.shape[1] // 2
+    return np.array([part.sum() for rows in (hits[:middle], hits[middle:]) for part in (rows[:, :centre], rows[:, centre:])])  # fmt: skip  # noqa: E501
+
+
+def test_each_run_is_drawn_in_each_panel(tmp_path, capsys):
+    new, old = write_run(tmp_path / "new"), write_run(tmp_path / "old", is_old=True, loss=4.0)
+    # Another speed, or one line would cover the other.
+    text = (old / "metrics.jsonl").read_text()
+    (old / "metrics.jsonl").write_text(text.replace("50.0", "30.0").replace("0.001,", "0.002,").replace("0.5}", "0.3}"))
+    assert main(["plot", str(new), str(old / "metrics.jsonl")]) == 0
+    file = new / "plot.png"
+    assert capsys.readouterr().out.strip() == str(file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in new.iterdir() if path.suffix == ".tmp"] == []
+    # A line across half of the picture has hundreds of pixels.
+    assert (ink(file, BLUE) > 300).all() and (ink(file, ORANGE) > 300).all()
+
+
+def test_points_of_validation_are_drawn_over_steps_too(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert main(["plot", str(run), "--x", "steps"]) == 0
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(row for row in rows if "validation" not in row))
+    assert main(["plot", str(run), "--x", "steps", "--output", str(tmp_path / "without.png")]) == 0
+    # Twenty points of some 50 pixels each, on an axis that they make a little longer.
+    points = ink(run / "plot.png", BLUE) - ink(tmp_path / "without.png", BLUE)
+    assert points[0] > 500 > abs(points[1:]).max()
+    assert ink(run / "plot.png", ORANGE).sum() == 0
+
+
+def test_a_model_without_experts_has_no_panel_of_their_balance(tmp_path):
+    run = write_run(tmp_path / "dense")
+    text = (run / "metrics.jsonl").read_text().replace(', "expert_balance_cv": 0.5', "")
+    (run / "metrics.jsonl").write_text(text)
+    assert main(["plot", str(run)]) == 0
+    assert ink(run / "plot.png", BLUE)[3] == 0 < ink(run / "plot.png", BLUE)[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere"], ("nowhere", "job.dump_folder")),
+        (["empty"], ("empty", "metrics.jsonl", "job.dump_folder")),
+        (["begun"], ("begun", "no training rows", "metrics.log_freq")),
+        (["run", "--output", "picture.jpg"], ("--output", "picture.jpg", ".png")),
+        (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/metrics.jsonl").write_text('{"kind": "validation", "step": 0, "validation_loss": 9.0}\n')
+    assert main(["plot", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words)
+    assert list(tmp_path.rglob("*.png*")) == []
+
+
+def test_without_matplotlib_one_message_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr("glm46.commands.plot.find_spec", lambda name: None)
+    assert main(["plot", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install matplotlib" in said and "[plot]" in said
+
+
+def test_help_needs_no_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as end:
+        main(["plot", "--help"])
+    assert end.value.code == 0 and "RUN" in capsys.readouterr().out
+
+
+def test_numbers_of_axes_are_short():
+    known = {0: "0", 0.25: "0.25", 3e-4: "3.0e-04", 950: "950", 2000: "2K", 1.5e6: "1.5M", 2e10: "20B", 2.2e13: "22T"}
+    assert {value: short_number(value) for value in known} == known
