@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from glm46.checkpoint.integrity import Closer, FileRecord
 from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
 from glm46.distributed.ranks import Ranks
-from glm46.files.safetensors_file import WRITE_BYTES
+from glm46.files.tensor_file import WRITE_BYTES
 
 _BUFFER_BYTES = WRITE_BYTES
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from glm46.checkpoint.dcp import fill_tensors
-from glm46.files.safetensors_file import Record, TensorFile
+from glm46.files.tensor_file import Record, TensorFile
 
 _LOCAL_HEADER = 30
 """Bytes of a zip entry's own header, before its name; the lengths of name and extra field are its last four."""

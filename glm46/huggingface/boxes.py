@@ -6,7 +6,7 @@ from itertools import product
 
 from torch import Tensor
 
-from glm46.files.safetensors_file import Box
+from glm46.files.tensor_file import Box
 from glm46.huggingface.names import Part
 
 _MOST_ELEMENTS = 1 << 22

@@ -21,7 +21,7 @@ from glm46.checkpoint.integrity import Closer, sync_folder, write_durably
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
-from glm46.files.safetensors_file import Record, TensorFile, lay_out
+from glm46.files.tensor_file import Record, TensorFile, lay_out
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names

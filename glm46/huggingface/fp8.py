@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.files.safetensors_file import Box
+from glm46.files.tensor_file import Box
 from glm46.huggingface.names import HFNames
 
 CONFIG_KEY = "quantization_config"

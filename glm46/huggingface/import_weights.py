@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
-from glm46.files.safetensors_file import Box, Record, TensorFile, read_records
+from glm46.files.tensor_file import Box, Record, TensorFile, read_records
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.huggingface.fp8 import Scheme, dequantise, repeats, scale_faults, scales_of_box, scheme_of
