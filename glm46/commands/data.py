@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError
 from glm46.config.overrides import key_parts
+from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate, without_lists
 from glm46.data.inspect_source import describe, show_rows
@@ -70,15 +71,15 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: not valid TOML: {error}") from error
     try:
-        return TextRecipe.model_validate(without_lists(table | stated))
+        recipe = TextRecipe.model_validate(without_lists(table | stated))
+        faults = list(stated_keys_have_an_effect(recipe))
     except ValidationError as error:
+        faults = translate(error, TextRecipe)
+    if faults:
         origins = {key: "command line" for key in stated}
-        raise UserError(
-            *(
-                f"{origins.get(key_parts(fault.keys[0])[0], file or 'command line')}: {fault.message}"
-                for fault in translate(error, TextRecipe)
-            )
-        ) from error
+        place = file or "command line"
+        raise UserError(*(f"{origins.get(key_parts(fault.keys[0])[0], place)}: {fault.message}" for fault in faults))
+    return recipe
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.rules_data import DATA_RULES
+from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
@@ -116,42 +117,9 @@ def _curriculum_tokens(run: Run) -> int | None:
     return None
 
 
-def checkpoint_keys_work_together(run: Run) -> Faults:
-    """No key of [checkpoint] may be stated in vain."""
+def hugging_face_folder_can_say_it(run: Run) -> Faults:
+    """What is written for Hugging Face's readers computes the same there."""
     checkpoint = run.checkpoint
-    if checkpoint.load_step >= 0 and not checkpoint.enable:
-        yield Fault(
-            ("checkpoint.load_step", "checkpoint.enable"),
-            f"checkpoint.load_step = {checkpoint.load_step}: nothing is loaded while checkpoint.enable = false; "
-            "set enable = true, or name the step's folder in checkpoint.initial_load_path",
-        )
-    if checkpoint.node_local_folder is not None and not checkpoint.enable:
-        yield Fault(
-            ("checkpoint.node_local_folder", "checkpoint.enable"),
-            f"checkpoint.node_local_folder = {show(checkpoint.node_local_folder)}: nothing is saved while "
-            "checkpoint.enable = false; set enable = true, or take it out",
-        )
-    if run.training.max_rollbacks and not checkpoint.enable:
-        yield Fault(
-            ("training.max_rollbacks", "checkpoint.enable"),
-            f"training.max_rollbacks = {run.training.max_rollbacks}: there is nothing to go back to while "
-            "checkpoint.enable = false; set enable = true, or max_rollbacks = 0",
-        )
-    for key in ("initial_load_model_only", "initial_load_in_hf"):
-        if getattr(checkpoint, key) and checkpoint.initial_load_path is None:
-            yield Fault(
-                (f"checkpoint.{key}", "checkpoint.initial_load_path"),
-                f"checkpoint.{key} = true: there is no checkpoint.initial_load_path to load from; add it",
-            )
-    for key in ("initial_load_include", "initial_load_exclude"):
-        if getattr(checkpoint, key) and (checkpoint.initial_load_path is None or checkpoint.initial_load_in_hf):
-            other = "initial_load_in_hf" if checkpoint.initial_load_in_hf else "initial_load_path"
-            state = "is a Hugging Face one" if checkpoint.initial_load_in_hf else "is absent"
-            yield Fault(
-                (f"checkpoint.{key}", f"checkpoint.{other}"),
-                f"checkpoint.{key} = {show(getattr(checkpoint, key))}: it chooses from a step folder, and "
-                f"checkpoint.initial_load_path {state}; take one of them out",
-            )
     if checkpoint.last_save_in_hf and run.model.sliding_window is not None:
         yield Fault(
             ("checkpoint.last_save_in_hf", "model.sliding_window"),
@@ -170,15 +138,6 @@ def checkpoint_folder_is_inside(run: Run) -> Faults:
         )
 
 
-def one_rate_for_adamw(run: Run) -> Faults:
-    """Without Muon there is one learning rate, and one key for it."""
-    if run.optimizer.name == "AdamW" and run.optimizer.adamw_lr is not None:
-        yield Fault(
-            ("optimizer.adamw_lr", "optimizer.name"),
-            f'optimizer.adamw_lr = {run.optimizer.adamw_lr}: with name = "AdamW" there is one rate; set optimizer.lr',
-        )
-
-
 SECTION_RULES: tuple[Callable[[Run], Faults], ...] = (
     flavor_is_a_preset,
     budget_is_given_once,
@@ -186,7 +145,7 @@ SECTION_RULES: tuple[Callable[[Run], Faults], ...] = (
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,
-    checkpoint_keys_work_together,
+    hugging_face_folder_can_say_it,
     checkpoint_folder_is_inside,
-    one_rate_for_adamw,
+    stated_keys_have_an_effect,
 )

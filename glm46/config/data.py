@@ -1,10 +1,10 @@
 """The section [data] and its sources."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -63,7 +63,7 @@ class Data(Section):
     """Other mixtures and sequence lengths by token boundary. Absent: one stage, with training.seq_len and the weights
     of the sources."""
 
-    plan_folder: str | None = None
+    plan_folder: Annotated[str | None, Needs("sources[].packing", "best_fit")] = None
     """Folder in which plans of best-fit packing are kept. Absent: the folder of each source; if that cannot be written,
     every process plans for itself."""
 
@@ -75,5 +75,5 @@ class Data(Section):
     """Worker processes of the loader on each rank. 0 reads in the training process, which is fast enough for memory
     maps."""
 
-    prefetch_factor: int = Field(2, ge=1)
+    prefetch_factor: Annotated[int, Needs("num_workers")] = Field(2, ge=1)
     """Micro-batches each worker keeps ready."""

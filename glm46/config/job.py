@@ -1,8 +1,10 @@
 """The sections [job] and [inference]: what a run is called, and its last words."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
 
 
 class Job(Section):
@@ -25,8 +27,8 @@ class Inference(Section):
     prompt: str = ""
     """Text to continue when training ends. Empty: nothing is generated."""
 
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: Annotated[int, Needs("prompt")] = Field(64, ge=1)
     """Length of the continuation, in tokens."""
 
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: Annotated[float, Needs("prompt")] = Field(0.0, ge=0.0)
     """Sampling temperature; 0 takes the most likely token each time."""

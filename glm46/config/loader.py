@@ -7,6 +7,7 @@ file. Every fault is found before one is reported, each with where it was writte
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli
 import tomli_w
@@ -14,7 +15,8 @@ import tomli_w
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError
 from glm46.config.faults import Fault, nearest
-from glm46.config.overrides import apply_overrides, key_parts, parse_overrides
+from glm46.config.overrides import apply_overrides, dotted, key_parts, parse_overrides
+from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import Run
 from glm46.config.validation import validate_table
 
@@ -33,20 +35,40 @@ def load_run(path: Path, overrides: Sequence[str] = (), *, world_size: int | Non
     written = copy.deepcopy(table)
     parsed, faults = parse_overrides(overrides)
     faults += apply_overrides(table, parsed)
+    overridden = [override.key for override in parsed]
+    run, invalid = validate_table(table)
+    for idle in idle_keys(run):
+        # What the command line switches off, the file need not take out.
+        if _any_touches([idle.switch], overridden) and not _any_touches([dotted(idle.place)], overridden):
+            _take_out(table, idle.place)
     run, invalid = validate_table(table)
     faults += invalid
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
     # A rule that reads a key in doubt would judge a default that nobody wrote.
     faults += [fault for fault in find_faults(run, world_size) if not _any_touches(fault.keys, in_doubt)]
     if faults:
-        overridden = [override.key for override in parsed]
         raise UserError(*(f"{_origin(fault, path, written, overridden)}: {fault.message}" for fault in faults))
     return run
 
 
 def dump_run(run: Run) -> str:
-    """The run as TOML, defaults included; it loads again to an equal run. Absent keys are left out."""
-    return tomli_w.dumps(run.model_dump(exclude_none=True))
+    """The run as TOML, defaults included; it loads again to an equal run. Left out are absent keys, and those without
+    effect, because stating them is a fault."""
+    table = run.model_dump(exclude_none=True)
+    for idle in idle_keys(run):
+        _take_out(table, idle.place)
+    return tomli_w.dumps(table)
+
+
+def _take_out(table: dict, place: Sequence[str | int]) -> None:
+    """Remove a key, if the table states it."""
+    *path, last = place
+    outer: Any = table
+    for part in path:
+        if isinstance(outer, dict) and part not in outer:
+            return
+        outer = outer[part]
+    outer.pop(last, None)
 
 
 def _read(path: Path) -> dict:

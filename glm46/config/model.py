@@ -1,10 +1,12 @@
 """The shape of a model, under the names of Hugging Face's ``config.json``, and the [model] table that picks one."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, create_model
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
+
+_YARN = Needs("rope_type", "yarn")
 
 
 class RopeScaling(Section):
@@ -16,13 +18,13 @@ class RopeScaling(Section):
     factor: float = Field(ge=1.0)
     """Target length divided by original length."""
 
-    original_max_position_embeddings: int = Field(ge=1)
-    """Length the model was trained on before."""
+    original_max_position_embeddings: Annotated[int | None, _YARN] = Field(None, ge=1)
+    """yarn, which requires it: length the model was trained on before."""
 
-    beta_fast: float = Field(32.0, gt=0.0)
+    beta_fast: Annotated[float, _YARN] = Field(32.0, gt=0.0)
     """yarn: turns inside the original length above which a frequency is left alone."""
 
-    beta_slow: float = Field(1.0, gt=0.0)
+    beta_slow: Annotated[float, _YARN] = Field(1.0, gt=0.0)
     """yarn: turns below which a frequency is fully interpolated."""
 
 

@@ -1,10 +1,10 @@
 """The sections [moe] and [mtp]: what is added to the loss of a mixture of experts, and how it is kept balanced."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Schedule, Section
+from glm46.config.section import Needs, Schedule, Section
 
 
 class MoE(Section):
@@ -14,13 +14,13 @@ class MoE(Section):
     """Rule for the selection bias after each optimizer step. sign: loss-free balancing (arXiv 2408.15664), as GLM-4.5.
     proportional: moving average of the counts, bias moved by the relative excess, clamped."""
 
-    bias_update_rate: Schedule = 0.001
+    bias_update_rate: Annotated[Schedule, Needs("balance", ("sign", "proportional"))] = 0.001
     """Step of the selection bias; GLM-4.5 uses 0.001 for its first 15T tokens, then 0."""
 
-    bias_ema_decay: float = Field(0.99, ge=0.0, lt=1.0)
+    bias_ema_decay: Annotated[float, Needs("balance", "proportional")] = Field(0.99, ge=0.0, lt=1.0)
     """proportional: decay of the moving average of the token counts."""
 
-    bias_clamp: float = Field(5.0, gt=0.0)
+    bias_clamp: Annotated[float, Needs("balance", "proportional")] = Field(5.0, gt=0.0)
     """proportional: largest absolute value of the bias."""
 
     sequence_aux_loss_weight: float = Field(1e-4, ge=0.0)
@@ -40,5 +40,5 @@ class MoE(Section):
 class MTP(Section):
     """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
 
-    loss_weight: Schedule = 0.3
+    loss_weight: Annotated[Schedule, Needs("model.num_nextn_predict_layers")] = 0.3
     """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1."""

@@ -1,10 +1,12 @@
 """The sections [optimizer] and [lr_scheduler]."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
+
+_MUON = Needs("name", "Muon")
 
 
 class Optimizer(Section):
@@ -16,7 +18,7 @@ class Optimizer(Section):
     lr: float = Field(2.5e-4, gt=0.0)
     """Peak learning rate. With adjust_lr = "match_rms_adamw" one rate serves Muon and AdamW."""
 
-    adamw_lr: float | None = Field(None, gt=0.0)
+    adamw_lr: Annotated[float | None, _MUON] = Field(None, gt=0.0)
     """Peak learning rate of the parameters under AdamW when Muon's differs. Absent: ``lr``."""
 
     weight_decay: float = Field(0.1, ge=0.0)
@@ -31,48 +33,52 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0.0)
     """AdamW: term added to the denominator."""
 
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """AdamW: how torch.optim.AdamW runs."""
+    implementation: Annotated[
+        Literal["fused", "foreach", "for-loop"], Needs("state_dtype", "float32"), Needs("training.dtype", "float32")
+    ] = "fused"
+    """AdamW: how torch.optim.AdamW runs, with FP32 states of FP32 weights."""
 
-    momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    momentum: Annotated[float, _MUON] = Field(0.95, ge=0.0, lt=1.0)
     """Muon: decay of the momentum."""
 
-    nesterov: bool = True
+    nesterov: Annotated[bool, _MUON] = True
     """Muon: look ahead by one momentum step."""
 
-    ns_steps: int = Field(5, ge=1, lt=100)
+    ns_steps: Annotated[int, _MUON] = Field(5, ge=1, lt=100)
     """Muon: Newton-Schulz iterations."""
 
-    ns_coefficients: Literal["keller", "quintic", "polar_express", "deepseek_v4"] = "keller"
+    ns_coefficients: Annotated[Literal["keller", "quintic", "polar_express", "deepseek_v4"], _MUON] = "keller"
     """Muon: named coefficients of the iteration; sources in glm46/optim/newton_schulz.py."""
 
-    ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    ns_dtype: Annotated[Literal["bfloat16", "float16", "float32"], _MUON] = "bfloat16"
     """Muon: precision of the Newton-Schulz products."""
 
-    ns_backend: Literal["eager", "compile", "gram"] = "eager"
+    ns_backend: Annotated[Literal["eager", "compile", "gram"], _MUON] = "eager"
     """Muon: how the iteration runs. eager: plain products. compile: normalisation and iteration through torch.compile.
     gram: on X X^T, fewer products for matrices much longer than wide; half precision then rounds more."""
 
-    mesh_invariant: bool = False
+    mesh_invariant: Annotated[bool, _MUON] = False
     """Muon: one matrix per product and none by Gram sums over ranks, so that every layout gives the same bits for the
     same gradients in half precision too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
 
-    idle_expert: Literal["decay", "skip"] = "decay"
+    idle_expert: Annotated[Literal["decay", "skip"], _MUON] = "decay"
     """Muon: what becomes of a matrix whose whole gradient is zero, as that of an expert that saw no token. decay: it
     goes on with its decaying momentum, at full size as always. skip: neither momentum nor weights change."""
 
-    replicate_mode: Literal["owner", "redundant"] = "owner"
+    replicate_mode: Annotated[
+        Literal["owner", "redundant"], _MUON, Needs("parallelism.data_parallel_replicate_degree", above=1)
+    ] = "owner"
     """Muon under HSDP: owner has one owner of a matrix in all replicas, redundant one in each, so that no matrix
     crosses the replicas' slower links."""
 
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _MUON] = "match_rms_adamw"
     """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near
     2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
 
-    router: Literal["muon", "adamw"] = "muon"
+    router: Annotated[Literal["muon", "adamw"], _MUON] = "muon"
     """Rule of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""
 
-    lm_head: Literal["adamw", "muon"] = "adamw"
+    lm_head: Annotated[Literal["adamw", "muon"], _MUON] = "adamw"
     """Rule of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use AdamW."""
 
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"

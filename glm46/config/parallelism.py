@@ -1,10 +1,10 @@
 """The sections that say how a run is spread over processes and kept small and fast on each."""
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
 
 
 class PipelineSchedule(NamedTuple):
@@ -49,13 +49,16 @@ class Parallelism(Section):
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Ranks that hold different layers."""
 
-    pipeline_parallel_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    pipeline_parallel_schedule: Annotated[
+        Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+        Needs("pipeline_parallel_degree", above=1),
     ] = "1F1B"
     """Order in which the stages of a pipeline work on the micro-batches of a step, which are the micro-batches of
     gradient accumulation."""
 
-    pipeline_parallel_stages_per_rank: int | None = Field(None, ge=1)
+    pipeline_parallel_stages_per_rank: Annotated[int | None, Needs("pipeline_parallel_degree", above=1)] = Field(
+        None, ge=1
+    )
     """Stages of each rank of a pipeline. Not set: 1 under GPipe and 1F1B, else 2."""
 
     context_parallel_degree: int = Field(1, ge=1)

@@ -93,6 +93,13 @@ def sequence_fits_the_positions(run: Run, shape: ModelShape) -> Faults:
         )
 
 
+def yarn_knows_the_original_length(run: Run, shape: ModelShape) -> Faults:
+    """YaRN tells fast frequencies from slow ones by their turns inside the length trained on before."""
+    key, scaling = "model.rope_scaling.original_max_position_embeddings", shape.rope_scaling
+    if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
+        yield Fault((key,), f'{key}: required for rope_type = "yarn", but absent; state the length trained on before')
+
+
 MODEL_RULES: tuple[Callable[[Run, ModelShape], Faults], ...] = (
     heads_group_evenly,
     rotated_part_is_even,
@@ -101,4 +108,5 @@ MODEL_RULES: tuple[Callable[[Run, ModelShape], Faults], ...] = (
     token_finds_enough_experts,
     expert_rows_are_aligned,
     sequence_fits_the_positions,
+    yarn_knows_the_original_length,
 )

@@ -1,6 +1,7 @@
 """What every section of the TOML file has in common, and the one type that several sections share."""
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -16,6 +17,21 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Metadata of a field: it has an effect only while another key has a certain value. A key that is stated without
+    effect is refused (`rules_effect`)."""
+
+    key: str
+    """Key of the same section, or else of the run, dotted. ``[]`` stands for any entry of an array."""
+
+    value: Any = None
+    """What the key must be, or several that it may be. Absent: anything but absent, empty, false and 0."""
+
+    above: int | None = None
+    """What the key must be greater than, instead of a value."""
 
 
 def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":

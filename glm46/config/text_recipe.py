@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
 
 
 class Recipe(Section):
@@ -43,7 +43,7 @@ class Recipe(Section):
     language; all but the first two need gcc, g++, rustc, gofmt or node on this machine. maths: leave out solutions that
     do not end in the result beside them."""
 
-    answer_key: str = "answer"
+    answer_key: Annotated[str, Needs("verify", "maths")] = "answer"
     """Field or column that holds the known result, for verify = "maths"."""
 
     decontaminate: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Recipe(Section):
     fim_rate: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code."""
 
-    fim_spm_rate: float = Field(0.5, ge=0.0, le=1.0)
+    fim_spm_rate: Annotated[float, Needs("fim_rate")] = Field(0.5, ge=0.0, le=1.0)
     """Share of those with the suffix first; the others begin with the prefix."""
 
     pack_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()

@@ -1,10 +1,10 @@
 """The sections [training], [validation] and [debug]."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Schedule, Section
+from glm46.config.section import Needs, Schedule, Section
 
 
 class Training(Section):
@@ -38,10 +38,10 @@ class Training(Section):
     """A step is skipped whose loss, or gradient norm in its logarithm, lies more than this many robust deviations above
     the median of the last good steps; 0 finds no spikes."""
 
-    spike_window: int = Field(128, ge=16)
+    spike_window: Annotated[int, Needs("spike_sigmas")] = Field(128, ge=16)
     """Good steps that make the median; nothing is called a spike before half of them were made."""
 
-    max_rollbacks: int = Field(0, ge=0)
+    max_rollbacks: Annotated[int, Needs("checkpoint.enable")] = Field(0, ge=0)
     """How often the run may go back to the last checkpoint before such a row of skipped steps, and leave their samples
     out; 0 stops instead."""
 
@@ -64,13 +64,13 @@ class Validation(Section):
     enable: bool = False
     """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
 
-    freq: int = Field(100, ge=1)
+    freq: Annotated[int, Needs("enable")] = Field(100, ge=1)
     """Steps between two validations."""
 
-    steps: int = Field(-1, ge=-1)
+    steps: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
     """Batches per source and validation; -1 takes all held-out text."""
 
-    local_batch_size: int | None = Field(None, ge=1)
+    local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)
     """Sequences per rank and batch. Absent: as in training."""
 
 

@@ -151,7 +151,7 @@ def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
 
 
 def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
-    scaling = None if shape.rope_scaling is None else shape.rope_scaling.model_dump()
+    scaling = None if shape.rope_scaling is None else shape.rope_scaling.model_dump(exclude_none=True)
     if "rope_parameters" in config:
         kept = {key: config["rope_parameters"].get(key) for key in _ROPE_KEYS if key in config["rope_parameters"]}
         config["rope_parameters"] = (scaling or {"rope_type": "default"}) | kept

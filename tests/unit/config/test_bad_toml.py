@@ -254,49 +254,11 @@ BAD = {
             "(lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that"
         ],
     ),
-    "step to load, nothing enabled": (
-        ("[training]", "[checkpoint]\nenable = false\nload_step = 3\n[training]"),
-        [
-            "checkpoint.load_step = 3: nothing is loaded while checkpoint.enable = false; set enable = true, or name "
-            "the step's folder in checkpoint.initial_load_path"
-        ],
-    ),
-    "node-local folder without saves": (
-        ("[training]", '[checkpoint]\nenable = false\nnode_local_folder = "local"\n[training]'),
-        [
-            'checkpoint.node_local_folder = "local": nothing is saved while checkpoint.enable = false; set enable = '
-            "true, or take it out"
-        ],
-    ),
-    "rollback without checkpoints": (
-        ("[training]", "[checkpoint]\nenable = false\n[training]\nmax_rollbacks = 1"),
-        [
-            "training.max_rollbacks = 1: there is nothing to go back to while checkpoint.enable = false; set enable = "
-            "true, or max_rollbacks = 0"
-        ],
-    ),
-    "model only of nothing": (
-        ("[training]", "[checkpoint]\ninitial_load_model_only = true\n[training]"),
-        [
-            "checkpoint.initial_load_model_only = true: there is no checkpoint.initial_load_path to load from; add it"
-        ],
-    ),
-    "a choice from nothing": (
-        ("[training]", '[checkpoint]\ninitial_load_exclude = ["model.mtp.*"]\n[training]'),
-        [
-            'checkpoint.initial_load_exclude = ["model.mtp.*"]: it chooses from a step folder, and '
-            "checkpoint.initial_load_path is absent; take one of them out"
-        ],
-    ),
     "checkpoints outside": (
         ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
         [
             'checkpoint.folder = "../elsewhere": must be a relative path inside job.dump_folder; move dump_folder',
         ],
-    ),
-    "two rates for one optimizer": (
-        ("[training]", '[optimizer]\nname = "AdamW"\nadamw_lr = 1e-3\n[training]'),
-        ['optimizer.adamw_lr = 0.001: with name = "AdamW" there is one rate; set optimizer.lr'],
     ),
     "no shard": (
         ("[training]", "[parallelism]\ndata_parallel_shard_degree = 0\n[training]"),
@@ -311,6 +273,13 @@ BAD = {
         [
             "model.partial_rotary_factor = 0.5: rotates 15 of model.head_dim = 30 dimensions; they turn in pairs, so "
             "this must be an even number of at least 2"
+        ],
+    ),
+    "YaRN without the original length": (
+        ('flavor = "debug"', 'flavor = "debug"\nrope_scaling = { rope_type = "yarn", factor = 2.0 }'),
+        [
+            'model.rope_scaling.original_max_position_embeddings: required for rope_type = "yarn", but absent; state '
+            "the length trained on before"
         ],
     ),
     "more dense layers than layers": (
@@ -368,7 +337,10 @@ BAD = {
         ],
     ),
     "stages that the schedule does not have": (
-        ("[training]", "[parallelism]\npipeline_parallel_stages_per_rank = 2\n[training]"),
+        (
+            "[training]",
+            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_stages_per_rank = 2\n[training]",
+        ),
         [
             "parallelism.pipeline_parallel_stages_per_rank = 2: schedule 1F1B takes 1; leave the key out, or take "
             "Interleaved1F1B or InterleavedZeroBubble"

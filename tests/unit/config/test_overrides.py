@@ -84,7 +84,7 @@ def test_whole_array_can_be_overridden(file):
 
 
 def test_missing_tables_are_made(file):
-    overrides = ["--model.rope_scaling.rope_type", "linear", "--model.rope_scaling.factor", "2"]
+    overrides = ["--model.rope_scaling.rope_type", "yarn", "--model.rope_scaling.factor", "2"]
     overrides += ["--model.rope_scaling.original_max_position_embeddings", "1024"]
     assert load_run(file, overrides).model.rope_scaling.factor == 2.0
 

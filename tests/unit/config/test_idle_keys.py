@@ -1,0 +1,99 @@
+"""A key that a person states has an effect, or is refused; a default that nobody stated never is."""
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_run, load_run
+from glm46.data.command import read_recipe
+
+# Keys, what each needs and the run that lacks it.
+IDLE = {
+    "optimizer.momentum = 0.95": ("optimizer.name", 'optimizer.name = "AdamW"'),
+    "optimizer.nesterov = false": ("optimizer.name", 'optimizer.name = "AdamW"'),
+    'optimizer.ns_dtype = "float32"': ("optimizer.name", 'optimizer.name = "AdamW"'),
+    'optimizer.lm_head = "muon"': ("optimizer.name", 'optimizer.name = "AdamW"'),
+    "optimizer.adamw_lr = 1e-3": ("optimizer.name", 'optimizer.name = "AdamW"'),
+    'optimizer.implementation = "foreach"': ("optimizer.state_dtype", 'optimizer.state_dtype = "8bit"'),
+    'optimizer.implementation = "fused"': ("training.dtype", 'training.dtype = "bfloat16"'),
+    'optimizer.replicate_mode = "redundant"': ("parallelism.data_parallel_replicate_degree above 1", ""),
+    "moe.bias_ema_decay = 0.9": ("moe.balance", ""),
+    "moe.bias_clamp = 2.0": ("moe.balance", 'moe.balance = "none"'),
+    "moe.bias_update_rate = 0.1": ('"sign" or "proportional"', 'moe.balance = "none"'),
+    "mtp.loss_weight = 0.1": ("model.num_nextn_predict_layers above 0", "model.num_nextn_predict_layers = 0"),
+    "data.prefetch_factor = 2": ("data.num_workers above 0", ""),
+    'data.plan_folder = "plans"': ('packing = "best_fit"', ""),
+    'parallelism.pipeline_parallel_schedule = "1F1B"': ("parallelism.pipeline_parallel_degree above 1", ""),
+    "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
+    "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
+    "checkpoint.load_step = 3": ("checkpoint.enable = true", "checkpoint.enable = false"),
+    'checkpoint.node_local_folder = "local"': ("checkpoint.enable = true", "checkpoint.enable = false"),
+    "checkpoint.keep_best_k = 2": ("validation.enable = true", ""),
+    "checkpoint.keep_every = 2": ("checkpoint.keep_latest_k above 0", "checkpoint.keep_latest_k = 0"),
+    "checkpoint.initial_load_model_only = true": ("checkpoint.initial_load_path", ""),
+    "checkpoint.initial_load_in_hf = true": ("checkpoint.initial_load_path", ""),
+    'checkpoint.initial_load_exclude = ["model.mtp.*"]': (
+        "checkpoint.initial_load_in_hf = false",
+        'checkpoint.initial_load_path = "hf"\ncheckpoint.initial_load_in_hf = true',
+    ),
+    "training.max_rollbacks = 1": ("checkpoint.enable = true", "checkpoint.enable = false"),
+    "training.spike_window = 64": ("training.spike_sigmas above 0", "training.spike_sigmas = 0"),
+    "validation.freq = 5": ("validation.enable = true", ""),
+    "validation.steps = 2": ("validation.enable = true", "validation.enable = false"),
+    "validation.local_batch_size = 2": ("validation.enable = true", ""),
+    "inference.temperature = 0.5": ("inference.prompt", ""),
+    "inference.max_new_tokens = 5": ("inference.prompt", ""),
+    "model.rope_scaling.beta_fast = 16.0": ('model.rope_scaling.rope_type = "yarn"', "LINEAR"),
+    "model.rope_scaling.original_max_position_embeddings = 128": ('model.rope_scaling.rope_type = "yarn"', "LINEAR"),
+}  # fmt: skip
+LINEAR = 'model.rope_scaling.rope_type = "linear"\nmodel.rope_scaling.factor = 2.0'
+SOUND = (
+    'model.flavor = "debug"\ntraining.steps = 2\ntraining.seq_len = 16\n[[data.sources]]\nname = "a"\npath = "data/a"\n'
+)
+
+
+def write(folder, *lines: str):
+    """A sound file with lines of dotted keys before it."""
+    path = folder / "run.toml"
+    path.write_text("\n".join([*lines, SOUND]))
+    return path
+
+
+@pytest.mark.parametrize("line", IDLE)
+def test_key_stated_in_vain_is_refused_with_what_it_needs(line, tmp_path):
+    need, switch = IDLE[line]
+    path = write(tmp_path, line, switch.replace("LINEAR", LINEAR))
+    key, _, value = line.partition(" = ")
+    with pytest.raises(UserError) as caught:
+        load_run(path)
+    (fault,) = caught.value.faults
+    assert f"{key} = {value.replace('1e-3', '0.001')}: has no effect without " in fault
+    assert need in fault and f"or take {key} out" in fault
+    assert load_run(write(tmp_path, switch.replace("LINEAR", LINEAR)))  # the default of the key is never refused
+
+
+def test_a_stated_off_is_not_in_vain(tmp_path):
+    lines = ["checkpoint.enable = false", "training.max_rollbacks = 0", "checkpoint.keep_best_k = 0"]
+    assert load_run(write(tmp_path, *lines, "checkpoint.initial_load_model_only = false"))
+
+
+def test_command_line_switches_off_what_the_file_sets_up(tmp_path):
+    """`--optimizer.name AdamW` tries another rule with the same file; the keys of the first one are not in the way."""
+    path = write(tmp_path, "optimizer.momentum = 0.9", "validation.enable = true", "validation.freq = 5")
+    run = load_run(path, ["--optimizer.name", "AdamW", "--validation.enable", "false"])
+    assert run.optimizer.momentum == 0.95 and run.validation.freq == 100
+    (tmp_path / "dumped.toml").write_text(dump_run(run))
+    assert load_run(tmp_path / "dumped.toml") == run
+    with pytest.raises(UserError, match=r"^command line: optimizer.momentum = 0.8: has no effect"):
+        load_run(path, ["--optimizer.name", "AdamW", "--optimizer.momentum", "0.8"])
+    with pytest.raises(UserError, match=r"run.toml and command line: optimizer.momentum"):
+        load_run(write(tmp_path, 'optimizer.name = "AdamW"'), ["--optimizer.momentum", "0.8"])
+
+
+def test_recipe_is_held_to_the_same_rule(tmp_path):
+    with pytest.raises(UserError, match=r"^command line: fim_spm_rate = 0.1: has no effect without fim_rate above 0"):
+        read_recipe(None, {"input": ["a.txt"], "output": "out", "fim_spm_rate": 0.1})
+    line = 'recipe = { input = ["a.txt"], answer_key = "result" }'
+    path = write(tmp_path)
+    path.write_text(path.read_text() + line)
+    with pytest.raises(UserError, match=r'recipe.answer_key = "result": has no effect without .*verify = "maths"'):
+        load_run(path)
