@@ -16,7 +16,7 @@ class IdleKey(NamedTuple):
     """The parts of the key, see `overrides.key_parts`."""
     value: Any
     is_stated: bool
-    """Whether somebody expects an effect of it: not of a default, nor of a default that says "off" when it is stated."""
+    """Whether somebody expects an effect of it: not of a default, nor of a default "off" that is stated."""
     switch: str
     """Dotted key whose value takes the effect away."""
     remedy: str
