@@ -12,6 +12,12 @@ root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 use_environment ""
 
+# What the launcher prints for a person to type, beside the overrides.
+script="$root/run_train.sh"
+if [ "$PWD" = "$root" ]; then script=./run_train.sh; fi
+printf -v GLM46_START '%s%s%q' "${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"
+export GLM46_START
+
 config=${CONFIG_FILE:-train_configs/debug.toml}
 if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
 exec "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" "$@"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
+from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 
 _EXIT_USER_ERROR = 2
@@ -126,10 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         verbs, "prepare", "make the shards of the sources that are missing, verify the others", _prepare
     )
     prepare.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {prepare.epilog}"
-    plan = _add_run_verb(verbs, "plan", "say how big, how dear and how long, for any layout, on any machine", _plan)
+    plan = _add_run_verb(verbs, "plan", "say how big, how long and whether it fits, on any number of any GPU", _plan)
     plan.add_argument("--nproc", type=_processes, metavar="N", help="processes; the fewest that the degrees allow")
-    plan.add_argument("--gpu", metavar="NAME", help="GPU that days are reckoned for, such as H100 or H200")
-    plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is taken to reach")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="GPU to compare with, such as H200; H100 and this machine, if not given"
+    )
+    plan.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is assumed to reach")
     verbs.add_parser("benchmark", help="measure speed and memory of this machine; see benchmark --help")
     verbs.add_parser("checkpoint", help="list, verify, show or prune checkpoints; see checkpoint --help")
     verbs.add_parser("inspect", help="count and show what is in a folder of shards; see inspect --help")
@@ -190,11 +193,24 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
     run = load_run(arguments.config, overrides, world_size=arguments.nproc)
+    if arguments.gpu is None:
+        options["machine"] = _this_machine()
     try:
         print(plan_text(run, **{name: value for name, value in options.items() if value is not None}))
     except ValueError as error:
         raise UserError(f"command line: {error}") from error
     return 0
+
+
+def _this_machine():
+    from glm46.planner.machine import detect_machine
+
+    machine = detect_machine()
+    if machine.gpus:  # which of them are visible is read beside torch, whose import takes seconds
+        from glm46.distributed.process import visible_gpus
+
+        machine = detect_machine(visible_gpus())
+    return machine
 
 
 def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -216,4 +232,10 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from glm46.distributed.process import launched_world_size
     from glm46.training.trainer import train
 
-    return train(load_run(arguments.config, overrides, world_size=launched_world_size() or 1), stop)
+    run = load_run(arguments.config, overrides, world_size=launched_world_size() or 1)
+    code = train(run, stop)
+    if code == 0 and launched_world_size() is None:
+        from glm46.launch import describe_next
+
+        print(describe_next(run, Start(arguments.config, tuple(overrides), verb="train"), 1))
+    return code

@@ -17,9 +17,11 @@ from typing import NamedTuple
 from glm46.checkpoint.publish import published_steps
 from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes
 from glm46.config.check import check_run
+from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.config.run_config import Run
+from glm46.planner.budget import budget_tokens
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
@@ -36,6 +38,8 @@ _PREPARE_SECONDS = 3600
 """How long other nodes wait for the first, which may have data to prepare."""
 _REJOIN_SECONDS = 600
 """How long a node that starts again waits for the others to do so."""
+_LONGER = 4
+"""Factor on the budget of a run that is proposed after it."""
 _FRUITLESS_STARTS = 3
 """Starts in a row without a new checkpoint after which no other is tried."""
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -93,7 +97,18 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
 
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
-    refusal = _refuse(run, machine, processes and processes * nodes.count)
+    start_of_run = Start(
+        config,
+        tuple(overrides),
+        options=("--max-restarts", str(max_restarts)) if max_restarts else (),
+        processes=processes,
+        script=set_variables([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE),
+    )
+    remedies = (
+        f"see what it needs in detail:  {start_of_run.plan_command(nodes.count)}",
+        f"train something that fits:    {start_of_run.small_command()}",
+    )
+    refusal = _refuse(run, machine, processes and processes * nodes.count, remedies)
     if refusal:
         print(refusal, file=sys.stderr)
         return _EXIT_USER_ERROR
@@ -119,6 +134,8 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     stopped_by_system = code - EXIT_SIGNAL in _SIGNALS_OF_JOB_SYSTEMS
     is_at_rest = mark.exists()
     mark.unlink(missing_ok=True)
+    if code == 0 and nodes.rank == 0:
+        print(describe_next(run, start_of_run, processes * nodes.count))
     return EXIT_STOPPED if stopped_by_system and is_at_rest else code
 
 
@@ -136,6 +153,28 @@ def _prepare(run: Run, world_size: int) -> None:
     except UserError:
         print("\n".join(describe_sources(run, manifests, rows)), flush=True)
         raise
+
+
+def describe_next(run: Run, start: Start, world_size: int) -> str:
+    """What to type after a run that is finished: a longer one, if the rules and the text allow it, and the help."""
+    # Not before: it loads the data's libraries.
+    from glm46.data.manifest import load_manifest
+    from glm46.training.text import check_epochs
+
+    rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
+    values = {
+        "training.tokens": str(_LONGER * budget_tokens(run, rows)),
+        "job.dump_folder": f"{run.job.dump_folder}_longer",
+    }
+    lines = [f"all keys      {module_command()} train --help"]
+    try:
+        longer = load_run(start.config, replace_overrides(start.overrides, values), world_size=world_size)
+        manifests = {source.name: load_manifest(Path(source.path), full=False) for source in longer.data.sources}
+        check_epochs(longer, manifests, rows)
+        lines.insert(0, f"train longer  {start.command(values)}")
+    except UserError:
+        pass
+    return "\n".join(f"{'      ' if number else 'Next: '}{line}" for number, line in enumerate(lines))
 
 
 def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], max_restarts: int) -> int:
@@ -198,12 +237,12 @@ def choose_processes(run: Run, machine: Machine) -> int:
     return max(wanted - wanted % smallest, smallest)
 
 
-def _refuse(run: Run, machine: Machine, processes: int | None) -> str | None:
-    """One screen that says why this machine cannot train the run; None when it can."""
-    fits, screen = describe_requirement(run, machine)
+def _refuse(run: Run, machine: Machine, processes: int | None, remedies: Sequence[str] = ()) -> str | None:
+    """One screen that says why this machine cannot train the run, and what to do; None when it can."""
+    fits, screen = describe_requirement(run, machine, remedies=remedies)
     # A number of processes that the degrees do not allow is a fault of its own, and said as such after this.
     if fits and processes is not None and not check_run(run, world_size=processes):
-        fits, screen = describe_requirement(run, machine, world_size=processes)
+        fits, screen = describe_requirement(run, machine, world_size=processes, remedies=remedies)
     return None if fits else screen
 
 

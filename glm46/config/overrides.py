@@ -19,7 +19,7 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\[\d+\])?(\.[A-Za-z0-9_-]+(\[\d+\])?)*")
 
 # A budget on the command line replaces the file's, in whichever unit the file gives it: any run can be cut short with
 # one flag. The pair stays a fault when both are stated in one place.
-_ALTERNATIVES = {"training.steps": "training.tokens", "training.tokens": "training.steps"}
+ALTERNATIVES = {"training.steps": "training.tokens", "training.tokens": "training.steps"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def apply_overrides(table: dict, overrides: Sequence[Override]) -> list[Fault]:
         fault = _apply(table, override)
         if fault:
             faults.append(fault)
-        other = _ALTERNATIVES.get(override.key)
+        other = ALTERNATIVES.get(override.key)
         if other and override.key in stated and other not in stated:
             _apply(table, Override(other, _ABSENT))
     return faults

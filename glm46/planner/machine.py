@@ -30,6 +30,12 @@ class Machine:
     nodes: int = 1
     """Equal machines that the run is spread over."""
 
+    def describe(self) -> str:
+        """Its GPUs and cores in a few words."""
+        names = sorted({gpu.name for gpu in self.gpus})
+        gpus = [f"{sum(gpu.name == name for gpu in self.gpus)} x {name}" for name in names] or ["no GPU"]
+        return ", ".join([*gpus, f"{self.cores} cores" if self.cores > 1 else "1 core"])
+
 
 def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: Path = Path("/")) -> Machine:
     """Look at this machine.

@@ -1,32 +1,40 @@
 """The plan of a run as text: how big, how dear, how long."""
 
+import sys
+
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import Run
 from glm46.planner.budget import days, plan_budget
 from glm46.planner.flops import training_flops
 from glm46.planner.layout import resolve_layout, smallest_world
+from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.params import count_parameters
 from glm46.planner.peaks import find_accelerator
-from glm46.planner.requirement import memory_lines
+from glm46.planner.requirement import memory_lines, verdict_lines
 
 DEFAULT_GPU = "H100"
 DEFAULT_MFU = 0.35
 """An ambition for this size of model, stated with every figure that follows from it; it is no measurement."""
 
-_GIB = 2**30
-
 
 def plan_text(
-    run: Run, *, world_size: int | None = None, gpu: str = DEFAULT_GPU, mfu: float = DEFAULT_MFU, device: str = "gpu"
+    run: Run,
+    *,
+    world_size: int | None = None,
+    gpu: str = DEFAULT_GPU,
+    mfu: float = DEFAULT_MFU,
+    device: str = "gpu",
+    machine: Machine | None = None,
 ) -> str:
-    """Parameters, FLOPs, memory per rank, tokens and days of a run.
+    """Parameters, FLOPs, memory per rank, tokens and days of a run, and whether it fits.
 
     Args:
         world_size: processes; absent: the fewest that the degrees allow.
-        gpu: name in the table of peaks that time is reckoned for.
+        gpu: name in the table of peaks that memory is compared with and time is computed for.
         mfu: share of that peak which the run is taken to reach.
         device: "gpu" or "cpu", for the memory that the program itself takes.
+        machine: compared with the run as well, if given.
 
     Raises:
         UserError: the degrees do not multiply to `world_size`.
@@ -59,7 +67,6 @@ def plan_text(
         f"memory of each of {world:,} ranks (pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, "
         f"cp {layout.cp}, tp {layout.tp}, ep {layout.ep})",
         *memory_lines(plan),
-        f"    {'total':<18} {plan.total / _GIB:>8,.1f} GiB",
         "",
         "run",
     ]
@@ -72,4 +79,10 @@ def plan_text(
         rate = world * accelerator.bf16_flops * mfu / flops.total
         lines.append(f"  {'days':<22} {time:>22,.2f}  ({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)")
         lines.append(f"  {'tokens per second':<22} {rate:>22,.0f}")
+    devices = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
+    lines += ["", f"does it fit on {world:,} x {accelerator.name}"]
+    lines += [f"  {line}" for line in verdict_lines(run, devices, world)]
+    if machine is not None:
+        lines += ["", f"does it fit on this machine ({machine.describe()})"]
+        lines += [f"  {line}" for line in verdict_lines(run, machine, world_size)]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """What a run needs beside what this machine has, on one screen, before any work starts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm46.config.parallelism import ActivationCheckpoint
@@ -24,15 +25,20 @@ _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 @dataclass(frozen=True)
 class _Verdict:
     faults: list[str]
+    margin: str
+    """What is needed of what is there, if it fits."""
     world_size: int
     plan: MemoryPlan
 
 
-def describe_requirement(run: Run, machine: Machine, *, world_size: int | None = None) -> tuple[bool, str]:
+def describe_requirement(
+    run: Run, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
+) -> tuple[bool, str]:
     """Whether this machine can hold the run, and one screen that says why.
 
     Args:
         world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
+        remedies: what to do if it cannot, beside what follows from the run.
 
     Raises:
         UserError: `world_size` is given and the degrees do not multiply to it.
@@ -43,12 +49,13 @@ def describe_requirement(run: Run, machine: Machine, *, world_size: int | None =
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
     advice = _smallest_that_fits(run, machine)
-    remedies = [f"  - {advice}"] if advice else []
-    remedies += [
-        "  - see what it needs in detail:  python -m glm46 plan --config <this file>",
-        "  - train something that fits:     CONFIG_FILE=train_configs/debug.toml ./run_train.sh",
-    ]
-    return False, "\n".join([*lines, "", "What to do:", *remedies])
+    return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
+
+
+def verdict_lines(run: Run, machine: Machine, world_size: int | None) -> list[str]:
+    """Whether a run fits on a machine, and by how much."""
+    verdict = _judge(run, machine, world_size)
+    return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
 
 
 def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
@@ -59,23 +66,31 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
     elif gpus > needed and run.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(run.parallelism)
     plan = plan_memory(run, needed, device="gpu" if machine.gpus else "cpu")
-    faults, here = [], -(-needed // machine.nodes)
+    faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
     if gpus and needed > gpus:
         faults.append(f"it needs {needed:,} GPUs (the product of its degrees), and {gpus:,} were found")
     if machine.gpus:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
-        if sizes and plan.total > min(sizes) * _USABLE_GPU_RATIO:
-            usable = _gib(min(sizes) * _USABLE_GPU_RATIO)
-            faults.append(f"each GPU needs {_gib(plan.total)}, and {usable} of {_gib(min(sizes))} can be filled")
-        if plan.host * here > machine.free_bytes * _USABLE_CPU_RATIO:
-            what = f"optimizer states of {here:,} processes need {_gib(plan.host * here)} of host memory"
-            faults.append(f"{what}, and {_gib(machine.free_bytes)} are free")
-    elif plan.total * here > machine.free_bytes * _USABLE_CPU_RATIO:
+        if sizes:
+            fits, margin = _compare("each GPU needs", plan.total, min(sizes) * _USABLE_GPU_RATIO, min(sizes))
+            faults += [] if fits else [margin]
+        who = f"optimizer states of {here:,} processes need"
+        fits, host = _compare(who, plan.host * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        faults += [] if fits else [f"{host} of the host"]
+    else:
         who = f"{here:,} processes need" if here > 1 else "one process needs"
-        faults.append(f"{who} {_gib(plan.total * here)} of memory, and {_gib(machine.free_bytes)} are free")
-        if needed > 1 and not gpus:
+        fits, margin = _compare(who, plan.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        faults += [] if fits else [margin]
+        if not fits and needed > 1 and not gpus:
             faults.append(f"it is laid out for {needed:,} GPUs (the product of its degrees), and none was found")
-    return _Verdict(faults, needed, plan)
+    return _Verdict(faults, margin, needed, plan)
+
+
+def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
+    """Whether memory suffices, and both numbers with their difference."""
+    fits = needed <= usable
+    by_how_much = f"{_gib(usable - needed)} to spare" if fits else f"{_gib(needed - usable)} too much"
+    return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"
 
 
 def _needs(run: Run, machine: Machine, verdict: _Verdict) -> list[str]:
@@ -95,7 +110,7 @@ def _needs(run: Run, machine: Machine, verdict: _Verdict) -> list[str]:
     return [
         f"What this run needs ({run.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
-        f"  {'memory of each':<18} {_gib(plan.total)}, of which",
+        "  memory of each",
         *memory_lines(plan),
     ]
 
@@ -111,7 +126,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "loss and logits": plan.loss,
         "program": plan.process,
     }
-    lines = [f"    {name:<18} {_gib(size):>12}" for name, size in parts.items()]
+    show = _gib if plan.total >= _GIB else _mib
+    lines = [f"    {name:<18} {show(size):>12}" for name, size in parts.items()]
+    lines.append(f"    {'total':<18} {show(plan.total):>12}")
     return [*lines, f"  {'and of the host':<18} {_gib(plan.host)} for optimizer states"] if plan.host else lines
 
 
@@ -149,4 +166,8 @@ def _smallest_that_fits(run: Run, machine: Machine) -> str | None:
 
 
 def _gib(size: float) -> str:
-    return f"{size / _GIB:,.1f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:,.1f} MiB"
+    return f"{size / _GIB:,.2f} GiB" if size < 10 * _GIB else f"{size / _GIB:,.1f} GiB"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,7 +1,8 @@
-"""What a person reads when a run ends: a continuation, where everything is, what to do next."""
+"""What a person reads when a run ends: a continuation, and where everything is."""
 
 from pathlib import Path
 
+from glm46.config.command_line import module_command
 from glm46.inference.generate import continue_tokens
 from glm46.training.build import Parts
 from glm46.training.state import Progress
@@ -20,7 +21,7 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
     elif run.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
         # The ranks hold parts of a sequence or of the layers, which generation does not work with.
         if run.checkpoint.enable:
-            lines.append(f"To see text: python -m glm46 generate --checkpoint {checkpoint} --prompt '...'")
+            lines.append(f"To see text: {module_command()} generate --checkpoint {checkpoint} --prompt '...'")
     elif run.inference.prompt:
         lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts), ""]
     lines += [
@@ -30,13 +31,6 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
     ]
     if run.metrics.enable_tensorboard:
         lines.append(f"TensorBoard  tensorboard --logdir {folder / 'tb'}")
-    if is_finished:
-        lines += [
-            "",
-            "Next: train longer  ./run_train.sh --training.tokens "
-            f"{4 * progress.tokens} --job.dump_folder {run.job.dump_folder}_longer",
-            "      all keys      python -m glm46 train --help",
-        ]
     return "\n".join(lines)
 
 

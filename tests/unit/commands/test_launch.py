@@ -1,15 +1,18 @@
 """What happens before the first process is started, and how the end of the processes is said."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from glm46.commands.launch import End, _describe_exit, _refuse, choose_processes, keep_running
-from glm46.config.loader import load_run
+from glm46.cli import _split_overrides
+from glm46.config.command_line import Start
+from glm46.config.loader import dump_run, load_run
 from glm46.config.run_config import Run
+from glm46.launch import End, _describe_exit, _refuse, choose_processes, describe_next, keep_running
 from glm46.planner.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +53,7 @@ def test_too_many_processes_for_the_memory_are_refused():
     run = run.model_copy(update={"training": run.training.model_copy(update={"global_batch_size": None})})
     assert _refuse(run, LAPTOP, 2) is None
     screen = _refuse(run, LAPTOP, 64)
-    assert "This machine cannot run it:" in screen and "12.0 GiB are free" in screen
+    assert "This machine cannot run it:" in screen and "of 12.0 GiB can be filled" in screen
 
 
 def test_large_run_says_what_it_needs_and_what_was_found():
@@ -60,11 +63,48 @@ def test_large_run_says_what_it_needs_and_what_was_found():
         "8,192 = pipeline 16 x shard 64 x tensor 8, experts over 32",
         "12.0 GiB free of 16.0 GiB",
         "GPUs               none",
-        "train_configs/debug.toml",
     ):
         assert text in screen
     # One screen: of the usual 24 to 50 lines of a terminal.
     assert len(screen.splitlines()) <= 40
+
+
+def test_refusal_names_the_command_that_plans_this_run(tmp_path):
+    """It is printed to be copied: it runs as it is, wherever the first command was started."""
+    end = start("--training.seq_len", "16384", CONFIG_FILE="train_configs/glm46_phase3.toml", NGPU="8192")
+    (line,) = [line for line in end.stderr.splitlines() if "see what it needs in detail:" in line]
+    command = line.partition(":  ")[2]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
+    plan = subprocess.run(["bash", "-c", command], cwd="/", env=environment, capture_output=True, text=True, timeout=60)
+    assert (plan.returncode, plan.stderr) == (0, "")
+    assert "at 16,384 tokens" in plan.stdout and "memory of each of 8,192 ranks" in plan.stdout
+    assert "CONFIG_FILE=train_configs/debug.toml" in end.stderr
+
+
+def test_what_is_next_is_the_same_command_with_a_larger_budget(make_run, tmp_path):
+    run, config = make_run(training={"steps": 2, "global_batch_size": 4}), tmp_path / "run.toml"
+    config.write_text(dump_run(run))
+    typed = Start(config, ("--optimizer.lr", "2e-3", "--training.steps", "3"), processes=2)
+    run = load_run(config, typed.overrides, world_size=2)
+    longer, keys = describe_next(run, typed, 2).splitlines()
+    assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help")
+    config_again, options = _split_overrides(shlex.split(longer.partition("longer  ")[2]))
+    assert config_again[-5:] == ["launch", "--config", str(config), "--nproc", "2"]
+    again = load_run(config, options, world_size=2)
+    assert (again.training.tokens, again.training.steps, again.optimizer.lr) == (4 * 3 * 4 * 16, None, 2e-3)
+    assert again.job.dump_folder == f"{run.job.dump_folder}_longer"
+
+
+def test_a_longer_run_that_would_be_refused_is_not_proposed(make_run, tmp_path):
+    config = tmp_path / "run.toml"
+    for tables in (
+        {"training": {"steps": None, "tokens": 320}, "lr_scheduler": {"total_tokens": 640}},
+        {"data": {"sources": [make_run().data.sources[0].model_dump() | {"max_epochs": 0.05}]}},
+    ):
+        run = make_run(**tables)
+        config.write_text(dump_run(run))
+        assert describe_next(run, Start(config, ()), 1).splitlines()[0].startswith("Next: all keys ")
 
 
 def test_end_of_a_rank_is_said_in_words():

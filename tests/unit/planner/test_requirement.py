@@ -11,7 +11,7 @@ from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.report import plan_text
-from glm46.planner.requirement import describe_requirement
+from glm46.planner.requirement import describe_requirement, memory_lines
 
 _GIB = 2**30
 SMALL = Machine(cores=2, memory_bytes=24 * _GIB, free_bytes=23 * _GIB)
@@ -44,7 +44,7 @@ def test_glm46_on_two_cores_is_refused():
     fits, text = describe_requirement(_run("GLM-4.6", parallelism=SEED_LAYOUT), SMALL)
     assert not fits
     _assert_one_screen(text)
-    for part in ("8,192 = pipeline 16 x shard 64 x tensor 8", "none", "23.0 GiB free", "python -m glm46 plan --config"):
+    for part in ("8,192 = pipeline 16 x shard 64 x tensor 8", "none", "23.0 GiB free", "run it on 8,192 GPUs"):
         assert part in text
 
 
@@ -89,6 +89,29 @@ def test_a_plan_states_its_assumptions():
     assert "35% of the BF16 peak" in text
     with pytest.raises(ValueError, match="peaks.py"):
         plan_text(_run("debug"), gpu="abacus")
+
+
+def test_a_plan_says_whether_it_fits_and_by_how_much():
+    """Against the GPU that is named and the machine that is given."""
+    run = _run("GLM-4.6", seq_len=512)
+    for world, words in ((8, "no: each GPU needs"), (512, "yes: each GPU needs")):
+        total = plan_memory(run, world).total
+        spare = abs(0.92 * 140 - total / _GIB)
+        text = plan_text(run, world_size=world, gpu="H200")
+        assert f"does it fit on {world} x H200\n  {words} {total / _GIB:,.1f} GiB, and 128.8 GiB of 140.0 GiB" in text
+        assert f": {spare:,.1f} GiB {'to spare' if words[0] == 'y' else 'too much'}" in text
+    text = plan_text(_run("debug", seq_len=512), machine=SMALL)
+    assert "does it fit on this machine (no GPU, 2 cores)\n  yes: one process needs" in text
+    text = plan_text(_run("GLM-4.6"), machine=NODE)
+    assert "this machine (8 x NVIDIA H100 80GB HBM3, 96 cores)\n  no: each GPU needs" in text
+
+
+def test_memory_is_listed_in_one_unit():
+    for run in (_run("debug", seq_len=512), _run("GLM-4.6", seq_len=512)):
+        for device in ("cpu", "gpu"):
+            lines = memory_lines(plan_memory(run, 8, device=device))
+            assert len({line.split()[-1] for line in lines}) == 1, lines
+            assert lines[-1].split()[0] == "total"
 
 
 def test_days_are_flops_over_speed():

@@ -1,0 +1,92 @@
+"""Commands for a person to type: as exact as the one that started this process, and changed where they have to be."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import glm46
+from glm46.config.overrides import ALTERNATIVES
+
+ROOT = Path(glm46.__path__[0]).parent
+"""The checkout that this package is in; if the package is installed, the folder of packages."""
+
+SCRIPT_VARIABLE = "GLM46_START"
+"""Variable in which run_train.sh says how it was called."""
+
+
+def module_command() -> str:
+    """``python -m glm46`` with the interpreter and the path that it takes from the current folder."""
+    interpreter = Path(sys.executable)
+    found = shutil.which("python")
+    is_on_path = found is not None and Path(found).parent == interpreter.parent
+    prefix = "" if Path.cwd() == ROOT or _is_installed() else f"PYTHONPATH={shlex.quote(str(ROOT))} "
+    return f"{prefix}{'python' if is_on_path else shlex.quote(short(interpreter))} -m glm46"
+
+
+def short(path: Path) -> str:
+    """A path as a person writes it: relative where it lies in the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run was started."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    verb: str = "launch"
+    options: tuple[str, ...] = ()
+    """Of the verb, such as ``--max-restarts 3``."""
+    processes: int | None = None
+    script: str | None = None
+    """``CONFIG_FILE=... NGPU=... ./run_train.sh`` where that called the launcher, see `SCRIPT_VARIABLE`."""
+
+    def command(self, values: Mapping[str, str]) -> str:
+        """The command that starts the run with other values of some keys."""
+        overrides = replace_overrides(self.overrides, values)
+        is_stated = self.processes is None or (self.script is not None and "NGPU=" in self.script)
+        processes = [] if is_stated else ["--nproc", str(self.processes)]
+        if self.script is None:
+            return self._module(self.verb, [*processes, *self.options], overrides)
+        return f"{self.script} {shlex.join([*processes, *self.options, *overrides])}"
+
+    def plan_command(self, nodes: int) -> str:
+        """The command that plans the run on so many nodes."""
+        options = [] if self.processes is None else ["--nproc", str(nodes * self.processes)]
+        return self._module("plan", options, self.overrides)
+
+    def small_command(self) -> str:
+        """The command that trains something small."""
+        if self.script is not None:
+            return f"CONFIG_FILE=train_configs/debug.toml {shlex.split(self.script)[-1]}"
+        file, init = ROOT / "train_configs" / "debug.toml", ""
+        if not file.is_file():
+            file, init = Path("train_configs/debug.toml"), f"{module_command()} init && "
+        return f"{init}{module_command()} launch --config {shlex.quote(short(file))}"
+
+    def _module(self, verb: str, options: Sequence[str], overrides: Sequence[str]) -> str:
+        return f"{module_command()} {shlex.join([verb, '--config', str(self.config), *options, *overrides])}"
+
+
+def replace_overrides(overrides: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The tokens of a command line with other values; a budget also replaces one in the other unit."""
+    stale = {*values, *(ALTERNATIVES[key] for key in values if key in ALTERNATIVES)}
+    kept, remaining = [], list(overrides)
+    while remaining:
+        token = remaining.pop(0)
+        has_value = "=" not in token and bool(remaining)
+        tokens = [token, remaining.pop(0)] if has_value else [token]
+        if token.removeprefix("--").partition("=")[0] not in stale:
+            kept += tokens
+    return [*kept, *(token for key, value in values.items() for token in (f"--{key}", value))]
+
+
+def _is_installed() -> bool:
+    try:
+        return bool(distribution("glm46"))
+    except PackageNotFoundError:
+        return False
