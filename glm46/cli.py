@@ -235,7 +235,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     run = load_run(arguments.config, overrides, world_size=launched_world_size() or 1)
     code = train(run, stop)
     if code == 0 and launched_world_size() is None:
-        from glm46.launch import describe_next
+        from glm46.commands.launch import describe_next
 
         print(describe_next(run, Start(arguments.config, tuple(overrides), verb="train"), 1))
     return code

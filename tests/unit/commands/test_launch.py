@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import _split_overrides
+from glm46.commands.launch import End, _describe_exit, _refuse, choose_processes, describe_next, keep_running
 from glm46.config.command_line import Start
 from glm46.config.loader import dump_run, load_run
 from glm46.config.run_config import Run
-from glm46.launch import End, _describe_exit, _refuse, choose_processes, describe_next, keep_running
 from glm46.planner.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[3]

@@ -1,10 +1,10 @@
 """A key that a person states has an effect, or is refused; a default that nobody stated never is."""
 
 import pytest
+from glm46.data.command import read_recipe
 
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run, load_run
-from glm46.data.command import read_recipe
 
 # Keys, what each needs and the run that lacks it.
 IDLE = {
