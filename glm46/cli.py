@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
+from glm46.commands.environment import describe_unfit, describe_version, unfit_packages
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 
@@ -26,6 +27,9 @@ _OWN_COMMANDS = {
     "prepare": "glm46.commands.data:prepare_command",
 }
 """Verbs that read no run parse their own options; by name, because only the one that is asked for is imported."""
+
+
+_NEED_PACKAGES = {*_OWN_COMMANDS, "launch", "train"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "glm46").partition(".")[0]
         if package == "glm46":
             raise
-        print(
-            f"error: {sys.executable} has no package {package}; ./run_train.sh makes an environment that has all, "
-            "and '. .venv/bin/activate' enters it",
-            file=sys.stderr,
-        )
+        print(f"error: {describe_unfit([(f'{package} is missing', package)])}", file=sys.stderr)
         return _EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and argv[0] in _NEED_PACKAGES and not {"--help", "-h"} & set(argv) and (unfit := unfit_packages()):
+        raise UserError(describe_unfit(unfit))
     if argv and argv[0] in _OWN_COMMANDS and (argv[0] != "prepare" or _prepares_files(argv)):
         return resolve_name(_OWN_COMMANDS[argv[0]])(argv[1:])
     tokens, overrides = _split_overrides(argv)
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=describe_version())
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     launch = _add_run_verb(verbs, "launch", "check, compare with this machine, prepare the data and train", _launch)
     launch.add_argument(
@@ -141,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("generate", help="text from a checkpoint or a Hugging Face folder; see generate --help")
     schema = verbs.add_parser("schema", help="print the JSON schema of the TOML file", allow_abbrev=False)
     schema.set_defaults(run=_schema)
+    init = verbs.add_parser("init", help="write the shipped TOML files and their schema", allow_abbrev=False)
+    init.add_argument("folder", type=Path, nargs="?", default=Path("train_configs"), help="train_configs, if not given")
+    init.set_defaults(run=_init)
     return parser
 
 
@@ -219,6 +225,16 @@ def _schema(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise UserError(f"command line: {overrides[0]}: the verb schema reads no run; leave it out")
     print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _init(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from glm46.commands.init import write_configs
+
+    if overrides:
+        raise UserError(f"command line: {overrides[0]}: the verb init reads no run; leave it out")
+    written = write_configs(arguments.folder)
+    print("\n".join(f"wrote {path}" for path in written) or f"{arguments.folder} has them all")
     return 0
 
 

@@ -6,7 +6,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # has_everything INTERPRETER EXTRAS: whether it has every package that pyproject.toml asks for, in a fitting version.
 has_everything() {
-    command -v "$1" >/dev/null 2>&1 && "$1" "$root/scripts/check_environment.py" "$root/pyproject.toml" "$2" 2>/dev/null
+    command -v "$1" >/dev/null 2>&1 && "$1" -m glm46.commands.environment "$2" 2>/dev/null
 }
 
 # The newest Python that glm46 supports and that can make environments.

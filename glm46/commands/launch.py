@@ -158,8 +158,8 @@ def _prepare(run: Run, world_size: int) -> None:
 def describe_next(run: Run, start: Start, world_size: int) -> str:
     """What to type after a run that is finished: a longer one, if the rules and the text allow it, and the help."""
     # Not before: it loads the data's libraries.
+    from glm46.data.corpus import check_epochs
     from glm46.data.manifest import load_manifest
-    from glm46.training.text import check_epochs
 
     rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
     values = {

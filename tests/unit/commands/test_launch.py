@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import _split_overrides
+from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import End, _describe_exit, _refuse, choose_processes, describe_next, keep_running
 from glm46.config.command_line import Start
 from glm46.config.loader import dump_run, load_run
@@ -147,8 +148,7 @@ def test_failed_starts_are_followed_by_others_while_checkpoints_move(ends, max_r
 
 def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """run_train.sh with this interpreter first on the path, from a folder that is not the checkout."""
-    check = [sys.executable, str(ROOT / "scripts" / "check_environment.py"), str(ROOT / "pyproject.toml"), ""]
-    if subprocess.run(check, check=False).returncode:
+    if unfit_packages():
         pytest.skip("this interpreter lacks a dependency, and a test must not make the script install one")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [str(ROOT / "run_train.sh"), *arguments]

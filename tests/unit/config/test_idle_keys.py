@@ -1,8 +1,8 @@
 """A key that a person states has an effect, or is refused; a default that nobody stated never is."""
 
 import pytest
-from glm46.data.command import read_recipe
 
+from glm46.commands.data import read_recipe
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run, load_run
 

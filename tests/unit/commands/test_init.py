@@ -1,0 +1,42 @@
+"""The shipped TOML files reach people who have the package alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted(path.name for path in (ROOT / "train_configs").iterdir() if path.suffix in (".toml", ".json"))
+
+
+def test_init_writes_what_is_missing_and_replaces_nothing(tmp_path, capsys):
+    folder = tmp_path / "new" / "configs"
+    assert main(["init", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == SHIPPED
+    assert (folder / "debug.toml").read_bytes() == (ROOT / "train_configs" / "debug.toml").read_bytes()
+    assert main(["init", str(folder)]) == 0
+    assert "has them all" in capsys.readouterr().out
+    (folder / "debug.toml").write_text("mine")
+    (folder / "schema.json").unlink()
+    assert main(["init", str(folder)]) == 2
+    assert "debug.toml: differs from the shipped file" in capsys.readouterr().err
+    assert (folder / "debug.toml").read_text() == "mine" and not (folder / "schema.json").exists()
+    (tmp_path / "file").touch()
+    assert main(["init", str(tmp_path / "file")]) == 2
+
+
+def test_a_wheel_holds_configs_and_schema(tmp_path):
+    """From the one place where they lie in the checkout; built as pip builds it, and run from what was built."""
+    pytest.importorskip("setuptools", minversion="77")
+    command = ["setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", tmp_path / "site"]
+    built = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    assert sorted(path.name for path in (tmp_path / "site" / "glm46" / "train_configs").iterdir()) == SHIPPED
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-m", "glm46", "init"]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=True)
+    assert sorted(path.name for path in (tmp_path / "train_configs").iterdir()) == SHIPPED
