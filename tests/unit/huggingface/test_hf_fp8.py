@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
 
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
+from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import Layout, export_weights
 from glm46.huggingface.fp8 import (

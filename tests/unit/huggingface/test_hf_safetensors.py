@@ -6,7 +6,6 @@ import struct
 import pytest
 import safetensors.torch
 import torch
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
@@ -14,6 +13,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.distributed.ranks import CheckpointError
+from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface import boxes
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import config_of, read_config, shape_of
