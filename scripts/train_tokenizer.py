@@ -1,20 +1,21 @@
-"""Train a byte-pair vocabulary for GLM's pattern and write it as a .tiktoken rank file.
-
-Made glm46/data/builtin_8k.tiktoken (see builtin_8k.NOTICE.txt beside it). Needs ``pip install rustbpe``.
+#!/usr/bin/env python3
+"""Train a byte-level BPE vocabulary for GLM's pattern and write it as a .tiktoken rank file.
 
     python scripts/train_tokenizer.py --ranks 8156 --output vocabulary.tiktoken FOLDER_OR_FILE ...
 
 Folders are searched for .py, .txt, .rst and .md files. The 36 special tokens of GLM follow the ranks when the file is
-loaded, so ask for 36 fewer than the vocabulary is to have.
+loaded, so ask for 36 fewer than the vocabulary is to have. Needs tokenizers: pip install 'glm46[hf]'
 """
 
 import argparse
 import base64
+import json
+import sys
 from pathlib import Path
 
-import rustbpe
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.data.tokenizer_hf import GLM_PATTERN
+from glm46.data.tokenizer_hf import GLM_PATTERN, byte_characters  # noqa: E402
 
 SUFFIXES = {".py", ".txt", ".rst", ".md"}
 
@@ -30,19 +31,39 @@ def texts(paths: list[Path]):
                 print(f"passed over, not UTF-8: {file}")
 
 
-def main() -> None:
+def train(paths: list[Path], count: int) -> list[bytes]:
+    """The tokens that `count` ranks stand for, the 256 bytes first."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(GLM_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts(paths), trainers.BpeTrainer(vocab_size=count, initial_alphabet=alphabet))
+    byte = {character: byte for byte, character in byte_characters().items()}
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return [bytes(byte[c] for c in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True, help="tokens to learn, the 256 bytes included")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("paths", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, required=True, help="the .tiktoken file to write")
+    parser.add_argument("paths", type=Path, nargs="+", help="text to learn from")
     arguments = parser.parse_args()
-
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(texts(arguments.paths), vocab_size=arguments.ranks, pattern=GLM_PATTERN)
-    ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-    arguments.output.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in ranks))
-    print(f"wrote {len(ranks)} ranks to {arguments.output}")
+    if arguments.ranks < 256:
+        parser.error(f"--ranks {arguments.ranks}: there are 256 bytes; give at least 256")
+    if missing := [path for path in arguments.paths if not path.exists()]:
+        parser.error(f"{missing[0]}: no such file or folder")
+    try:
+        tokens = train(arguments.paths, arguments.ranks)
+    except ImportError:
+        parser.error("tokenizers is not installed; pip install 'glm46[hf]'")
+    arguments.output.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)))
+    print(f"wrote {len(tokens)} ranks to {arguments.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

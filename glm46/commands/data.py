@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     for key, field in TextRecipe.model_fields.items():
         meaning = " ".join(field.description.split()).replace("%", "%%")
         many = key in ("input", "decontaminate", "pack_lengths")
-        parser.add_argument(f"--{key}", help=meaning, nargs="+" if many else None, metavar="VALUE")
+        shape = {"nargs": "+", "action": "extend"} if many else {}
+        parser.add_argument(f"--{key}", help=meaning, metavar="VALUE", **shape)
     return parser
 
 

@@ -12,8 +12,9 @@ class Recipe(Section):
     recipe on the same text gives the same bytes."""
 
     input: tuple[str, ...] = Field(min_length=1)
-    """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, and anything else as one text per file; each
-    may be compressed as .gz or .zst. ``builtin:NAME`` is text of this machine: python_stdlib, python_packages,
+    """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, .json where it holds rows with ``text_key``,
+    and anything else as one text per file; each may be compressed as .gz or .zst. Hidden files of a folder are left
+    out. ``builtin:NAME`` is text of this machine: python_stdlib, python_packages,
     cpp_headers or package_docs."""
 
     text_key: str = "text"

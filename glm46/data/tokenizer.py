@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 
 from glm46.config.errors import UserError
-from glm46.data.tokenizer_hf import GLM_PATTERN, read_tokenizer_json
+from glm46.data.tokenizer_hf import GLM_PATTERN, GPT2_PATTERN, read_tokenizer_json
 
 BUILTIN_PATH = Path(__file__).with_name("builtin_8k.tiktoken")
 
@@ -50,21 +50,31 @@ class Tokenizer:
     Attributes:
         path: what `load_tokenizer` was called with; another process loads the same tokenizer from it.
         pattern: regular expression that cuts text into the pieces that are merged.
-        ranks: id of every ordinary token by its bytes.
+        ranks: id of every ordinary token by its bytes; a lower id is merged first.
         vocab_size: highest id plus one. A model may have more rows than that, never fewer.
         special: id of every special token by its name.
         eos_id: id of ``<|endoftext|>``, which ends every document.
+        prefix_space: a space is put before text that does not begin with one.
         fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints encode equally.
     """
 
-    def __init__(self, path: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
+    def __init__(
+        self,
+        path: str,
+        pattern: str,
+        ranks: dict[bytes, int],
+        special: dict[str, int],
+        *,
+        prefix_space: bool = False,
+    ):
         self.path = path
+        self.prefix_space = prefix_space
         self.pattern = pattern
         self.ranks = ranks
         self.special = dict(special)
         self.eos_id = special[END_OF_TEXT]
         self.vocab_size = max(max(ranks.values()), max(special.values())) + 1
-        self.fingerprint = _fingerprint(pattern, ranks, special)
+        self.fingerprint = _fingerprint(pattern, ranks, special, prefix_space)
         self._encoding = tiktoken.Encoding("glm46", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         # Takes everything as one piece: for the pieces that the pattern itself cannot match without a stack overflow.
         self._whole = tiktoken.Encoding("glm46-whole", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
@@ -79,11 +89,13 @@ class Tokenizer:
 
         Lone surrogates, which no UTF-8 file can hold, become U+FFFD as in tiktoken.
         """
+        if self.prefix_space and text and text[0] != " ":
+            text = " " + text
         if len(text) < _LONGEST_RUN:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         parts = [
             (self._whole if whole else self._encoding).encode_to_numpy(piece, disallowed_special=())
-            for piece, whole in _split_long_runs(text)
+            for piece, whole in _split_long_runs(text, self.pattern)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -112,21 +124,27 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         UserError: the file is missing, broken, or not representable exactly; the message says why.
     """
-    file = BUILTIN_PATH if path == "builtin" else Path(path)
-    if file.is_dir():
-        file = file / "tokenizer.json"
+    file = tokenizer_file(path)
     if not file.is_file():
         raise UserError(
-            f"tokenizer '{path}': {file} no such file; give 'builtin', a .tiktoken file or a tokenizer.json"
+            f"tokenizer '{path}': {file}: no such file; give 'builtin', a .tiktoken file or a tokenizer.json"
         )
-    if file.suffix == ".json":
-        pattern, ranks, special = read_tokenizer_json(file)
-        if END_OF_TEXT not in special:
-            raise UserError(f"{file}: no added token {END_OF_TEXT}; GLM ends every document with it")
-    else:
-        pattern, ranks = GLM_PATTERN, read_rank_file(file)
+    if file.suffix != ".json":
+        ranks = read_rank_file(file)
         special = {name: len(ranks) + i for i, name in enumerate(GLM_SPECIAL_TOKENS)}
-    return Tokenizer(path, pattern, ranks, special)
+        return Tokenizer(path, GLM_PATTERN, ranks, special)
+    content = read_tokenizer_json(file)
+    if END_OF_TEXT not in content.special:
+        raise UserError(
+            f"{file}: no added token {END_OF_TEXT}; every document ends with it: add it to the special tokens"
+        )
+    return Tokenizer(path, content.pattern, content.ranks, content.special, prefix_space=content.prefix_space)
+
+
+def tokenizer_file(path: str) -> Path:
+    """The file that a tokenizer path means: the shipped one, a file, or the ``tokenizer.json`` of a folder."""
+    file = BUILTIN_PATH if path == "builtin" else Path(path)
+    return file / "tokenizer.json" if file.is_dir() else file
 
 
 def read_rank_file(file: Path) -> dict[bytes, int]:
@@ -155,23 +173,24 @@ def read_rank_file(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _split_long_runs(text: str):
+def _split_long_runs(text: str, pattern: str):
     """Yield (piece, whole): cuts only where the pattern always ends a match, so that pieces encode to the same tokens.
 
     What the pattern does with a run of white space: punctuation before it takes the newlines that follow directly;
     ``\\s*[\\r\\n]+`` takes everything to the last newline; ``\\s+(?!\\S)`` takes the rest, but leaves the last
-    character to a non-space that follows.
+    character to a non-space that follows. GPT-2's pattern does the last of the three only.
     """
     position = 0
+    newlines_end = pattern != GPT2_PATTERN
     for run in _RUN.finditer(text):
         start, end = run.span()
         if end - start <= _LONGEST_RUN:
             continue
         before = text[start - 1] if start else "a"
-        if not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
+        if newlines_end and not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
             start = newlines.end()
         last_newline = max(text.rfind("\n", start, end), text.rfind("\r", start, end))
-        middle = last_newline + 1 if last_newline >= 0 else start
+        middle = last_newline + 1 if newlines_end and last_newline >= 0 else start
         # One character stays with the non-space behind the run; it is a piece of its own if it does not fit there.
         stop = end if end == len(text) else max(end - 1, middle)
         if position < start:
@@ -185,10 +204,13 @@ def _split_long_runs(text: str):
         yield text[position:], False
 
 
-def _fingerprint(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> str:
+def _fingerprint(pattern: str, ranks: dict[bytes, int], special: dict[str, int], prefix_space: bool) -> str:
     digest = hashlib.sha256()
     for part in (pattern.encode(), *sorted(ranks, key=ranks.__getitem__)):
         digest.update(len(part).to_bytes(4, "little") + part)
     for name, token_id in sorted(special.items(), key=lambda item: item[1]):
         digest.update(f"\0{token_id} {name}".encode())
+    ids = sorted(ranks.values())
+    if prefix_space or ids != list(range(len(ids))):
+        digest.update(f"\0{prefix_space} {ids}".encode())
     return digest.hexdigest()

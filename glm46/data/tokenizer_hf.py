@@ -1,12 +1,14 @@
 """A Hugging Face ``tokenizer.json`` as tiktoken ranks: exactly, or refused with the reason.
 
 tiktoken merges any adjacent pair whose concatenation is a token, lowest rank first. A Hugging Face BPE merges listed
-pairs in listed order. The two agree when ids, ranks and merge order are one sequence and when every token can be built
-by its own listed pair, which is what tokenizers converted from tiktoken (GLM, Qwen) satisfy.
+pairs in listed order. The two agree when the order of the ids is the order of the merges and when every token can be
+built by its own listed pair, which is what tokenizers converted from tiktoken (GLM, Qwen) and those trained as a
+byte-level BPE satisfy, wherever the ids of the special tokens lie.
 """
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from glm46.config.errors import UserError
 
@@ -15,66 +17,122 @@ GLM_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Qwen 2 and 3: the same with single digits. Only patterns whose two regex engines were shown to agree are accepted.
-_QWEN_PATTERN = GLM_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+# GPT-2, and ByteLevel of tokenizers where nothing else cuts. Source: pre_tokenizers/byte_level.rs of tokenizers.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Only patterns whose two regex engines were shown to agree are accepted. Qwen 2 and 3: GLM's with single digits.
+_PATTERNS = (GLM_PATTERN, GLM_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), GPT2_PATTERN)
+
+_MOST_IDS = 1 << 24
+"""More than any vocabulary has: a table of this many entries still fits in memory."""
 
 
-def read_tokenizer_json(file: Path) -> tuple[str, dict[bytes, int], dict[str, int]]:
-    """Pattern, rank by token bytes, and id by special token name.
+class TokenizerJson(NamedTuple):
+    """What tiktoken needs of a ``tokenizer.json``."""
+
+    pattern: str
+    ranks: dict[bytes, int]
+    """Id by the bytes of each ordinary token, in the order of the ids."""
+    special: dict[str, int]
+    """Id by name of each added token."""
+    prefix_space: bool
+    """Whether a space is put before text that does not begin with one."""
+
+
+def read_tokenizer_json(file: Path) -> TokenizerJson:
+    """The content of a ``tokenizer.json``.
 
     Raises:
         UserError: the file is not JSON, or tiktoken would not give the same ids for every text.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        model = content["model"]
-        vocabulary, merges = model["vocab"], model["merges"]
-        pattern = _pattern(content["pre_tokenizer"])
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: no byte-level BPE tokenizer.json ({type(error).__name__}: {error})") from error
+        return _read(content)
+    except _Unfit as error:
+        raise UserError(f"{file}: cannot be used exactly: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: damaged tokenizer.json ({type(error).__name__}: {error})") from error
 
-    def require(holds: bool, reason: str) -> None:
-        if not holds:
-            raise UserError(f"{file}: cannot be used exactly: {reason}")
 
-    require(model.get("type", "BPE") == "BPE", f"the model is {model.get('type')}, not BPE")
-    require(content.get("normalizer") is None, "it normalises text before encoding")
-    require(not model.get("byte_fallback") and model.get("dropout") is None, "byte_fallback or dropout is set")
-    require(not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix"), "it marks subwords")
-    require(pattern in (GLM_PATTERN, _QWEN_PATTERN), f"pre-tokenizer {pattern!r} is not that of GLM (or Qwen)")
+class _Unfit(Exception):
+    """Why tiktoken would not give the same ids."""
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise _Unfit(reason)
+
+
+def _read(content: dict) -> TokenizerJson:
+    model, kind = content["model"], content["model"].get("type", "BPE")
+    # tiktoken merges bytes by rank. The others choose among the pieces of a word (WordPiece: the longest from the
+    # left; Unigram: the most probable), so they would need an encoder and a decoder of their own.
+    _require(
+        kind == "BPE",
+        f"its model is {kind}, which is not a list of byte merges; train a byte-level BPE on the same text "
+        "(scripts/train_tokenizer.py, or BpeTrainer of tokenizers)",
+    )
+    _require(content.get("normalizer") is None, "it normalises text before encoding; remove its normalizer")
+    _require(not model.get("byte_fallback"), "byte_fallback is set: its tokens are characters, not bytes")
+    _require(model.get("dropout") is None, "dropout is set; remove it")
+    _require(not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix"), "it marks subwords")
+    pattern, prefix_space = _pre_tokenizer(content.get("pre_tokenizer"))
+    special = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    _require(all(name.strip() for name in special), "an added token of white space would be found inside text")
+    # A vocabulary may hold the added tokens too; they are never the result of merging text.
+    vocabulary = {token: token_id for token, token_id in model["vocab"].items() if token not in special}
+    ids = [*vocabulary.values(), *special.values()]
+    _require(all(type(one) is int and 0 <= one < _MOST_IDS for one in ids), f"an id is not in 0 to {_MOST_IDS - 1}")
+    _require(len(set(ids)) == len(ids), "two tokens share an id")
+    return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, prefix_space)
+
+
+def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
+    """Ids by bytes, once merging by ids is shown to be merging by the list."""
     to_byte = {character: byte for byte, character in byte_characters().items()}
-    require(all(c in to_byte for token in vocabulary for c in token), "a token holds characters outside byte level")
+    _require(all(c in to_byte for token in vocabulary for c in token), "a token holds characters outside byte level")
 
     def token_bytes(token: str) -> bytes:
         return bytes(to_byte[c] for c in token)
 
-    # A converted vocabulary may hold the special tokens too; they are never the result of merging text.
-    ranks = {token_bytes(token): rank for token, rank in vocabulary.items() if token not in special}
-    require(sorted(ranks.values()) == list(range(len(ranks))), "ids of ordinary tokens are not 0, 1, 2 ...")
-    require(all(bytes([byte]) in ranks for byte in range(256)), "some bytes have no token")
-    require(all(token_id >= len(ranks) for token_id in special.values()), "an added token has the id of text")
-    require(len(set(special.values())) == len(special), "two added tokens share an id")
+    ranks = {token_bytes(token): rank for token, rank in sorted(vocabulary.items(), key=lambda item: item[1])}
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    _require(
+        not missing,
+        f"{len(missing)} bytes have no token, such as {missing[:1]}; train it with "
+        "initial_alphabet = ByteLevel.alphabet()",
+    )
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
-    require(all(a + b in vocabulary for a, b in pairs), "a merge makes a token that is not in the vocabulary")
+    _require(all(a + b in vocabulary for a, b in pairs), "a merge makes a token that is not in the vocabulary")
     merged_ids = [vocabulary[a + b] for a, b in pairs]
-    require(all(a <= b for a, b in zip(merged_ids, merged_ids[1:], strict=False)), "merge order differs from id order")
+    _require(all(a <= b for a, b in zip(merged_ids, merged_ids[1:], strict=False)), "merge order differs from id order")
     listed = {(token_bytes(a), token_bytes(b)) for a, b in pairs}
     for token, rank in ranks.items():
         if len(token) > 1:
             split = parts_below(ranks, token, rank)
-            require(len(split) == 2 and split in listed, f"token {rank} ({token!r}) is not built by a listed merge")
-    return pattern, ranks, special
+            _require(len(split) == 2 and split in listed, f"token {rank} ({token!r}) is not built by a listed merge")
+    return ranks
 
 
-def _pattern(pre_tokenizer: dict) -> str:
-    """The regex of Sequence[Split(Regex, Isolated), ByteLevel(no prefix space, no regex)]; ValueError for any other."""
-    split, byte_level = pre_tokenizer["pretokenizers"]
-    if split["type"] != "Split" or split["behavior"] != "Isolated" or split.get("invert"):
-        raise ValueError("the first pre-tokenizer is not one isolated Split")
-    if byte_level["type"] != "ByteLevel" or byte_level["add_prefix_space"] or byte_level["use_regex"]:
-        raise ValueError("the second pre-tokenizer is not a plain ByteLevel")
-    return split["pattern"]["Regex"]
+def _pre_tokenizer(pre_tokenizer: dict | None) -> tuple[str, bool]:
+    """The regex, and whether a space is put before the text; only forms whose cuts are known to be the same."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
+    kinds = [step["type"] for step in steps]
+    _require(
+        kinds in (["ByteLevel"], ["Split", "ByteLevel"]),
+        f"its pre-tokenizer is {' + '.join(kinds) or 'absent'}; it must be ByteLevel, or a Split and ByteLevel",
+    )
+    # A key that an older file lacks has the default of tokenizers.
+    own_regex, prefix_space = (steps[-1].get(key, True) for key in ("use_regex", "add_prefix_space"))
+    if len(steps) == 1:
+        _require(own_regex, "its pre-tokenizer does not cut text into words (use_regex is false)")
+        return GPT2_PATTERN, prefix_space
+    _require(not own_regex and not prefix_space, "its ByteLevel cuts again (use_regex) or adds a space behind a Split")
+    split = steps[0]
+    _require(split["behavior"] == "Isolated" and not split.get("invert"), "its Split is not Isolated, or inverted")
+    pattern = split["pattern"].get("Regex")
+    _require(pattern in _PATTERNS, f"its Split has the pattern {pattern!r}, which is not that of GLM, Qwen or GPT-2")
+    return pattern, False
 
 
 def parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[bytes, ...]:

@@ -1,10 +1,9 @@
 """What stands beside the weights in a Hugging Face folder: tokenizer files and generation config."""
 
 import json
-from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer
+from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer, tokenizer_file
 from glm46.data.tokenizer_hf import byte_characters, parts_below
 
 _NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
@@ -14,8 +13,10 @@ _NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
 _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 """GLM has no end-of-turn token: the next role ends a turn."""
 
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
 _COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
 """Files of a tokenizer folder that are passed on as they are."""
@@ -47,7 +48,7 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """File name -> content: those of the folder that the tokenizer was loaded from, else new ones.
+    """File name -> content: the ``tokenizer.json`` that was loaded, or one made of the ranks, and what belongs to it.
 
     Args:
         max_length: longest sequence the model is meant for, in tokens.
@@ -58,11 +59,15 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
     ids = stop_ids(tokenizer)
     generation = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
     files = {"generation_config.json": json.dumps(generation, indent=2).encode() + b"\n"}
-    place = Path(tokenizer.path)
-    if tokenizer.path == "builtin" or place.suffix == ".tiktoken":
+    file = tokenizer_file(tokenizer.path)
+    if file.suffix != ".json":
         return files | tokenizer_files(tokenizer, max_length=max_length)
-    folder = place if place.is_dir() else place.parent
-    return files | {name: (folder / name).read_bytes() for name in _COPIED if (folder / name).is_file()}
+    # The other files of a folder say how its tokenizer.json is used, not how a file of another name is.
+    folder = [file.with_name(name) for name in _COPIED if file.name == TOKENIZER_JSON]
+    own = {path.name: path.read_bytes() for path in folder if path.is_file()}
+    if TOKENIZER_CONFIG not in own:
+        files |= _description(tokenizer, max_length)
+    return files | own | {TOKENIZER_JSON: file.read_bytes()}
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
@@ -71,6 +76,11 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes
     Raises:
         UserError: a token is not made by merging two others, which a list of merges cannot say.
     """
+    return _description(tokenizer, max_length) | {TOKENIZER_JSON: _json(_tokenizer_json(tokenizer))}
+
+
+def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
+    """What transformers reads beside a ``tokenizer.json``."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -79,13 +89,14 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes
         "model_max_length": max_length,
         "padding_side": "left",
     }
-    files: dict[str, bytes] = {}
+    files = {TOKENIZER_CONFIG: _json(config)}
     if {"[gMASK]", "<sop>", "<|user|>", "<|assistant|>"} <= set(tokenizer.special):
         files["chat_template.jinja"] = CHAT_TEMPLATE.encode()
-    contents = {"tokenizer.json": _tokenizer_json(tokenizer), "tokenizer_config.json": config}
-    return files | {
-        name: json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n" for name, value in contents.items()
-    }
+    return files
+
+
+def _json(value: dict) -> bytes:
+    return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> dict:

@@ -8,10 +8,25 @@ import random
 
 import numpy as np
 
+from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.tokenizer import Tokenizer
 
 PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
+
+
+def require_fim_tokens(recipe: TextRecipe, tokenizer: Tokenizer) -> None:
+    """Refuse to rearrange documents with a tokenizer that lacks the tokens for it.
+
+    Raises:
+        UserError: with the names that are missing.
+    """
+    missing = [name for name in (PREFIX, MIDDLE, SUFFIX) if name not in tokenizer.special]
+    if recipe.fim_rate and missing:
+        raise UserError(
+            f"fim_rate = {recipe.fim_rate}: the tokenizer '{tokenizer.path}' lacks {', '.join(missing)}; add them to "
+            "its special tokens, or set fim_rate = 0"
+        )
 
 
 def encode_document(text: str, digest: bytes, recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:

@@ -184,7 +184,7 @@ def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
     """Runs of the evaluation text that the recipe names."""
     if not recipe.decontaminate:
         return evaluation_runs([])
-    parts = parts_of(find_files(recipe.decontaminate, "decontaminate"))
+    parts = parts_of(find_files(recipe.decontaminate, "decontaminate"), recipe.text_key)
     documents = [document for part in parts for document in read_part(part, recipe.text_key)]
     texts = [normalized(d.text, recipe.normalize) for d in documents if isinstance(d, Document)]
     return evaluation_runs([tokenizer.encode(text) for text in texts])

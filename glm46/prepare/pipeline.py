@@ -27,12 +27,13 @@ from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.progress import bytes_progress
 from glm46.prepare.compilers import require_compiler, verifier_version
 from glm46.prepare.embedded import BUILTIN
+from glm46.prepare.fim import require_fim_tokens
 from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
-from glm46.prepare.readers import Part, find_files, parts_of
+from glm46.prepare.readers import Part, find_files, parts_of, with_line
 from glm46.prepare.sharding import write_splits
 
 # Raised when the same text and settings would give other bytes than before.
-PIPELINE = 2
+PIPELINE = 3
 
 _EMBEDDED_HELD_OUT = 0.02
 
@@ -68,6 +69,7 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
     """
     tokenizer = load_tokenizer(recipe.tokenizer)
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
+    require_fim_tokens(recipe, tokenizer)
     with _disk_faults_named(Path(recipe.output)), _only_one(Path(recipe.output), report):
         manifest = _existing(recipe, tokenizer)
         if manifest:
@@ -119,7 +121,7 @@ def _prepare(
     recipe: TextRecipe, files: Sequence[Path], tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> Manifest:
     started = time.monotonic()
-    output, parts = Path(recipe.output), parts_of(files)
+    output, parts = Path(recipe.output), parts_of(files, recipe.text_key)
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
     if version := verifier_version(recipe.verify):
@@ -137,6 +139,11 @@ def _prepare(
     if not sum(split.documents for split in splits.values()):
         raise UserError(
             f"{recipe.name}: no document is left of {len(files)} files; {_summary(tally) or 'all are empty'}"
+        )
+    if not splits["train"].documents:
+        raise UserError(
+            f"{recipe.name}: no document is left to train on, held_out = {recipe.held_out} keeps all "
+            f"{splits['validation'].documents} for validation; give more documents, or held_out = 0"
         )
     counts = {reason: number for table in (tally.bad, tally.dropped) for reason, (number, _) in table.items()}
     save_manifest(
@@ -215,18 +222,22 @@ def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
     if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
             f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
-            *(f"{reason}: {count}, such as {', '.join(places)}" for reason, (count, places) in bad.items()),
+            *(f"{reason}: {count}, such as {_named(places)}" for reason, (count, places) in bad.items()),
         )
 
 
 def _summary(tally: Tally) -> str:
     """What was left out and why, one reason per line."""
     lines = [
-        f"left out, {reason}: {number} documents" + (f", such as {', '.join(places)}" if places else "")
+        f"left out, {reason}: {number} documents" + (f", such as {_named(places)}" if places else "")
         for table in (tally.bad, tally.dropped)
         for reason, (number, places) in table.items()
     ]
     return "\n".join(lines)
+
+
+def _named(places: Sequence[str]) -> str:
+    return ", ".join(map(with_line, places))
 
 
 def _partial_folder(output: Path, key: str) -> Path:

@@ -1,14 +1,16 @@
 """What there is to read, cut into parts that processes can take, and the documents of one part.
 
-JSON lines, Parquet and plain text; gzip and zstd around any of the first and last. What an optional package reads is
-refused with its name where the package is missing.
+JSON lines, JSON arrays of rows, Parquet and plain text; gzip and zstd around any but Parquet. What an optional package
+reads is refused with its name where the package is missing.
 """
 
+import codecs
 import glob
 import gzip
 import importlib.util
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ _LINES = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 _EXTRA = {".zst": "zstandard", ".parquet": "pyarrow"}
 
+_HEAD_BYTES = 1 << 20
+"""Bytes in which a .json file shows whether it holds rows."""
+
 
 # The reason of a document with nothing but white space.
 EMPTY = "empty"
@@ -34,9 +39,9 @@ class BadDocument(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the input: whole files of one text each, or a byte range of one file of lines, or a Parquet file.
+    """A piece of the input: whole files of one text each, a byte range of one file of lines, or one file of rows.
 
-    A compressed file and a Parquet file are one part each. A line belongs to the range that its first byte is in.
+    A compressed file and a file of rows are one part each. A line belongs to the range that its first byte is in.
     """
 
     kind: str
@@ -56,7 +61,7 @@ class Document:
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files that names, folders and globs mean, each once, in sorted order.
+    """The files that names, folders and globs mean, each once, in sorted order. Of a folder, no hidden file or folder.
 
     Args:
         patterns: as a user wrote them; ``builtin:NAME`` is an embedded source.
@@ -72,33 +77,43 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             found.update({file: file for file in embedded_files(pattern.removeprefix(BUILTIN))})
             continue
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        files = [f for name in names for f in (sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)])]
-        files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+        files = [f for name in names for f in (_below(Path(name)) if Path(name).is_dir() else [Path(name)])]
+        files = [file for file in files if file.is_file()]
         if not files:
-            faults.append(f"{key} = '{pattern}': no file of that name; give a file, a folder or a glob")
+            hint = "; hidden files of a folder are left out" if Path(pattern).is_dir() else ""
+            faults.append(f"{key} = '{pattern}': no file of that name; give a file, a folder or a glob{hint}")
         # Links often lead to one file many times, and one file twice is a duplicate that costs reading.
         found.update({file.resolve(): file for file in files})
     for suffix, package in _EXTRA.items():
-        if importlib.util.find_spec(package) is None and (needs := [f for f in found if f.suffix == suffix]):
+        if importlib.util.find_spec(package) is None and (needs := [f for f in found if _suffix(f) == suffix]):
             faults.append(f"{needs[0]}: reading {suffix} needs {package}; pip install 'glm46[data]'")
     if faults:
         raise UserError(*faults)
     return sorted(found)
 
 
-def parts_of(files: Sequence[Path]) -> list[Part]:
-    """Parts of about `PART_BYTES`, in the order of the files."""
+def _below(folder: Path) -> list[Path]:
+    inside = sorted(folder.rglob("*"))
+    return [path for path in inside if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
+
+
+def parts_of(files: Sequence[Path], text_key: str) -> list[Part]:
+    """Parts of about `PART_BYTES`, in the order of the files.
+
+    Args:
+        text_key: field of the text in a row; a .json file that has it is read as rows.
+    """
     parts, texts, size = [], [], 0
     for file in files:
         file_size = file.stat().st_size
-        kind = _kind(file)
+        kind = _kind(file, text_key)
         if kind == "text":
             texts.append(str(file))
             size += file_size
         if texts and (kind != "text" or size >= PART_BYTES):
             parts.append(Part("text", tuple(texts), 0, 0, size))
             texts, size = [], 0
-        if kind == "lines" and file.suffix not in _COMPRESSED:
+        if kind == "lines" and _suffix(file) not in _COMPRESSED:
             for start in range(0, file_size, PART_BYTES):
                 stop = min(start + PART_BYTES, file_size)
                 parts.append(Part(kind, (str(file),), start, stop, stop - start))
@@ -122,19 +137,55 @@ def read_part(part: Part, text_key: str, answer_key: str | None = None) -> Itera
             yield _text(_read_whole(Path(file)), file)
     elif part.kind == "lines":
         yield from _lines(part, text_key, answer_key)
+    elif part.kind == "array":
+        yield from _array(Path(part.files[0]), text_key, answer_key)
     else:
         yield from _rows(part.files[0], text_key, answer_key)
 
 
-def _kind(file: Path) -> str:
-    suffix = Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+def _suffix(file: Path) -> str:
+    return file.suffix.lower()
+
+
+def _kind(file: Path, text_key: str) -> str:
+    suffix = _suffix(Path(file.stem)) if _suffix(file) in _COMPRESSED else _suffix(file)
+    if suffix == ".json":
+        return _json_kind(file, text_key)
     return "lines" if suffix in _LINES else "parquet" if suffix == ".parquet" else "text"
 
 
+def _json_kind(file: Path, text_key: str) -> str:
+    """An array or lines of rows where the first row has the text's field; any other .json file is a text."""
+    try:
+        with _open(file) as handle:
+            head = handle.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    except _archive_errors(file):
+        return "text"  # refused with its name when it is read
+    if re.match(rb"\[\s*\{", head):
+        return "array" if re.search(re.escape(json.dumps(text_key).encode()) + rb"\s*:", head) else "text"
+    try:
+        row = json.loads(head.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return "text"
+    return "lines" if isinstance(row, dict) and text_key in row else "text"
+
+
+def with_line(place: str) -> str:
+    """The place of a bad document with the number of its line where it says a byte."""
+    file, found, byte = place.rpartition(" byte ")
+    if not found or _suffix(Path(file)) in _COMPRESSED:
+        return place
+    with open(file, "rb") as handle:
+        left, line = int(byte), 1
+        while left > 0 and (data := handle.read(min(left, 1 << 20))):
+            left, line = left - len(data), line + data.count(b"\n")
+    return f"{file} line {line}"
+
+
 def _open(file: Path):
-    if file.suffix == ".gz":
+    if _suffix(file) == ".gz":
         return gzip.open(file, "rb")
-    if file.suffix == ".zst":
+    if _suffix(file) == ".zst":
         return io.BufferedReader(_ZstdReader(file), 1 << 20)
     return file.open("rb")
 
@@ -174,12 +225,12 @@ class _ZstdReader(io.RawIOBase):
 
 def _archive_errors(file: Path) -> tuple[type[Exception], ...]:
     """What a damaged archive raises while it is read."""
-    if file.suffix == ".zst":
+    if _suffix(file) == ".zst":
         import zstandard
 
         return (zstandard.ZstdError, EOFError)
     # zlib.error has no other public base.
-    return (gzip.BadGzipFile, EOFError, gzip.zlib.error) if file.suffix == ".gz" else ()
+    return (gzip.BadGzipFile, EOFError, gzip.zlib.error) if _suffix(file) == ".gz" else ()
 
 
 def _read_whole(file: Path) -> bytes:
@@ -194,13 +245,13 @@ def _text(data: bytes, place: str) -> Document | BadDocument:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadDocument("not UTF-8", f"{place} byte {error.start}")
+        return BadDocument("not UTF-8", f"{place} line {data.count(bytes([10]), 0, error.start) + 1}")
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
 def _lines(part: Part, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
     file = Path(part.files[0])
-    position = 0
+    position, number = 0, 0
     try:
         with _open(file) as handle:
             if part.start:
@@ -208,7 +259,10 @@ def _lines(part: Part, text_key: str, answer_key: str | None) -> Iterator[Docume
                 handle.seek(part.start - 1)
                 position = part.start - 1 + len(handle.readline())
             while position < part.stop and (line := handle.readline()):
-                yield from _json_line(line, f"{file} byte {position}", text_key, answer_key)
+                number += 1
+                # Lines before a range are not counted here, see `with_line`.
+                place = f"{file} byte {position}" if part.start else f"{file} line {number}"
+                yield from _json_line(line, place, text_key, answer_key)
                 position += len(line)
     except _archive_errors(file) as error:
         raise UserError(
@@ -226,8 +280,24 @@ def _json_line(line: bytes, place: str, text_key: str, answer_key: str | None) -
     except (ValueError, RecursionError):
         yield BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
     else:
-        row = row if isinstance(row, dict) else {}
-        yield _field(row.get(text_key), place, text_key, row.get(answer_key))
+        yield _row(row, place, text_key, answer_key)
+
+
+def _array(file: Path, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+    data = _read_whole(file)
+    try:
+        rows = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file}: a damaged array of rows ({error}); mend it, or write one row a line and call it .jsonl"
+        ) from error
+    for number, row in enumerate(rows):
+        yield _row(row, f"{file} row {number}", text_key, answer_key)
+
+
+def _row(row: object, place: str, text_key: str, answer_key: str | None) -> Document | BadDocument:
+    row = row if isinstance(row, dict) else {}
+    return _field(row.get(text_key), place, text_key, row.get(answer_key))
 
 
 def _field(text: object, place: str, text_key: str, answer: object) -> Document | BadDocument:

@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import json
 import random
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -128,6 +130,111 @@ def _builtin_once():
     return load_tokenizer("builtin")
 
 
+def train_own(pre_tokenizer, *, special_first: bool) -> tokenizers.Tokenizer:
+    """A vocabulary as a user of `tokenizers` trains it."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:10]
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer, own.decoder = pre_tokenizer, tokenizers.decoders.ByteLevel()
+    special = [END_OF_TEXT, "<|user|>", "<|assistant|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=1500, special_tokens=special if special_first else [], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    own.train_from_iterator((file.read_text(encoding="utf-8") for file in files), trainer)
+    if not special_first:
+        own.add_special_tokens(special)
+    return own
+
+
+def _glm_split():
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(GLM_PATTERN), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizers.pre_tokenizers.Sequence([split, byte_level])
+
+
+_OWN = {
+    "gpt2, special tokens first": lambda: train_own(
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), special_first=True
+    ),
+    "gpt2, special tokens last": lambda: train_own(
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), special_first=False
+    ),
+    "a space before the text": lambda: train_own(tokenizers.pre_tokenizers.ByteLevel(), special_first=True),
+    "glm, special tokens first": lambda: train_own(_glm_split(), special_first=True),
+}
+
+
+@pytest.fixture(scope="module", params=_OWN.values(), ids=_OWN)
+def own(request, tmp_path_factory):
+    """A trained tokenizer as we load it, and as `tokenizers` does, without matching added tokens inside text."""
+    file = tmp_path_factory.mktemp("own") / "own.json"
+    trained = request.param()
+    trained.save(str(file))
+    content = json.loads(file.read_text())
+    return load_tokenizer(str(file)), tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []})), trained
+
+
+def test_own_vocabularies_encode_as_hugging_face_does_and_decode(own):
+    ours, reference, trained = own
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[10:14]
+    texts = [file.read_text(encoding="utf-8") for file in files] + fuzz(3_000, seed=3) + ["", " ", "x", "\x1cx"]
+    assert differing(ours, reference, texts) == []
+    assert [t for t in texts if ours.decode(ours.encode(t)) != trained.decode(reference.encode(t).ids)] == []
+    assert ours.eos_id == trained.token_to_id(END_OF_TEXT) and ours.vocab_size == trained.get_vocab_size()
+    lengths = ours.token_bytes()
+    assert lengths[ours.encode(" naïve 中文")].sum() == len(" naïve 中文".encode()) and lengths[ours.eos_id] == 0
+
+
+@pytest.mark.parametrize("own", [_OWN["gpt2, special tokens first"]], indirect=True)
+def test_the_pattern_of_gpt2_cuts_as_hugging_face_does_at_every_code_point(own):
+    ours, reference, _ = own
+    # The planes behind these have ideographs and private characters only, a few of them here too.
+    points = [chr(i) for i in range(0x20400) if not 0xD800 <= i < 0xE000]
+    texts = ["a" + " 1".join(points[i : i + 16]) + "'s" for i in range(0, len(points), 16)]
+    assert differing(ours, reference, texts) == []
+
+
+@pytest.mark.parametrize("text", [
+    " " * 300_000, " " * 300_000 + "x", "x.\n\n" + " " * 100_000 + "\n" + " " * 100_000 + "y",
+    "(" + "\r\n" * 60_000 + "1", "a" + "\t" * 90_000 + "'s", "é" + "\u3000" * 50_000 + ".",
+])  # fmt: skip
+def test_own_vocabularies_encode_endless_runs_as_hugging_face_does(own, text):
+    ours, reference, _ = own
+    assert ours.encode(text).tolist() == reference.encode(text).ids
+
+
+def test_fingerprints_tell_own_vocabularies_apart(own, tmp_path):
+    ours, _, trained = own
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).fingerprint == ours.fingerprint
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = {token: i + 7 for token, i in content["model"]["vocab"].items()}
+    added = [token | {"id": token["id"] + 7} for token in content["added_tokens"]]
+    shifted = content | {"added_tokens": added, "model": content["model"] | {"vocab": vocabulary}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(shifted))
+    assert load_tokenizer(str(tmp_path)).fingerprint != ours.fingerprint
+
+
+def test_the_script_trains_a_vocabulary_that_loads(tmp_path):
+    script = Path(__file__).resolve().parents[3] / "scripts" / "train_tokenizer.py"
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_bytes(Path(json.__file__).read_bytes())
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run([sys.executable, script, "--ranks", "400", "--output", "own.tiktoken", "text"])
+    assert done.returncode == 0, done.stderr
+    ours = load_tokenizer(str(tmp_path / "own.tiktoken"))
+    assert len(ours.ranks) == 400 and ours.vocab_size == 436
+    text = (tmp_path / "text" / "a.py").read_text()
+    assert ours.decode(ours.encode(text)) == text and len(ours.encode(text)) < 0.6 * len(text)
+    # Without the package the help is still there, and the mistake is one line.
+    (tmp_path / "tokenizers.py").write_text("raise ImportError('no tokenizers')")
+    bare = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    assert "--ranks" in run([sys.executable, script, "--help"], env=bare).stdout
+    done = run([sys.executable, script, "--ranks", "400", "--output", "x.tiktoken", "text"], env=bare)
+    assert done.returncode == 2 and "glm46[hf]" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "x.tiktoken").exists()
+
+
 def test_special_names_in_text_stay_text(builtin):
     ids = builtin.encode("<think>" + END_OF_TEXT)
     assert ids.max() < builtin.eos_id
@@ -169,13 +276,19 @@ def _unlisted(c):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (lambda c: c["model"].update(type="Unigram"), "not BPE"),
+    (lambda c: c["model"].update(type="Unigram"), "Unigram.*byte-level BPE"),
+    (lambda c: c.update(model={"type": "WordPiece", "vocab": {"a": 0}}), "WordPiece.*byte-level BPE"),
+    (lambda c: c.update(pre_tokenizer=None), "pre-tokenizer is absent"),
+    (lambda c: c.update(pre_tokenizer={"type": "Whitespace"}), "pre-tokenizer is Whitespace"),
+    (lambda c: c["model"]["vocab"].pop("!"), "1 bytes have no token.*initial_alphabet"),
+    (lambda c: c["added_tokens"].append({"id": 8192, "content": "   "}), "white space"),
+    (lambda c: c["added_tokens"].append({"id": 2**40, "content": "far"}), "an id is not in"),
     (lambda c: c.update(normalizer={"type": "NFC"}), "normalises"),
     (lambda c: c["model"].update(byte_fallback=True), "byte_fallback"),
-    (lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+"), "pre-tokenizer"),
+    (lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+"), "its Split has the pattern"),
     (lambda c: c["pre_tokenizer"]["pretokenizers"].insert(0, {}), "tokenizer.json"),
-    (lambda c: c["model"]["vocab"].update({"zzzz": 9_000}), "not 0, 1, 2"),
-    (lambda c: c["added_tokens"][1].update(id=5), "has the id of text"),
+    (lambda c: c["model"]["vocab"].update({"zzzz": 9_000}), "not built by a listed merge"),
+    (lambda c: c["added_tokens"][1].update(id=5), "share an id"),
     (lambda c: c["added_tokens"].pop(0), END_OF_TEXT),
     (_other_order, "merge order"),
     (_unlisted, "not built by a listed merge"),

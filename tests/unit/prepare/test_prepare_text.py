@@ -16,6 +16,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.data.manifest import load_manifest
 from glm46.data.packing import TokenStream
 from glm46.data.tokenizer import load_tokenizer
+from glm46.huggingface.tokenizer_files import tokenizer_files
 from glm46.prepare import duplicates, parts, sharding, sorting
 from glm46.prepare.pipeline import prepare_text
 
@@ -170,17 +171,44 @@ def test_bad_documents_are_counted_and_named(folder, tmp_path):
     lines = []
     manifest = prepare(tmp_path, report=lines.append)
     assert manifest.dropped == {"no text in field 'text'": 1, "not JSON": 1}
-    assert f"left out, not JSON: 1 documents, such as {folder / 'a.jsonl'} byte 17" in "\n".join(lines)
+    assert f"left out, not JSON: 1 documents, such as {folder / 'a.jsonl'} line 2" in "\n".join(lines)
 
 
 def test_too_many_bad_documents_stop_the_work(folder, tmp_path):
     (folder / "a.jsonl").write_text('{"text": "good"}\n' + "rubbish\n" * 4)
     with pytest.raises(UserError, match="4 documents cannot be read, max_bad = 3") as caught:
         prepare(tmp_path, max_bad=3)
-    assert "byte 17" in caught.value.faults[1]
+    assert "a.jsonl line 2" in caught.value.faults[1]
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
     # What was done is not lost: allowing them is all it takes.
     assert texts_of(prepare(tmp_path, max_bad=4)) == ["good"]
+
+
+def test_an_option_of_many_values_may_be_repeated(folder, tmp_path, capsys):
+    write_lines(folder / "a.jsonl", ["of a"])
+    write_lines(folder / "b.jsonl", ["of b"])
+    command = ["prepare", "--input", str(folder / "a.jsonl"), "--input", str(folder / "b.jsonl")]
+    command += ["--pack_lengths", "8", "--pack_lengths", "16", "--held_out", "0", "--output", str(tmp_path / "out")]
+    assert main(command) == 0, capsys.readouterr().err
+    assert texts_of(load_manifest(tmp_path / "out")) == ["of a", "of b"]
+    assert "16" in " ".join(path.name for path in (tmp_path / "out").rglob("*"))
+
+
+def test_a_source_without_a_document_to_train_on_is_refused(folder, tmp_path):
+    write_lines(folder / "a.jsonl", ["alone"])
+    with pytest.raises(UserError, match="held_out = 0.999999 keeps all 1 .*held_out = 0"):
+        prepare(tmp_path, held_out=0.999999)
+    assert not (tmp_path / "out").exists()
+    assert texts_of(prepare(tmp_path, held_out=0.0)) == ["alone"]
+
+
+def test_rearranging_needs_the_tokens_for_it(folder, tmp_path):
+    write_lines(folder / "a.jsonl", ["text"])
+    content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
+    content["added_tokens"] = [token for token in content["added_tokens"] if "code_middle" not in token["content"]]
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="fim_rate = 0.5: .*own.json.*<|code_middle|>.*fim_rate = 0"):
+        prepare(tmp_path, fim_rate=0.5, tokenizer=str(tmp_path / "own.json"))
 
 
 def test_input_without_any_text_is_refused(folder, tmp_path):

@@ -25,7 +25,9 @@ def lines(texts):
 
 def read(files, key="text"):
     return [
-        document for part in parts_of(find_files([str(f) for f in files], "input")) for document in read_part(part, key)
+        document
+        for part in parts_of(find_files([str(f) for f in files], "input"), key)
+        for document in read_part(part, key)
     ]
 
 
@@ -84,13 +86,77 @@ def test_folders_and_globs_name_each_file_once_in_order(tmp_path):
     (b'{"text": 3}', "no text in field 'text'"), (b'{"text": "  "}', "empty"),
     (b'{"text": "gr\xf6\xdfe"}', "not UTF-8"), (b'{"text": "\\ud83d"}', "not UTF-8"), (b"[" * 100_000, "not JSON"),
 ])  # fmt: skip
-def test_a_bad_line_is_passed_over_with_its_reason_and_offset(tmp_path, line, reason):
+def test_a_bad_line_is_passed_over_with_its_reason_and_number(tmp_path, line, reason):
     good = b'{"text": "good"}\n'
     (tmp_path / "x.jsonl").write_bytes(good + line + b"\n\n" + good)
     documents = read([tmp_path / "x.jsonl"])
     assert texts_of(documents) == ["good", "good"]
     (bad,) = [d for d in documents if isinstance(d, BadDocument)]
-    assert bad.args == (reason, f"{tmp_path.resolve() / 'x.jsonl'} byte {len(good)}")
+    assert bad.args == (reason, f"{tmp_path.resolve() / 'x.jsonl'} line 2")
+
+
+def test_bad_lines_of_any_range_get_their_number(tmp_path, monkeypatch):
+    rows = [b'{"text": "good"}\n'] * 50
+    for bad in (3, 30, 49):
+        rows[bad] = b"rubbish\r\n"
+    (tmp_path / "x.jsonl").write_bytes(b"".join(rows))
+    monkeypatch.setattr(readers, "PART_BYTES", 100)
+    places = [d.args[1] for d in read([tmp_path / "x.jsonl"]) if isinstance(d, BadDocument)]
+    name = tmp_path.resolve() / "x.jsonl"
+    assert [readers.with_line(place) for place in places] == [f"{name} line {bad + 1}" for bad in (3, 30, 49)]
+    assert any(" byte " in place for place in places)
+
+
+def test_hidden_files_and_folders_are_left_out_unless_named(tmp_path):
+    for name in ("a.txt", ".git/config", "b/.cache/x.txt", "b/.y"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    assert texts_of(read([tmp_path])) == ["a.txt"]
+    assert texts_of(read([tmp_path / ".git"])) == [".git/config"]
+    assert texts_of(read([tmp_path / ".git" / "config"])) == [".git/config"]
+    (tmp_path / "c" / ".d").mkdir(parents=True)
+    (tmp_path / "c" / ".d" / "x").write_text("x")
+    with pytest.raises(UserError, match="hidden files of a folder are left out"):
+        find_files([str(tmp_path / "c")], "input")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "mark"])
+@pytest.mark.parametrize("name", ["x.json", "x.json.gz", "X.JSON"])
+@pytest.mark.parametrize("form", ["array", "indented array", "lines", "lines of windows"])
+def test_rows_in_a_json_file_are_documents(tmp_path, form, name, mark):
+    rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+    data = {
+        "array": json.dumps(rows).encode(),
+        "indented array": json.dumps(rows, indent=2).encode(),
+        "lines": lines(TEXTS),
+        "lines of windows": lines(TEXTS).replace(b"\n", b"\r\n"),
+    }[form]
+    (tmp_path / name).write_bytes(gzip.compress(mark + data) if name.endswith(".gz") else mark + data)
+    assert texts_of(read([tmp_path / name])) == TEXTS
+
+
+@pytest.mark.parametrize(
+    "content", ['{"name": "x",\n "text": "y"}', "[1, 2]", '[{"body": "x"}]', '{"body": "x"}\n', "{"]
+)
+def test_other_json_files_are_texts(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    assert texts_of(read([tmp_path / "x.json"])) == [content]
+
+
+def test_rows_of_an_array_that_cannot_be_used_are_named(tmp_path):
+    (tmp_path / "x.json").write_text('[{"text": "good"}, {"body": 1}, 3]')
+    bad = [d.args for d in read([tmp_path / "x.json"]) if isinstance(d, BadDocument)]
+    name = tmp_path.resolve() / "x.json"
+    assert bad == [("no text in field 'text'", f"{name} row {i}") for i in (1, 2)]
+    (tmp_path / "x.json").write_text('[{"text": "good"}, {"text": "cut')
+    with pytest.raises(UserError, match="x.json.*jsonl"):
+        read([tmp_path / "x.json"])
+
+
+def test_endings_in_capitals_are_the_same(tmp_path):
+    (tmp_path / "X.JSONL").write_bytes(lines(TEXTS))
+    (tmp_path / "Y.JSONL.GZ").write_bytes(gzip.compress(lines(TEXTS)))
+    assert texts_of(read([tmp_path])) == TEXTS * 2
 
 
 def test_a_file_that_ends_inside_a_line_says_so(tmp_path):
@@ -104,7 +170,7 @@ def test_text_files_that_are_no_text_are_named(tmp_path):
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
     documents = read([tmp_path])
     assert [d.args[0] for d in documents[:2]] == ["not UTF-8", "empty"]
-    assert documents[0].args[1].endswith("a.txt byte 3")
+    assert documents[0].args[1].endswith("a.txt line 1")
     assert documents[2].text == "marked"
 
 
@@ -172,7 +238,7 @@ def test_known_results_are_read_beside_the_text(tmp_path, name):
     else:
         rows = [{"text": "a", "answer": "1/2"}, {"text": "b", "answer": 3}, {"text": "c", "answer": True}]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (part,) = parts_of([file])
+    (part,) = parts_of([file], "text")
     assert [d.answer for d in read_part(part, "text", "answer")] == answers
     assert [d.answer for d in read_part(part, "text")] == [None] * 3
 
@@ -180,7 +246,7 @@ def test_known_results_are_read_beside_the_text(tmp_path, name):
 @needs_parquet
 def test_a_parquet_file_without_the_results_is_refused(tmp_path):
     write_parquet(tmp_path / "x.parquet", TEXTS[:3])
-    (part,) = parts_of([tmp_path / "x.parquet"])
+    (part,) = parts_of([tmp_path / "x.parquet"], "text")
     with pytest.raises(UserError, match="no column 'solution'; it has text, n; set answer_key"):
         list(read_part(part, "text", "solution"))
 
