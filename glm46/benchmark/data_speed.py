@@ -15,8 +15,9 @@ from glm46.benchmark.text_speed import build_peer_tokenizer
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.loader import TrainSource, build_train_loader
 from glm46.data.manifest import Manifest, ShardEntry, Split, load_manifest, save_manifest
-from glm46.data.shards import write_shard, write_tensors
+from glm46.data.shards import write_shard
 from glm46.data.tokenizer import load_tokenizer
+from glm46.files.array_file import write_arrays
 from glm46.prepare.document_hashes import band_hashes
 from glm46.prepare.duplicates import Copies
 from glm46.prepare.embedded import embedded_files
@@ -130,7 +131,7 @@ def _deduplication(texts: Sequence[str], folder: Path) -> list[Figure]:
 
     def work() -> None:
         bands = np.array([band_hashes(document) for document in documents]).T
-        write_tensors(folder / "piece", {"hashes": hashes, "bands": bands}, {})
+        write_arrays(folder / "piece", {"hashes": hashes, "bands": bands}, {})
         Copies([folder / "piece"], 10**9, folder).take(len(documents))
 
     return [

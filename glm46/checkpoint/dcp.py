@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from glm46.checkpoint.integrity import Closer, FileRecord
 from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
 from glm46.distributed.ranks import Ranks
+from glm46.files.durable import Closer, FileRecord
 from glm46.files.tensor_file import WRITE_BYTES
 
 _BUFFER_BYTES = WRITE_BYTES

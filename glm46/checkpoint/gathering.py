@@ -13,17 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from glm46.checkpoint.integrity import (
-    MANIFEST,
-    FileRecord,
-    check_hash,
-    hash_file,
-    read_manifest,
-    records_of,
-    replace_durably,
-    sync_folder,
-)
+from glm46.checkpoint.integrity import MANIFEST, check_hash, read_manifest, records_of
 from glm46.checkpoint.publish import give_name, incomplete, make_durably, published_steps, remove, step_folder
+from glm46.files.durable import FileRecord, hash_file, replace_durably, sync_folder
 
 _COPY_BYTES = 1 << 22
 _COPY_THREADS = 8
@@ -133,7 +125,7 @@ def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
         What is missing or wrong; empty when the checkpoint is published.
     """
     place = gathering_place(output, step)
-    replace_durably(place / MANIFEST, manifest)
+    replace_durably(place / MANIFEST, [manifest])
     body, faults = read_manifest(place, step)
     if body is None:
         return faults

@@ -1,4 +1,4 @@
-"""What makes a checkpoint folder trustworthy: durable writes, file hashes, and the manifest that lists them.
+"""The manifest of a checkpoint folder: every file with its length and hash, and the checks against it.
 
 ``manifest.json`` is one canonical JSON text: ``{"body": {...}, "sha256": hash of the canonical body}``. A file whose
 bytes are not exactly the canonical text of its content is refused, so no byte of it can change unseen.
@@ -7,112 +7,15 @@ bytes are not exactly the canonical text of its content is refused, so no byte o
 import hashlib
 import json
 import os
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from glm46.files.durable import FileRecord, create_durably, hash_file
 
 MANIFEST = "manifest.json"
 META = "meta.json"
 FORMAT = 1
-_READ_BYTES = 1 << 20
-_WAITING_FILES = 4
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file as it was handed to the disk: its length and its SHA-256 in hexadecimal."""
-
-    bytes: int
-    sha256: str
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Length and SHA-256 of a file, read in pieces; each is hashed by another thread while the next one is read.
-
-    Raises:
-        OSError: when it cannot be read.
-    """
-    digest = hashlib.sha256()
-    length = 0
-    reading, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
-    hashed: Future[None] | None = None
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
-        while count := file.readinto(reading):
-            if hashed is not None:
-                hashed.result()
-            hashed = hasher.submit(digest.update, reading[:count])
-            reading, other = other, reading
-            length += count
-    return FileRecord(bytes=length, sha256=digest.hexdigest())
-
-
-class Closer:
-    """Closes written files in another thread, so that the disk takes one while the next is filled.
-
-    Closing means: on the disk. Leaving the context waits for all, and fails when one failed. Only a few wait at a time:
-    each is an open file, and a disk that falls behind must hold up the writer.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._waiting: deque[Future[None]] = deque()
-
-    def __enter__(self) -> "Closer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()  # also what waits still is closed, whatever went wrong
-        if kind is None:
-            self.finish()
-
-    def close(self, close: Callable[[], None]) -> None:
-        """Have a file closed soon.
-
-        Raises:
-            OSError: an earlier one could not be closed.
-        """
-        while len(self._waiting) >= _WAITING_FILES:
-            self._waiting.popleft().result()
-        self._waiting.append(self._thread.submit(close))
-
-    def finish(self) -> None:
-        """Wait until every file is closed.
-
-        Raises:
-            OSError: one could not be closed.
-        """
-        while self._waiting:
-            self._waiting.popleft().result()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder (new, renamed, removed) survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, content: bytes) -> FileRecord:
-    """Create a new file that is on the disk, not only in memory, when this returns."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-
-def replace_durably(path: Path, content: bytes) -> None:
-    """Give a file new content; a reader sees the old or the new one, never a mixture."""
-    new = path.with_name(path.name + ".tmp")
-    new.unlink(missing_ok=True)
-    write_durably(new, content)
-    os.replace(new, path)
-    sync_folder(path.parent)
 
 
 def _canonical(value: Any) -> bytes:
@@ -123,7 +26,7 @@ def write_manifest(folder: Path, step: int, files: dict[str, FileRecord], facts:
     """Write ``manifest.json``, the last file of a checkpoint. ``facts`` are JSON values for people and tools."""
     body = {**facts, "format": FORMAT, "step": step, "files": {name: asdict(record) for name, record in files.items()}}
     seal = hashlib.sha256(_canonical(body)).hexdigest()
-    write_durably(folder / MANIFEST, _canonical({"body": body, "sha256": seal}))
+    create_durably(folder / MANIFEST, [_canonical({"body": body, "sha256": seal})])
 
 
 def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:

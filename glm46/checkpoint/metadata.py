@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from glm46.checkpoint.integrity import FileRecord
+from glm46.files.durable import FileRecord
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."

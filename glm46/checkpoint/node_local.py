@@ -19,11 +19,12 @@ from glm46.checkpoint.gathering import (
     remove_part,
     whole_saves,
 )
-from glm46.checkpoint.integrity import MANIFEST, write_durably
+from glm46.checkpoint.integrity import MANIFEST
 from glm46.checkpoint.metadata import METADATA
 from glm46.checkpoint.publish import open_draft, publish, remove, repair, step_folder
 from glm46.checkpoint.snapshot import Content
 from glm46.distributed.ranks import CheckpointError, Ranks
+from glm46.files.durable import create_durably
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def save_locally(node: NodeFolder, content: Content, ranks: Ranks, staged: dict 
         with ranks.stage("publishing on the local disk"):
             if node.is_leader:
                 if not ranks.is_first:
-                    write_durably(draft / METADATA, index)
+                    create_durably(draft / METADATA, [index])
                 publish(draft, content.step, files, meta, facts)
     except CheckpointError:
         if node.is_leader and draft.is_dir():

@@ -14,16 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from glm46.checkpoint.integrity import (
-    META,
-    FileRecord,
-    check_files,
-    read_manifest,
-    replace_durably,
-    sync_folder,
-    write_durably,
-    write_manifest,
-)
+from glm46.checkpoint.integrity import META, check_files, read_manifest, write_manifest
+from glm46.files.durable import FileRecord, create_durably, replace_durably, sync_folder
 
 LATEST = "latest"
 _PUBLISHED = re.compile(r"step-(\d{6,})")
@@ -90,7 +82,7 @@ def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: dict[str
     Raises:
         OSError: when the file system refuses; the checkpoints there before are untouched.
     """
-    record = write_durably(draft / META, meta)
+    record = create_durably(draft / META, [meta])
     write_manifest(draft, step, {**files, META: record}, facts)
     return give_name(draft, step)
 
@@ -104,7 +96,7 @@ def give_name(draft: Path, step: int) -> Path:
         target.rename(aside)
     draft.rename(target)
     sync_folder(draft.parent)
-    replace_durably(draft.parent / LATEST, target.name.encode() + b"\n")
+    replace_durably(draft.parent / LATEST, [target.name.encode() + b"\n"])
     if aside.exists():
         remove(aside)
     return target

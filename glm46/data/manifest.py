@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.data.shards import hash_file, open_shard, write_whole
+from glm46.data.shards import open_shard
+from glm46.files.durable import hash_file, replace_durably
 
 FILE_NAME = "manifest.json"
 FORMAT = "glm46-data-1"
@@ -88,7 +89,7 @@ def save_manifest(manifest: Manifest) -> None:
     """Write ``manifest.json`` into the folder, complete or not at all."""
     content = {"format": FORMAT} | {k: v for k, v in asdict(manifest).items() if k != "folder"}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_whole(manifest.folder / FILE_NAME, [text.encode()])
+    replace_durably(manifest.folder / FILE_NAME, [text.encode()])
 
 
 def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
@@ -117,7 +118,7 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
             )
         elif opened.metadata.get("tokenizer") != manifest.tokenizer:
             faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
-        elif _hash_is_due(manifest, full) and hash_file(folder / shard.file) != shard.sha256:
+        elif _hash_is_due(manifest, full) and hash_file(folder / shard.file).sha256 != shard.sha256:
             faults.append(f"{folder / shard.file}: its bytes have changed (SHA-256 differs); {_REMEDY}")
     if faults:
         raise UserError(*faults)

@@ -6,12 +6,10 @@ says is made again.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,9 @@ from glm46.config.errors import UserError
 from glm46.data.best_fit import PackPlan, joined, plan_groups
 from glm46.data.manifest import Manifest
 from glm46.data.packing import open_tokens
-from glm46.data.shards import map_tensors, write_tensors
+from glm46.data.shards import SHARD_REMEDY
+from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.lock import FileLock
 
 # Raised when the same documents would be packed otherwise.
 _FORMAT = "glm46-packs-1"
@@ -67,11 +67,13 @@ def keep_plan(
     if (plan := _read(file, key)) is not None:
         return plan
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    lock = FileLock(folder / ".packs.lock")
+    lock.acquire(timeout_seconds=None)
+    try:
         if (plan := _read(file, key)) is not None:
             return plan
         scratch = folder / ".packs.partial"
-        # Whoever left one has died: we hold the lock.
+        # Left by a process that died: this one holds the lock.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
@@ -79,6 +81,8 @@ def keep_plan(
             _write(file, key, plan_groups(tokens.doc_ends_by_shard(), seq_len), scratch)
         finally:
             shutil.rmtree(scratch)
+    finally:
+        lock.release()
     if (plan := _read(file, key)) is None:
         raise OSError(errno.EIO, "a plan that was just written cannot be read", str(file))
     return plan
@@ -92,7 +96,7 @@ def _key(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> str:
 def _read(file: Path, key: str) -> PackPlan | None:
     """The plan in a file; None if there is none or it is damaged."""
     try:
-        tensors, metadata = map_tensors(file)
+        tensors, metadata, _ = map_arrays(file, SHARD_REMEDY)
         plan = PackPlan(**tensors)
     except (UserError, TypeError):
         return None
@@ -119,7 +123,7 @@ def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> N
     sizes = (rows + 1, pieces, pieces)
     plan = PackPlan(*map(_mapped, parts, sizes))
     metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
-    write_tensors(file, vars(plan), metadata)
+    write_arrays(file, vars(plan), metadata)
 
 
 def _mapped(file: Path, size: int) -> np.ndarray:
@@ -131,11 +135,3 @@ def _hash(plan: PackPlan) -> str:
     for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths):
         digest.update(tensor.view(np.uint8))
     return digest.hexdigest()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder's plans; the system frees it when a process dies."""
-    with (folder / ".packs.lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

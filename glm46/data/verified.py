@@ -23,8 +23,7 @@ _REMEDY = (
 
 
 class VerifiedShard:
-    """One shard that is open for reading. Shards of the older format have no checksums; all else, ids to be below
-    ``vocab_size`` for one, is checked there too.
+    """One shard that is open for reading. Token ids must be below ``vocab_size``.
 
     Raises:
         UserError: as `open_shard`; and each method, naming file and bytes, when what it reads is damaged.
@@ -36,9 +35,8 @@ class VerifiedShard:
         self._handle: BinaryIO | None = None
         self._tokens = _Blocks(shard.tokens, shard.places["tokens"])
         self._ends = _Blocks(shard.doc_ends, shard.places["doc_ends"])
-        if shard.checksums is not None:
-            self._ends.checksums = shard.places["checksums"]
-            self._tokens.checksums = self._ends.checksums + 4 * self._ends.blocks
+        self._ends.checksums = shard.places["checksums"]
+        self._tokens.checksums = self._ends.checksums + 4 * self._ends.blocks
         self._last_ends: list[int] | None = None
 
     def close(self) -> None:
@@ -86,15 +84,14 @@ class VerifiedShard:
         first, last = low // per_block, -(-min(high, blocks.length) // per_block)
         size = min(last * per_block, blocks.length) * blocks.dtype.itemsize - first * BLOCK_BYTES
         data = memoryview(self._pread(blocks.place + first * BLOCK_BYTES, size))
-        if blocks.checksums is not None:
-            place = blocks.checksums + 4 * first
-            checksums = np.frombuffer(self._pread(place, 4 * (last - first)), "<u4").tolist()
-            for number, expected in enumerate(checksums):
-                start = number * BLOCK_BYTES
-                block = data[start : start + BLOCK_BYTES]
-                if zlib.crc32(block) != expected:
-                    at = blocks.place + first * BLOCK_BYTES + start
-                    self._refuse(at, len(block), f"not what was written, by its checksum at byte {place + 4 * number}")
+        place = blocks.checksums + 4 * first
+        checksums = np.frombuffer(self._pread(place, 4 * (last - first)), "<u4").tolist()
+        for number, expected in enumerate(checksums):
+            start = number * BLOCK_BYTES
+            block = data[start : start + BLOCK_BYTES]
+            if zlib.crc32(block) != expected:
+                at = blocks.place + first * BLOCK_BYTES + start
+                self._refuse(at, len(block), f"not what was written, by its checksum at byte {place + 4 * number}")
         return np.frombuffer(data, blocks.dtype)[low - first * per_block : high - first * per_block]
 
     def _pread(self, place: int, size: int) -> bytes:
@@ -119,5 +116,5 @@ class _Blocks:
     def __init__(self, array: np.ndarray, place: int):
         self.dtype, self.length, self.place = array.dtype, len(array), place
         self.blocks = -(-array.nbytes // BLOCK_BYTES)
-        self.checksums: int | None = None
+        self.checksums = 0
         """First byte of the checksums of its blocks."""

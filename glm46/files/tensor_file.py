@@ -1,23 +1,20 @@
-"""Files in the safetensors format, read and written in boxes, so that no more bytes move than a rank needs.
+"""Safetensors files of torch tensors, read and written in boxes, so that no more bytes move than a rank needs.
 
-A file is eight bytes (length of the header, little-endian), the header (JSON: name -> type, shape, first and last
-byte), then the data. The `safetensors` library maps whole files into memory and writes whole files at once; here many
-ranks read and write pieces of the same files, with plain reads and writes at an offset.
-Source: github.com/huggingface/safetensors.
+The library maps whole files into memory and writes whole files at once; here many ranks read and write pieces of the
+same files, with plain reads and writes at an offset, into memory that is there already.
 """
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm46.config.errors import UserError
+from glm46.files.safetensors_header import Entry, make_header, read_header
 
 Box = tuple[tuple[int, int], ...]
 """For each dimension, first place and length."""
@@ -37,9 +34,6 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-
-_LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the `safetensors` library."""
 
 WRITE_BYTES = 1 << 18
 """Most bytes of one write. Linux 6.18 on ext4 took 256 KiB three times as fast as 1 or 8 MiB, for which it looks for
@@ -61,60 +55,28 @@ class Record:
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Record]]:
-    """The first bytes of a file with these tensors, and where each tensor's data goes behind them.
-
-    Wider types come first, so that every tensor starts at a multiple of its type's size.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)
-    end = 0
-    for name, dtype, shape in ordered:
-        start, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    records = {name: Record(dtype, shape, first + header[name]["data_offsets"][0]) for name, dtype, shape in ordered}
-    return len(text).to_bytes(8, "little") + text, records
+    """The first bytes of a file with these tensors, and where each tensor's data lies behind them."""
+    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)  # so that each starts at a multiple of its item size
+    named = ((name, _NAMES[dtype], shape) for name, dtype, shape in ordered)
+    header, entries = make_header(named, {"format": "pt"})  # transformers refuses files without it
+    return header, _records(entries)
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """The tensors of a file, after checking that header and file fit together byte for byte.
+    """The tensors of a file; see `read_header`.
 
     Raises:
-        UserError: the file is missing, cut, or not in this format.
+        UserError: the file is missing, truncated, or not in this format.
     """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise UserError(f"{path}: no safetensors file, or cut ({size} bytes, header of {length})")
-            content = json.loads(file.read(length))
-            records = {name: _record(entry, 8 + length) for name, entry in content.items() if name != "__metadata__"}
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: the header is damaged ({type(error).__name__}: {error})") from error
-    end = 8 + length
-    for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if record.offset != end:
-            raise UserError(f"{path}: tensor {name} starts at byte {record.offset}, the one before it ends at {end}")
-        end += record.nbytes
-    if end != size:
-        raise UserError(f"{path}: is {size} bytes long, its header describes {end}; copy or download it again")
-    return records
+    entries, _ = read_header(path, "copy or download it again")
+    foreign = [f"{path}: tensor {name} is of type {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
+    if foreign:
+        raise UserError(*(f"{fault}, which torch cannot read; convert it first" for fault in foreign))
+    return _records(entries)
 
 
-def _record(entry: dict[str, Any], first: int) -> Record:
-    dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError(f"{entry} has a number that is no size")
-    record = Record(dtype, shape, first + start)
-    if end - start != record.nbytes:
-        raise ValueError(f"{entry} has {end - start} bytes")
-    return record
+def _records(entries: dict[str, Entry]) -> dict[str, Record]:
+    return {name: Record(_TYPES[entry.dtype], entry.shape, entry.start) for name, entry in entries.items()}
 
 
 class TensorFile:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm46.checkpoint.integrity import Closer, sync_folder, write_durably
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
+from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, lay_out
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG
@@ -262,7 +262,7 @@ def _complete(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         contents[INDEX] = json.dumps(index, indent=2).encode() + b"\n"
     for name, content in contents.items():
-        write_durably(draft / name, content)
+        create_durably(draft / name, [content])
     sync_folder(draft)
     os.rename(draft, folder)
     sync_folder(folder.parent)

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from glm46.files.durable import replace_durably
+
 
 class History:
     """The file of rows, opened so that it goes on where the run goes on."""
@@ -57,9 +59,4 @@ def keep_aside(path: Path) -> None:
 
 def _cut(path: Path, last_step: int) -> None:
     kept = [row for row in read_history(path) if row["step"] <= last_step]
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_durably(path, [(json.dumps(row) + "\n").encode() for row in kept])

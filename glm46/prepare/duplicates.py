@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from glm46.data.shards import map_tensors
+from glm46.data.shards import SHARD_REMEDY
+from glm46.files.array_file import map_arrays
 from glm46.prepare.document_hashes import BANDS
 from glm46.prepare.sorting import SortedRecords, differ_from_last
 
@@ -37,11 +38,11 @@ class Copies:
             return SortedRecords(columns, memory_bytes // _SORTS_AT_ONCE, folder)
 
         equal = new_sort(1)
-        for documents, _ in links((map_tensors(piece)[0]["hashes"].T for piece in pieces), new_sort):
+        for documents, _ in links((map_arrays(piece, SHARD_REMEDY)[0]["hashes"].T for piece in pieces), new_sort):
             equal.add([documents])
         self._equal = _Numbers(block[0] for block in equal)
         self._similar = _Numbers(iter(()))
-        if pieces and "bands" in map_tensors(pieces[0])[0]:
+        if pieces and "bands" in map_arrays(pieces[0], SHARD_REMEDY)[0]:
             self._similar = _Numbers(similar(lambda band: _band(pieces, band), new_sort))
         self._next = 0
 
@@ -128,7 +129,7 @@ def _with_firsts(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.
 
 def _band(pieces: Sequence[Path], band: int) -> Iterator[np.ndarray]:
     for piece in pieces:
-        yield map_tensors(piece)[0]["bands"][band]
+        yield map_arrays(piece, SHARD_REMEDY)[0]["bands"][band]
 
 
 class _Numbers:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.shards import map_tensors, write_tensors
+from glm46.data.shards import SHARD_REMEDY
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.files.array_file import map_arrays, write_arrays
 from glm46.prepare.document_hashes import BANDS, band_hashes, evaluation_runs, is_contaminated, is_held_out
 from glm46.prepare.filters import document_fault
 from glm46.prepare.fim import encode_document
@@ -111,7 +112,7 @@ def _finished(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
     found: list[tuple[Path, dict[str, str]]] = []
     while not (found and found[-1][1]["last"] == "1"):
         file = piece_file(stem, len(found))
-        if not file.exists() or (metadata := map_tensors(file)[1]).get("key") != key:
+        if not file.exists() or (metadata := map_arrays(file, SHARD_REMEDY)[1]).get("key") != key:
             break
         found.append((file, metadata))
     return found
@@ -159,7 +160,7 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         tensors["bands"] = np.array(bands, np.uint64).reshape(-1, BANDS).T
     tensors["tokens"] = np.concatenate([np.empty(0, np.uint32), *tokens])
     facts = {"key": _worker.key, "last": str(int(is_last)), "tally": json.dumps(vars(tally))}
-    write_tensors(file, tensors, facts)
+    write_arrays(file, tensors, facts)
 
 
 def _treat(document: Document, tally: Tally) -> tuple[np.ndarray | None, bytes, bytes]:

@@ -6,7 +6,6 @@ on text, settings and tokenizer only, not on the number of processes or on inter
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -22,8 +21,9 @@ from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.data.pack_plans import keep_plan
-from glm46.data.shards import sync_folder
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.files.durable import sync_folder
+from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.prepare.compilers import require_compiler, verifier_version
 from glm46.prepare.embedded import BUILTIN
@@ -289,19 +289,11 @@ def _disk_faults_named(output: Path) -> Iterator[None]:
 def _only_one(output: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock on the making of ``output``; the system frees it when a process dies."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    lock = output.with_name(f".{output.name}.lock")
-    while True:
-        with lock.open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                report(f"another process is preparing {output}; waiting for it")
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            # Whoever held it before has removed the name: a lock on a file without a name keeps nobody out.
-            if not lock.exists() or lock.stat().st_ino != os.fstat(handle.fileno()).st_ino:
-                continue
-            try:
-                yield
-            finally:
-                lock.unlink()
-            return
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    if not lock.acquire(timeout_seconds=0.0):
+        report(f"{lock.holder()} is preparing {output}; waiting for it")
+        lock.acquire(timeout_seconds=None)
+    try:
+        yield
+    finally:
+        lock.release(remove=True)

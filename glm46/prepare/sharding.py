@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from glm46.data.manifest import ShardEntry, Split
-from glm46.data.shards import map_tensors, write_shard
+from glm46.data.shards import SHARD_REMEDY, write_shard
+from glm46.files.array_file import map_arrays
 from glm46.prepare.document_hashes import is_held_out
 from glm46.prepare.duplicates import Copies
 from glm46.prepare.parts import Tally
@@ -67,7 +68,7 @@ def write_splits(
     copies = Copies(pieces, memory_bytes, pieces[0].parent if pieces else folder)
     writers = {name: SplitWriter(folder, name, metadata) for name in ("train", "validation")}
     for piece in pieces:
-        tensors = map_tensors(piece)[0]
+        tensors = map_arrays(piece, SHARD_REMEDY)[0]
         equal, similar = copies.take(len(tensors["doc_ends"]))
         tally.count_dropped("exact duplicate", int(equal.sum()))
         tally.count_dropped("near duplicate", int((similar & ~equal).sum()))

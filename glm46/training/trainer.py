@@ -17,7 +17,7 @@ from glm46.observe.report import Report
 from glm46.planner.budget import budget_tokens
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.reliability.loss_spikes import SpikeDetector
-from glm46.reliability.run_lock import RunLock
+from glm46.reliability.run_lock import lock_run
 from glm46.reliability.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.reliability.stragglers import Stragglers
 from glm46.reliability.watchdog import Watchdog
@@ -65,7 +65,7 @@ def train(run: Run, stop: StopRequest | None = None) -> int:
     stop = stop or StopRequest()
     dump_folder = Path(run.job.dump_folder)
     # Before the ranks meet: one that is refused then is no rank that the others wait for.
-    lock = RunLock(dump_folder) if launched_rank() == 0 else None
+    lock = lock_run(dump_folder) if launched_rank() == 0 else None
     process = join(run.comm.init_timeout_seconds)
     watchdog = Watchdog(
         process,

@@ -169,8 +169,8 @@ def test_dcp_runs_a_hostile_pickle_and_glm46_does_not(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_pickled_object_among_the_tensors_is_refused_and_not_opened(tmp_path):
     stock_save(tmp_path / "stock", {"w": torch.ones(3), "object": Mark(tmp_path / "ran")})
-    from glm46.checkpoint.integrity import hash_file
     from glm46.checkpoint.metadata import check_metadata, read_metadata
+    from glm46.files.durable import hash_file
 
     metadata, faults = read_metadata(tmp_path / "stock")
     if metadata is not None:

@@ -36,7 +36,8 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def cluster(tmp_path):
     """a/local and b/local hold steps 10 and 20 in two halves; shared/ is empty."""
-    from glm46.checkpoint.integrity import MANIFEST, hash_file, write_manifest
+    from glm46.checkpoint.integrity import MANIFEST, write_manifest
+    from glm46.files.durable import hash_file
 
     (tmp_path / "shared").mkdir()
     for step in (10, 20):

@@ -246,7 +246,8 @@ class Payload:
 
 def reseal(step: Path) -> None:
     """What an attacker can do: a manifest that fits the hostile file."""
-    from glm46.checkpoint.integrity import MANIFEST, hash_file, read_manifest, records_of, write_manifest
+    from glm46.checkpoint.integrity import MANIFEST, read_manifest, records_of, write_manifest
+    from glm46.files.durable import hash_file
 
     body, _ = read_manifest(step, None)
     (step / MANIFEST).unlink()

@@ -76,7 +76,7 @@ def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp
         patch.setattr(pack_plans, "plan_groups", never)
         read = batches()
         # A folder that cannot be written is no hindrance where the plan is there.
-        patch.setattr(pack_plans, "_alone", unwritable)
+        patch.setattr(pack_plans.FileLock, "acquire", unwritable)
         assert equal(plan_of(load_manifest(source), 64, share), planned(source, 64, share))
     for one, two, three in zip(without, made, read, strict=True):
         assert all(torch.equal(one[key], two[key]) and torch.equal(one[key], three[key]) for key in one)

@@ -10,7 +10,7 @@ from glm46.config.errors import UserError
 from glm46.data import shards
 from glm46.data.loader import TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
-from glm46.data.shards import FORMAT_WITHOUT_CHECKSUMS, write_shard, write_tensors
+from glm46.data.shards import write_shard
 from glm46.data.verified import VerifiedShard
 
 VOCABULARY, TOKENS = 5000, 30_000
@@ -105,18 +105,6 @@ def test_what_was_written_wrong_is_refused(tmp_path, content):
     write_shard(tmp_path / "b", tokens, same, {})
     with pytest.raises(UserError, match="b: bytes .* document 700 ends at token"):
         VerifiedShard(tmp_path / "b", VOCABULARY).ends_in(0, 1)
-
-
-def test_shards_of_the_older_format_are_read(tmp_path, content):
-    tokens, ends = content
-    metadata = {"format": FORMAT_WITHOUT_CHECKSUMS}
-    write_tensors(tmp_path / "old", {"doc_ends": ends, "tokens": tokens}, metadata)
-    shard = VerifiedShard(tmp_path / "old", VOCABULARY)
-    assert np.array_equal(shard.tokens(900, 9000), tokens[900:9000])
-    assert np.array_equal(shard.ends_in(0, TOKENS), ends)
-    flip(tmp_path / "old", shard._tokens.place + 4 * 1000 + 3)  # an id beyond the vocabulary
-    with pytest.raises(UserError, match="token id 16"):
-        shard.tokens(900, 9000)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])

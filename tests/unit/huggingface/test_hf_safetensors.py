@@ -357,8 +357,8 @@ HEAD = "model.layers.3.shared_head.head.weight"
 @pytest.mark.parametrize(
     "break_it, words",
     [
-        (_cut_last_file, "-of-00003.safetensors: is "),
-        (_remove_file, "-of-00003.safetensors: no such file"),
+        (_cut_last_file, "it is truncated or damaged"),
+        (_remove_file, "-of-00003.safetensors: missing"),
         (lambda f: _change_index(f, lambda m: m.update(ghost="model-00001-of-00003.safetensors")), "lacks ghost"),
         (lambda f: _change_index(f, lambda m: m.pop("model.norm.weight")), "holds model.norm.weight, which the index"),
         (lambda f: _change_index(f, lambda m: m.update({"model.norm.weight": "../x"})), "outside its folder"),

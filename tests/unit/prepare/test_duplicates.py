@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.data.shards import write_tensors
+from glm46.files.array_file import write_arrays
 from glm46.prepare import sorting
 from glm46.prepare.document_hashes import BANDS
 from glm46.prepare.duplicates import Copies, similar
@@ -56,7 +56,7 @@ def write_pieces(folder, hashes, bands, cuts):
         if bands is not None:
             tensors["bands"] = bands[:, first:stop]
         pieces.append(folder / f"{number}.safetensors")
-        write_tensors(pieces[-1], tensors, {})
+        write_arrays(pieces[-1], tensors, {})
     return pieces
 
 
@@ -124,14 +124,14 @@ def peak():
     # Of this program alone; getrusage also knows the process that started it.
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-def tensors(piece):
+def tensors(piece, remedy=""):
     # Made when asked for, so that only the algorithm can grow. A third of the documents repeat others.
     rng = np.random.default_rng(int(piece))
     bands = rng.integers(0, 2**63, (BANDS, PIECE)).astype(np.uint64)
     bands[:, ::3] = rng.integers(0, documents // 9, len(range(0, PIECE, 3)))
     return [{"bands": bands, "hashes": np.ascontiguousarray(bands[:2].T)}]
 import glm46.prepare.duplicates as copies
-copies.map_tensors = tensors
+copies.map_arrays = tensors
 next(iter(copies.links([np.zeros((1, 9), np.uint64)], lambda n: copies.SortedRecords(n, 10**4, folder))))
 tensors(0)
 before = peak()

@@ -137,22 +137,22 @@ def test_neither_the_memory_for_copies_nor_interruptions_change_a_byte(folder, t
     # Memory for a few records: everything is sorted on disk, in many runs.
     monkeypatch.setattr(sorting, "_PER_RECORD", 10**6)
     monkeypatch.setattr(sorting, "_FAN_IN", 4)
-    read, calls = sharding.map_tensors, []
+    read, calls = sharding.map_arrays, []
     for stop in (3, 40, 300):
 
-        def interrupted(file, stop=stop):
+        def interrupted(file, remedy, stop=stop):
             calls.append(file)
             if len(calls) == stop:
                 raise KeyboardInterrupt
-            return read(file)
+            return read(file, remedy)
 
         for module in (sharding, duplicates):
-            monkeypatch.setattr(module, "map_tensors", interrupted)
+            monkeypatch.setattr(module, "map_arrays", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
         calls.clear()
     for module in (sharding, duplicates):
-        monkeypatch.setattr(module, "map_tensors", read)
+        monkeypatch.setattr(module, "map_arrays", read)
     tight = prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
     assert (tight.splits, tight.dropped) == (roomy.splits, roomy.dropped)
     assert sorted(f.name for f in (tmp_path / "tight").iterdir()) == ["manifest.json", "train-00000.safetensors"]

@@ -11,7 +11,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.reliability.loss_spikes import SpikeDetector
-from glm46.reliability.run_lock import RunLock
+from glm46.reliability.run_lock import lock_run
 from glm46.training import trainer
 from glm46.training.state import Progress
 from glm46.training.trainer import train
@@ -124,8 +124,8 @@ def test_rollbacks_end(make_run, monkeypatch):
 
 def test_one_folder_one_run(make_run, monkeypatch, tmp_path):
     holder = (
-        "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import RunLock\n"
-        "lock = RunLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(100)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import lock_run\n"
+        "lock = lock_run(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(100)\n"
     )
     run = make_run()
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ def test_one_folder_one_run(make_run, monkeypatch, tmp_path):
     finally:
         process.kill()
     process.wait()
-    RunLock(Path(run.job.dump_folder)).release()  # kill -9 leaves no lock behind
+    lock_run(Path(run.job.dump_folder)).release()  # kill -9 leaves no lock behind
 
 
 def test_saves_go_through_a_node_local_folder(make_run, tmp_path):

@@ -1,0 +1,54 @@
+"""Safetensors files of NumPy arrays, written at once and read through one memory map."""
+
+import mmap
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from glm46.files.durable import FileRecord, replace_durably
+from glm46.files.safetensors_header import make_header, read_header
+
+_DTYPES = {"U8": np.dtype("<u1"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> FileRecord:
+    """Write a file that is complete and durable, or absent; see `replace_durably`.
+
+    Args:
+        arrays: written in this order; wider types first.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    header, _ = make_header(
+        ((name, _NAMES[array.dtype.newbyteorder("<")], array.shape) for name, array in contiguous.items()), metadata
+    )
+    return replace_durably(path, [header, *(array.reshape(-1).view(np.uint8) for array in contiguous.values())])
+
+
+def map_arrays(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, int]]:
+    """Read-only views of all arrays of a file, its metadata, and the first byte of each array in it.
+
+    A slice of a memory map is three times as fast as the library's own slice, and processes share its memory.
+
+    Args:
+        remedy: what the user can do about a damaged file.
+
+    Raises:
+        UserError: the file is missing, truncated, damaged, or has a type that is not read here.
+    """
+    entries, metadata = read_header(path, remedy)
+    # One map for all arrays: each costs an open file, of which a process may have about a thousand.
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    arrays = {
+        name: np.frombuffer(content, _DTYPES[entry.dtype], prod(entry.shape), entry.start).reshape(entry.shape)
+        if entry.nbytes
+        else np.empty(entry.shape, _DTYPES[entry.dtype])
+        for name, entry in entries.items()
+    }
+    return arrays, metadata, {name: entry.start for name, entry in entries.items()}

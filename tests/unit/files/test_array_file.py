@@ -1,0 +1,53 @@
+"""Our header is the library's: each reads what the other wrote."""
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from glm46.config.errors import UserError
+from glm46.files.array_file import map_arrays, write_arrays
+
+ARRAYS = {
+    "wide": np.arange(6, dtype=np.uint64).reshape(2, 3),
+    "ids": np.arange(5, dtype=np.uint32),
+    "none": np.empty((0, 4), np.int64),
+    "bytes": np.arange(7, dtype=np.uint8),
+}
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    write_arrays(tmp_path / "x", ARRAYS, {"made": "here"})
+    loaded = load_file(tmp_path / "x")
+    assert {name: (a.dtype, a.tolist()) for name, a in loaded.items()} == {
+        name: (a.dtype, a.tolist()) for name, a in ARRAYS.items()
+    }
+    with safe_open(tmp_path / "x", "np") as file:
+        assert file.metadata() == {"made": "here"}
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    save_file(ARRAYS, tmp_path / "x", {"made": "there"})
+    arrays, metadata, places = map_arrays(tmp_path / "x", "make it again")
+    assert metadata == {"made": "there"}
+    content = (tmp_path / "x").read_bytes()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype and np.array_equal(arrays[name], array)
+        assert content[places[name] : places[name] + array.nbytes] == array.tobytes()
+
+
+@pytest.mark.parametrize("damage, reason", [
+    (lambda c: c[:-1], "truncated"),
+    (lambda c: c + b"more", "truncated or damaged"),
+    (lambda c: b"", "not a safetensors file"),
+    (lambda c: c.replace(b"[0,48]", b"[0,40]"), "header is corrupt"),
+    (lambda c: c.replace(b"[48,48]", b"[56,56]"), "starts at byte"),
+    (lambda c: c.replace(b"[2,3]", b"[2,x]"), "header is corrupt"),
+])  # fmt: skip
+def test_a_header_that_does_not_fit_is_refused_with_file_and_remedy(tmp_path, damage, reason):
+    write_arrays(tmp_path / "x", {name: ARRAYS[name] for name in ("wide", "none", "ids", "bytes")}, {})
+    content = (tmp_path / "x").read_bytes()
+    assert damage(content) != content
+    (tmp_path / "x").write_bytes(damage(content))
+    with pytest.raises(UserError, match=rf"x: .*{reason}.*; make it again"):
+        map_arrays(tmp_path / "x", "make it again")

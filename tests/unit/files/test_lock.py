@@ -1,0 +1,74 @@
+"""The lock keeps processes apart, and nothing but the holder's life keeps it held."""
+
+import os
+import subprocess
+import sys
+import time
+
+from glm46.files.lock import FileLock
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from glm46.files.lock import FileLock
+lock = FileLock(Path(sys.argv[1]))
+assert lock.acquire(0.0)
+child = None
+if sys.argv[2] == "fork":
+    import os
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+print(child or "held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(path, how="alone"):
+    """A process that holds the lock, and what it printed."""
+    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(path), how], stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+def test_one_process_at_a_time_holds_it_and_is_named(tmp_path):
+    process, _ = hold(tmp_path / "lock")
+    lock = FileLock(tmp_path / "lock")
+    try:
+        assert not lock.acquire(0.2)
+        assert f"process {process.pid} on " in lock.holder()
+    finally:
+        process.kill()
+        process.wait()
+    assert lock.acquire(5.0)
+    lock.release()
+
+
+def test_a_child_does_not_keep_the_lock_of_a_killed_parent(tmp_path):
+    process, child = hold(tmp_path / "lock", "fork")
+    process.kill()
+    process.wait()
+    try:
+        lock = FileLock(tmp_path / "lock")
+        assert lock.acquire(5.0)
+        lock.release()
+    finally:
+        os.kill(int(child), 9)
+
+
+def test_who_waited_for_a_removed_file_holds_the_one_that_is_there(tmp_path):
+    path = tmp_path / "lock"
+    first = FileLock(path)
+    assert first.acquire(0.0)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", _HOLD.replace("acquire(0.0)", "acquire(30.0)"), str(path), "alone"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(0.5)
+    first.release(remove=True)
+    try:
+        assert waiting.stdout.readline().strip() == "held"
+        assert path.exists() and not FileLock(path).acquire(0.2)
+    finally:
+        waiting.kill()
+        waiting.wait()
