@@ -1,7 +1,9 @@
 """The only file that touches private parts of torch, or differences between torch 2.11 and 2.13."""
 
+import logging
 import threading
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -141,3 +143,35 @@ def pack_weight(weight: Tensor) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` with a weight of `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+_LOGGED_NOISE = {
+    # Its compiled kernels fit some torch and CUDA releases only; glm46 uses what is written in Python.
+    "torchao": ("Failed to load ",),
+    # torchao registers its enums in a way that torch 2.13 deprecates.
+    "torch.utils._pytree": ("Calling register_constant() on Enum subclasses is deprecated",),
+}
+"""Parts of messages by the logger that writes them."""
+
+_WARNED_NOISE = (
+    # torchdata 0.11 calls it; it is without effect and deprecated since torch 2.12.
+    "'set_vital' is deprecated",
+    # torchdata says it twice for each loader. More workers than cores may be meant: they wait for files.
+    r"This DataLoader will create \d+ worker processes in total",
+)
+"""Beginnings of warnings, as regular expressions."""
+
+
+def quiet_libraries() -> None:
+    """Drop the messages of other libraries that a user of glm46 can do nothing about, and no others.
+
+    To be called before a library that prints one is imported or used; calling it again changes nothing.
+    """
+    for name in _LOGGED_NOISE:
+        logging.getLogger(name).addFilter(_is_news)
+    for message in _WARNED_NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in _LOGGED_NOISE[record.name])

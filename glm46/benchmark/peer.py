@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.model.transformer import Transformer
@@ -24,6 +25,7 @@ def build_peer(ours: Transformer, experts: str) -> nn.Module:
     Raises:
         UserError: transformers is not installed, or too old to choose an implementation.
     """
+    quiet_libraries()  # transformers imports torchao where it is installed
     try:
         from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
     except ImportError as error:

@@ -4,7 +4,6 @@ Nothing is remembered but the global number of the next sample, so a run resumes
 stating that number. torchdata's StatefulDataLoader brings worker processes and prefetch; order and state are ours.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
 from glm46.data.manifest import Manifest
@@ -252,12 +252,10 @@ def build_validation_loader(
 
 
 def _carry(stream: IterableDataset, num_workers: int, prefetch_factor: int) -> StatefulDataLoader:
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which is without effect and deprecated since torch 2.12.
-        warnings.filterwarnings("ignore", message=".*set_vital.*")
-        # Each item of the stream is a whole batch already. An iterator draws a seed that nobody uses: not from the
-        # process's generator, which a resumed run, with its further iterators, must find where an unbroken one has it.
-        return StatefulDataLoader(
-            stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None,
-            generator=torch.Generator(),
-        )  # fmt: skip
+    quiet_libraries()
+    # Each item of the stream is a whole batch already. An iterator draws a seed that nobody uses: not from the
+    # generator of the process, which a resumed run, with its further iterators, must find where an unbroken one has it.
+    return StatefulDataLoader(
+        stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None,
+        generator=torch.Generator(),
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
 from glm46.optim.muon_layout import is_sharding, local_part, state_like
 
@@ -25,7 +26,8 @@ LEAST_ENTRIES = 4096
 @lru_cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
     """The values that codes stand for, ascending, FP32 [256]: Dettmers' dynamic map (arXiv 2110.02861)."""
-    # Imported here: it prints warnings on machines without a GPU, and only 8-bit states need it.
+    # Imported here: only 8-bit states need it.
+    quiet_libraries()
     from torchao.optim.quant_utils import create_dynamic_map
 
     return torch.tensor(sorted(create_dynamic_map(signed)), dtype=torch.float32, device=device)
