@@ -4,7 +4,7 @@ Nothing is remembered but the global number of the next sample, so a run resumes
 stating that number. torchdata's StatefulDataLoader brings worker processes and prefetch; order and state are ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -214,7 +214,7 @@ class ValidationStream(IterableDataset):
 def build_train_loader(
     sources: Sequence[TrainSource], *, seq_len: int, mtp_depth: int, local_batch_size: int,
     dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
-    prefetch_factor: int = 2, span: Span = WHOLE_RUN,
+    prefetch_factor: int = 2, span: Span = WHOLE_RUN, begin_worker: Callable[[int], None] | None = None,
 ) -> StatefulDataLoader:  # fmt: skip
     """The endless training stream of one rank.
 
@@ -227,6 +227,7 @@ def build_train_loader(
         num_workers: processes that read ahead; 0 reads in this one.
         prefetch_factor: micro-batches that each worker keeps ready.
         span: which part of the run this is; by default all of it.
+        begin_worker: what each worker calls first, with its number.
 
     Returns:
         A loader of dicts of tensors, as docs/data.md lists them.
@@ -236,7 +237,7 @@ def build_train_loader(
     """
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     stream = TrainStream(sources, seed, layout, start_sample, span)
-    return _carry(stream, num_workers, prefetch_factor)
+    return _carry(stream, num_workers, prefetch_factor, begin_worker)
 
 
 def build_validation_loader(
@@ -251,11 +252,13 @@ def build_validation_loader(
     return _carry(ValidationStream(manifest, layout, max_batches), 0, 0)
 
 
-def _carry(stream: IterableDataset, num_workers: int, prefetch_factor: int) -> StatefulDataLoader:
+def _carry(
+    stream: IterableDataset, num_workers: int, prefetch_factor: int, begin_worker: Callable[[int], None] | None = None
+) -> StatefulDataLoader:
     quiet_libraries()
     # Each item of the stream is a whole batch already. An iterator draws a seed that nobody uses: not from the
     # generator of the process, which a resumed run, with its further iterators, must find where an unbroken one has it.
     return StatefulDataLoader(
         stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None,
-        generator=torch.Generator(),
+        generator=torch.Generator(), worker_init_fn=begin_worker,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
 from glm46.training.build import Parts
 from glm46.training.state import Progress
+from glm46.training.workers import begin_worker, starting_workers
 
 
 class Portion(NamedTuple):
@@ -68,23 +69,25 @@ class Feed:
         before = rows_before(parts, self._stages, stage, progress.read_before)
         sources = [run.data.sources[i] for i in chosen]
         plans = Path(run.data.plan_folder) if run.data.plan_folder is not None else None
-        self._loader = iter(
-            build_train_loader(
-                [TrainSource(s.name, parts.manifests[s.name], stage.weights[i], s.packing, plans)
-                 for i, s in zip(chosen, sources, strict=True)],
-                seq_len=stage.seq_len,
-                mtp_depth=parts.shape.num_nextn_predict_layers,
-                local_batch_size=run.training.local_batch_size,
-                dp_rank=parts.batch_rank,
-                dp_degree=parts.layout.batch_ranks,
-                seed=run.debug.seed,
-                document_mask=run.data.document_mask,
-                start_sample=progress.samples,
-                num_workers=run.data.num_workers,
-                prefetch_factor=run.data.prefetch_factor,
-                span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
-            )
-        )  # fmt: skip
+        with starting_workers():
+            self._loader = iter(
+                build_train_loader(
+                    [TrainSource(s.name, parts.manifests[s.name], stage.weights[i], s.packing, plans)
+                     for i, s in zip(chosen, sources, strict=True)],
+                    seq_len=stage.seq_len,
+                    mtp_depth=parts.shape.num_nextn_predict_layers,
+                    local_batch_size=run.training.local_batch_size,
+                    dp_rank=parts.batch_rank,
+                    dp_degree=parts.layout.batch_ranks,
+                    seed=run.debug.seed,
+                    document_mask=run.data.document_mask,
+                    start_sample=progress.samples,
+                    num_workers=run.data.num_workers,
+                    prefetch_factor=run.data.prefetch_factor,
+                    span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
+                    begin_worker=begin_worker,
+                )
+            )  # fmt: skip
 
 
 def read(parts: Parts, progress: Progress) -> list[list]:

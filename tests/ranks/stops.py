@@ -111,6 +111,7 @@ def main(*given: str) -> None:
         run = small_run(
             source, base / "out", training={"steps": 12 if not arguments.moments else 10_000},
             checkpoint={"interval": 3}, validation={"enable": True, "freq": 2, "steps": 1},
+            data={"num_workers": 1},
         )  # fmt: skip
         (base / "run.toml").write_text(dump_run(run))
         chosen = ["step", *MOMENTS[:4], "second", "leave", "none"]

@@ -3,11 +3,11 @@
     PYTHONPATH=. python tests/ranks/training_kills.py --kills 100 --seed 1
     PYTHONPATH=. python tests/ranks/training_kills.py --kills 50 --by signal --seed 1
 
-Two ranks train a small GLM with experts and a prediction layer under Muon, and save behind training every third step.
-Each round starts the same command again, and ends it: one rank or both by kill -9, at any time or in the middle of a
-save; or both by SIGTERM, SIGUSR1 or SIGHUP, as the launcher passes them on. No published step may be lost, a stopped
-run must have saved the step it was in, and every figure of every step, and every bit of the last checkpoint, must be
-those of a run that nobody disturbed.
+Two ranks, each with a worker process, train a small GLM with experts and a prediction layer under Muon, and save behind
+training every third step. Each round starts the same command again, and ends it: one rank or both by kill -9, at any
+time or in the middle of a save; or both by SIGTERM, SIGUSR1 or SIGHUP, as the launcher passes them on. No published
+step may be lost, a stopped run must have saved the step it was in, and every figure of every step, and every bit of the
+last checkpoint, must be those of a run that nobody disturbed.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability.stop import EXIT_STOPPED
 from glm46.training import trainer
 from tests.conftest import small_run, write_source
+from tests.ranks.forked_launch import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 
 SECONDS_TO_END = 10
@@ -119,8 +120,9 @@ def ask_to_stop(run, base: Path, chance: random.Random) -> tuple[list[int], str]
     await_ready(base, children)
     time.sleep(chance.uniform(0.0, 2.0))
     seen = len(rows(run))
-    for child in children:
-        os.kill(child, number)
+    for child in children:  # as torchrun does, every process of the rank
+        for process in (*children_of(child), child):
+            os.kill(process, number)
     codes = end(children)
     if codes == [0, 0]:
         return codes, "too late"
@@ -193,6 +195,7 @@ def main(*given: str) -> None:
         settings = {
             "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2, "ns_dtype": "float32"},
             "checkpoint": {"interval": 3, "keep_latest_k": 2}, "validation": {"enable": True, "freq": 25},
+            "data": {"num_workers": 1},
         }  # fmt: skip
         whole = small_run(source, base / "whole", **settings)
         if end(begin(whole, base)) != [0, 0]:
