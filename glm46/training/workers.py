@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 
 from glm46.distributed.process import die_with_parent
-from glm46.training.stop import SIGNALS
+from glm46.reliability.stop import SIGNALS
 
 
 @contextmanager
