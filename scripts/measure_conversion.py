@@ -31,8 +31,8 @@ from glm46.config.presets import PRESETS  # noqa: E402
 from glm46.data.tokenizer import load_tokenizer  # noqa: E402
 from glm46.huggingface.config_json import CONFIG, config_of  # noqa: E402
 from glm46.huggingface.export_weights import Layout, export_weights  # noqa: E402
-from glm46.huggingface.import_weights import INDEX, import_weights  # noqa: E402
-from glm46.huggingface.names import HFNames  # noqa: E402
+from glm46.huggingface.import_weights import INDEX, FolderReader, check_folder, import_weights  # noqa: E402
+from glm46.huggingface.names import HFNames, raise_if  # noqa: E402
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
 
 LEAST_SPEED = 0.6
@@ -103,11 +103,6 @@ class RandomTensors(Mapping[str, Tensor]):
         return len(self._kinds)
 
 
-def whole(tensor: Tensor) -> list[Tensor]:
-    """What a process holds that holds all of a tensor."""
-    return [torch.arange(size) for size in tensor.shape]
-
-
 def memory_of(line: str) -> int:
     """Bytes of this process: VmRSS now, VmHWM at most since `peak_of` began."""
     for text in Path("/proc/self/status").read_text().splitlines():
@@ -169,9 +164,17 @@ class Measurement:
         others = files_beside_weights(tokenizer, max_length=self.shape.max_position_embeddings)
         self.layout = Layout(max_file_bytes=int(self.nbytes / (files - 0.5)), other_files=others)
         self.missed: list[str] = []
-        export_weights(self.source, self.shape, self.config, RandomTensors(self.shape), whole, layout=self.layout)
+        export_weights(self.source, self.shape, self.config, RandomTensors(self.shape), layout=self.layout)
         count = len(list(self.source.glob("*.safetensors")))
         print(f"{self.nbytes / 1e9:.3f} GB in {count} files, largest tensor {self.largest / 1e6:.0f} MB", flush=True)
+
+    def _read_parts(self, kept: dict[str, Tensor], held: dict[str, list[Tensor]]) -> int:
+        """Fill parts of tensors, those at the given places of each dimension, as a rank does; the bytes read."""
+        check_folder(self.source, self.shape)  # as an import does, once for all ranks
+        with FolderReader(self.source, self.shape) as reader:
+            for name, tensor in kept.items():
+                raise_if(reader.fill(name, tensor, held[name]))
+        return reader.bytes_read
 
     def _require(self, is_held: bool, text: str) -> None:
         print(f"  {text}{'' if is_held else '   MISSED'}", flush=True)
@@ -189,11 +192,9 @@ class Measurement:
             for name, (_, dtype) in kinds_of(self.shape).items():
                 indices[name][0] = indices[name][0].tensor_split(RANKS)[rank]
                 kept[name] = torch.zeros([len(index) for index in indices[name]], dtype=dtype)
-                held[id(kept[name])] = indices[name]
+                held[name] = indices[name]
             forget(self.source)
-            _, memory, read = peak_of(
-                lambda kept=kept, held=held: import_weights(self.source, self.shape, kept, lambda t: held[id(t)])
-            )
+            _, memory, read = peak_of(lambda kept=kept, held=held: self._read_parts(kept, held))
             size = sum(tensor.nbytes for tensor in kept.values())
             self._require(
                 read <= size + 2 * known + SMALL_READS,
@@ -235,7 +236,7 @@ class Measurement:
             take("convert to-hf", lambda: convert_command(to_hf))
             shutil.rmtree(self.place / "checkpoint")
             model = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in kinds_of(self.shape).items()}
-            take("import", lambda model=model: import_weights(self.source, self.shape, model, whole))
+            take("import", lambda model=model: import_weights(self.source, self.shape, model))
             take("export", lambda model=model: self._export(model))
             for folder in ("converted", "exported"):
                 if number == 0:
@@ -250,12 +251,12 @@ class Measurement:
                 self._require(statistics.median(ratio) >= LEAST_SPEED, text)
 
     def _export(self, model: Mapping[str, Tensor]) -> None:
-        export_weights(self.place / "exported", self.shape, self.config, model, whole, layout=self.layout)
+        export_weights(self.place / "exported", self.shape, self.config, model, layout=self.layout)
 
     def _require_same(self, folder: Path) -> None:
         """The weights of the folder are those of the source, byte for byte; they may lie in other files."""
         again = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in kinds_of(self.shape).items()}
-        import_weights(folder, self.shape, again, whole)
+        import_weights(folder, self.shape, again)
         expected = RandomTensors(self.shape)
         differing = [name for name, tensor in again.items() if not torch.equal(tensor, expected[name])]
         if differing:

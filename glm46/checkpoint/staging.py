@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from glm46.distributed.local_tensor import local_tensor
 
 _ALIGNMENT_BYTES = 64
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
@@ -32,7 +33,7 @@ class Staging:
         Returns:
             Name to CPU tensor of the local shape. The next call overwrites them.
         """
-        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
         if layout != self._layout:
             self._copies = {}  # free the old memory before the new is taken
@@ -43,10 +44,6 @@ class Staging:
         for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # sync: from here on the optimizer may change the originals
         return self._copies
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,10 +20,11 @@ from glm46.config.model import Model, ModelShape
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import Run
 from glm46.data.tokenizer import load_tokenizer
+from glm46.distributed.local_tensor import global_indices
 from glm46.distributed.ranks import CheckpointError
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
-from glm46.huggingface.export_weights import Layout, Source, export_weights
+from glm46.huggingface.export_weights import Layout, export_weights
 from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import HFNames, raise_if
@@ -106,7 +107,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
     total = sum(tensor.nbytes for tensor in stored.values())
     with bytes_progress("writing weights", total, _tell) as report:
-        size = export_weights(arguments.output, shape, config, stored, _whole, layout=layout, report=report)
+        size = export_weights(arguments.output, shape, config, stored, layout=layout, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
     if layout.fp8 is not None:
         errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
@@ -127,7 +128,7 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _tell) as report:
 
         def fill(name: str, tensor: Tensor) -> None:
-            raise_if(reader.fill(name, tensor, _whole(tensor)))
+            raise_if(reader.fill(name, tensor, global_indices(tensor)))
             report(tensor.nbytes)
 
         meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
@@ -145,10 +146,6 @@ def _table_of(shape: ModelShape) -> Model:
 
     flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
     return Model.model_validate({"flavor": flavor} | differences(flavor))
-
-
-def _whole(tensor: Source) -> list[Tensor]:
-    return [torch.arange(size) for size in tensor.shape]
 
 
 def _tell(line: str) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from glm46.distributed.placement import held_part
+from glm46.distributed.local_tensor import local_tensor
 
 
 @torch.no_grad()
@@ -46,4 +46,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by `factor`, a scalar on the gradients' device; no synchronisation with the host."""
     for parameter in parameters:
         if parameter.grad is not None:
-            held_part(parameter.grad).mul_(factor)
+            local_tensor(parameter.grad).mul_(factor)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.model import ModelShape
+from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, lay_out
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
-from glm46.huggingface.import_weights import INDEX, SINGLE_FILE, Held, Report, local_part
+from glm46.huggingface.import_weights import INDEX, SINGLE_FILE, Report
 from glm46.huggingface.names import Entry, HFNames, raise_if
 
 Source = Tensor | StoredTensor
@@ -54,7 +55,6 @@ def export_weights(
     shape: ModelShape,
     config: dict[str, Any],
     tensors: Mapping[str, Source],
-    held: Held,
     *,
     layout: Layout = Layout(),  # noqa: B008 - frozen
     report: Report | None = None,
@@ -66,7 +66,6 @@ def export_weights(
         config: content of config.json, from `hf_config.config_of`.
         tensors: our name -> what is read, see `Source`; ranks may hold different names. All ranks together must hold
             every element.
-        held: see `hf_import.Held`.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -84,7 +83,7 @@ def export_weights(
         if ranks.is_first:
             stage.value = _target_faults(folder, sum(file.nbytes for file in files))
     raise_if(stage.values[0])
-    mine = _names_to_write(names, tensors, held, ranks)
+    mine = _names_to_write(names, tensors, ranks)
     try:
         with ranks.stage(f"making {draft}"):
             if ranks.is_first:
@@ -92,7 +91,7 @@ def export_weights(
         with ranks.stage(f"writing {draft}") as stage:
             with ExitStack() as opened:
                 writer = _Writer(draft, files, opened, layout.fp8)
-                writer.write([names.entries[name] for name in mine], tensors, held, report)
+                writer.write([names.entries[name] for name in mine], tensors, report)
             stage.value = writer.elements  # the files are closed: what was written is on the disk
         with ranks.stage(f"completing {folder}"):
             _require_whole(names, stage.values)
@@ -163,7 +162,7 @@ def _make_draft(draft: Path, files: list[_File]) -> None:
         (draft / file.name).write_bytes(file.header)
 
 
-def _names_to_write(names: HFNames, tensors: Mapping[str, Source], held: Held, ranks: Ranks) -> list[str]:
+def _names_to_write(names: HFNames, tensors: Mapping[str, Source], ranks: Ranks) -> list[str]:
     """What this rank writes, in the order of the model. Of ranks that hold the same places, only the first writes:
     a DTensor of a part of the mesh does not say that the rest of the mesh repeats it. Collective."""
     with ranks.stage("sharing out tensors") as stage:
@@ -171,10 +170,17 @@ def _names_to_write(names: HFNames, tensors: Mapping[str, Source], held: Held, r
         if unknown:
             raise ValueError(f"the model of this shape has no {unknown[0]}")
         # Alone, nothing is repeated, and a mapping that makes its tensors must not make them twice.
-        stage.value = {} if ranks.size == 1 else {name: _places(held(tensor)) for name, tensor in tensors.items()}
+        stage.value = (
+            {} if ranks.size == 1 else {name: _places(global_indices(tensor)) for name, tensor in tensors.items()}
+        )
     taken = {place for of_rank in stage.values[: ranks.rank] for place in of_rank.items()}
     mine = stage.values[ranks.rank]
     return [name for name in names.entries if name in tensors and (name, mine.get(name)) not in taken]
+
+
+def _here(tensor: Source) -> Source:
+    """The part of a source on this rank; a stored tensor is read whole, by one process."""
+    return tensor if isinstance(tensor, StoredTensor) else local_tensor(tensor)
 
 
 def _places(held: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -200,23 +206,23 @@ class _Writer:
     def bytes_written(self) -> int:
         return sum(file.bytes_moved for file in self._open.values())
 
-    def write(self, entries: Sequence[Entry], tensors: Mapping[str, Source], held: Held, report: Report | None) -> None:
+    def write(self, entries: Sequence[Entry], tensors: Mapping[str, Source], report: Report | None) -> None:
         """Write this rank's parts of our tensors; each file goes to the disk while the ones behind it are written."""
         parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
         last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
         with Closer() as closer:
             for entry in entries:
-                self._write_part(entry, tensors[entry.name], held)
+                self._write_part(entry, tensors[entry.name])
                 for name, hf_name in last.values():
                     if name == entry.name:
                         closer.close(self._file(hf_name).close)
                 if report is not None:
-                    report(local_part(tensors[entry.name]).nbytes)
+                    report(_here(tensors[entry.name]).nbytes)
 
-    def _write_part(self, entry: Entry, tensor: Source, held: Held) -> None:
+    def _write_part(self, entry: Entry, tensor: Source) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
-        local = local_part(tensor)
-        runs = [runs_of(index) for index in held(tensor)]
+        local = _here(tensor)
+        runs = [runs_of(index) for index in global_indices(tensor)]
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             if self._fp8 is not None and dtype == torch.float8_e4m3fn:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
+from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, read_records
 from glm46.huggingface.boxes import overlaps, runs_of
@@ -25,9 +25,6 @@ from glm46.huggingface.names import HFNames, has_copies, raise_if
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-Held = Callable[[Tensor], list[Tensor]]
-"""For each dimension of a tensor, the global places that this rank's part holds; int64."""
 
 Report = Callable[[int], None]
 """Takes the bytes that the part of a tensor has in the model, when it was read or written."""
@@ -157,13 +154,12 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
 
 @torch.no_grad()
 def import_weights(
-    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], held: Held, *, report: Report | None = None
+    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], *, report: Report | None = None
 ) -> int:
     """Fill this rank's parts of parameters and buffers from a Hugging Face folder. Collective.
 
     Args:
         tensors: our name -> Tensor or DTensor; ranks may hold different names (pipeline stages).
-        held: see `Held`.
 
     Returns:
         Bytes that this rank read.
@@ -181,17 +177,12 @@ def import_weights(
     with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
         differing = []
         for name, tensor in tensors.items():
-            differing += reader.fill(name, local_part(tensor), held(tensor))
+            differing += reader.fill(name, local_tensor(tensor), global_indices(tensor))
             if report is not None:
-                report(local_part(tensor).nbytes)
+                report(local_tensor(tensor).nbytes)
         stage.value = differing
     raise_if(sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults}))
     return reader.bytes_read
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; writing into it writes into the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _faults_of(check: Callable[[], Any]) -> list[str]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from glm46.config.optimizer import Optimizer
+from glm46.distributed.local_tensor import local_tensor
 from glm46.optim.compact_state import load_state, local_state, make_state, store_state
-from glm46.optim.muon_layout import local_gradient, local_part
+from glm46.optim.muon_layout import local_gradient
 from glm46.optim.state_offload import State, StateStream
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
@@ -46,7 +47,7 @@ class AdamW:
         self._config, self._states = config, {}
         self._is_offloaded = config.state_offload == "cpu"
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
-        parts = [local_part(parameter) for _, parameter in parameters]
+        parts = [local_tensor(parameter) for _, parameter in parameters]
         # torch's kernels want states of the parameter's type.
         self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
-from glm46.optim.muon_layout import is_sharding, local_part, state_like
+from glm46.distributed.local_tensor import local_tensor
+from glm46.optim.muon_layout import is_sharding, state_like
 
 # Short enough that every cut of GLM's matrices along their columns falls between blocks.
 BLOCK = 64
@@ -96,11 +97,11 @@ def make_state(
             )
     codes = state_like(parameter, torch.uint8, on_host=on_host)
     # The code of zero, so that a fresh state is zero under any scale.
-    local_part(codes).fill_(int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0]))
+    local_tensor(codes).fill_(int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0]))
     return {".codes": codes, ".scales": state_like(parameter, torch.float32, block=BLOCK, on_host=on_host)}
 
 
-def local_state(tensors: dict[str, Tensor], signed: bool, view=local_part) -> "Tensor | Quantized":
+def local_state(tensors: dict[str, Tensor], signed: bool, view=local_tensor) -> "Tensor | Quantized":
     """This rank's part of what ``make_state`` made; ``view`` takes it from each tensor, sharing memory."""
     if "" in tensors:
         return view(tensors[""])

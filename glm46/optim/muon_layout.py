@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46.compat import StridedShard, wrap_local
+from glm46.distributed.local_tensor import local_tensor
 
 Interval = tuple[int, int]
 """Start and stop of consecutive indices."""
@@ -129,14 +130,9 @@ def _check_local_shape(tensor: DTensor, holding: Holding) -> None:
         raise ValueError(f"placements {tensor.placements} give a shard {derived} but the tensor holds {actual}")
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def local_matrices(tensor: Tensor) -> Tensor:
     """This rank's part as [matrices, rows, columns], sharing its memory."""
-    local = local_part(tensor)
+    local = local_tensor(tensor)
     if local.ndim == 2:
         return local.unsqueeze(0)
     return local if local.ndim == 3 else local.view(math.prod(local.shape[:-2]), *local.shape[-2:])
@@ -149,7 +145,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
         return None
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return local_part(gradient)
+    return local_tensor(gradient)
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, on_host: bool = False) -> Tensor:
@@ -163,7 +159,7 @@ def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, on_host
     def shape_of(tensor: Tensor) -> torch.Size:
         return tensor.shape if block == 1 else torch.Size((*tensor.shape[:-1], -(-tensor.shape[-1] // block)))
 
-    part = local_part(parameter)
+    part = local_tensor(parameter)
     device = torch.device("cpu") if on_host else part.device
     zeros = torch.zeros(shape_of(part), dtype=dtype, device=device, pin_memory=on_host and part.is_cuda)
     return wrap_local(zeros, parameter, shape_of(parameter)) if isinstance(parameter, DTensor) else zeros

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 
 from glm46.config.parallelism import Parallelism
 from glm46.config.training import Training
+from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import Meshes
-from glm46.distributed.placement import held_part
 from glm46.model.experts import Experts
 from glm46.model.transformer import Transformer
 
@@ -67,7 +67,7 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]
     shards = mesh.size(-1)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        local = held_part(parameter)
+        local = local_tensor(parameter)
         return Shard(1) if local.ndim == 3 and local.shape[0] % shards else None
 
     return placement

@@ -3,8 +3,8 @@
 import torch
 
 from glm46.config.run_config import Run
+from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Meshes
-from glm46.distributed.placement import global_indices, held_part
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
@@ -40,7 +40,7 @@ def initialise(model: Transformer, seed: int) -> None:
     """Initial value of every parameter and buffer; the same on every layout."""
     for name, parameter in model.named_parameters():
         fill_parameter(
-            held_part(parameter),
+            local_tensor(parameter),
             global_indices(parameter),
             tuple(parameter.shape),
             seed=seed,

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm46.distributed.placement import global_indices
+from glm46.distributed.local_tensor import local_tensor
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import Layout, export_weights
-from glm46.huggingface.import_weights import find_tensors, import_weights, local_part
+from glm46.huggingface.import_weights import find_tensors, import_weights
 from glm46.huggingface.names import has_copies
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.training.build import Parts
@@ -24,11 +24,11 @@ def load_weights(parts: Parts, folder: Path) -> None:
     """
     tensors = _tensors(parts)
     if not parts.process.is_main:
-        import_weights(folder, parts.shape, tensors, global_indices)
+        import_weights(folder, parts.shape, tensors)
         return
-    total = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    total = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
     with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
-        import_weights(folder, parts.shape, tensors, global_indices, report=report)
+        import_weights(folder, parts.shape, tensors, report=report)
 
 
 def save_weights(parts: Parts, progress: Progress) -> Path:
@@ -48,7 +48,7 @@ def save_weights(parts: Parts, progress: Progress) -> Path:
     config = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
     files = files_beside_weights(parts.tokenizer, max_length=parts.shape.max_position_embeddings)
     layout = Layout(dtype=torch.bfloat16, with_copies=with_copies, other_files=files)
-    export_weights(folder, parts.shape, config, _tensors(parts), global_indices, layout=layout)
+    export_weights(folder, parts.shape, config, _tensors(parts), layout=layout)
     return folder
 
 

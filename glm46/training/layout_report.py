@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from glm46.distributed.placement import held_part
+from glm46.distributed.local_tensor import local_tensor
 from glm46.optim.roles import RoleRow, add_role_rows
 from glm46.training.build import Parts
 
@@ -52,8 +52,8 @@ def _schedule(parts: Parts) -> str:
 def _held(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
     """First and last layer of each stage of this rank, its parameters, their bytes, those of the optimizer's states."""
     layers = [[int(number) for number in model.layers] for model in parts.models]
-    parameters = [held_part(parameter) for parameter in parts.parameters.values()]
-    states = [held_part(state) for state in parts.optimizer.state_tensors().values()]
+    parameters = [local_tensor(parameter) for parameter in parts.parameters.values()]
+    states = [local_tensor(state) for state in parts.optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
         sum(parameter.numel() for parameter in parameters),

@@ -61,7 +61,7 @@ PLANTED = {
     "oversized": ("model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
 }
 EXPECTED = {
-    "layer_violations": "glm46.model.rope (layer 2) imports glm46.training.trainer (layer 6)",
+    "layer_violations": "glm46.model.rope (layer 3) imports glm46.training.trainer (layer 7)",
     "unlisted_rooms": "novelty",
     "cycles": "glm46.model.block -> glm46.model.rope -> glm46.model.block",
     "filled_packages": "glm46.model",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
-from glm46.distributed.placement import global_indices, held_part
+from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
@@ -171,7 +171,7 @@ class Held(NamedTuple):
 
 def held(tensor: Tensor) -> Held:
     """A copy; no rank sends anything."""
-    return Held(held_part(tensor).detach().clone(), global_indices(tensor))
+    return Held(local_tensor(tensor).detach().clone(), global_indices(tensor))
 
 
 def squares(found: dict[str, Held], reference: dict[str, Tensor]) -> dict[tuple, tuple[int, float]]:

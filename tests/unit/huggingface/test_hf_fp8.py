@@ -10,6 +10,7 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
+from glm46.distributed.local_tensor import global_indices
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import Layout, export_weights
@@ -37,16 +38,12 @@ ODD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "layers.0.mlp.gate_pro
 ODD += ("layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight")
 
 
-def whole(tensor):
-    return [torch.arange(size) for size in tensor.shape]
-
-
 def export(folder, fp8, tensors):
     shape = resolve_shape(TABLE)
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
     if fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, with_copies=False))
-    export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=fp8))
+    export_weights(folder, shape, config, tensors, layout=Layout(fp8=fp8))
     return folder
 
 
@@ -57,7 +54,7 @@ def read(folder, dtype=torch.float32):
     tensors |= {n: t.float() for n, t in model.named_buffers()}  # the selection biases stay FP32
     with FolderReader(folder, shape) as reader:
         for name, tensor in tensors.items():
-            assert reader.fill(name, tensor, whole(tensor)) == []
+            assert reader.fill(name, tensor, global_indices(tensor)) == []
     return tensors
 
 
@@ -165,7 +162,7 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
     names = HFNames(shape, with_copies=True)
     scheme = SCHEMES["fp8-channel"]
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
-    export_weights(folder, shape, config, tensors, whole, layout=Layout(fp8=scheme, with_copies=True))
+    export_weights(folder, shape, config, tensors, layout=Layout(fp8=scheme, with_copies=True))
     stored = stored_in(folder)
     copy = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
     head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
@@ -175,7 +172,7 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
         del stored[f"model.layers.{shape.num_hidden_layers}.embed_tokens.weight"]
     rewrite(folder, stored)
     with FolderReader(folder, shape) as reader:
-        faults = [fault for n, t in tensors.items() for fault in reader.fill(n, torch.empty_like(t), whole(t))]
+        faults = [fault for n, t in tensors.items() for fault in reader.fill(n, torch.empty_like(t), global_indices(t))]
     assert faults == (
         [f"tensor {copy} differs from lm_head.weight, which it must repeat"] if change == "another head" else []
     )

@@ -20,10 +20,6 @@ TABLE = Model(
 )  # fmt: skip
 
 
-def whole(tensor):
-    return [torch.arange(size) for size in tensor.shape]
-
-
 @pytest.mark.parametrize("preset", ["GLM-4.6", "GLM-4.5-Air"])
 def test_targets_are_the_modules_and_parameters_of_transformers(preset, tmp_path):
     shape = PRESETS[preset].model_copy(update=dict(num_hidden_layers=4))
@@ -55,22 +51,22 @@ def test_frozen_weights_and_adapters_beside_them_do_not_disturb_import_and_expor
 
     for tensor in base(first).values():
         torch.nn.init.normal_(tensor).copy_(tensor.bfloat16())
-    export_weights(tmp_path / "plain", shape, config, base(first), whole)
+    export_weights(tmp_path / "plain", shape, config, base(first))
     adapted = Transformer(shape).requires_grad_(False)
     targets = adapter_targets(shape)
     for name, target in targets.items():
         module, _, leaf = name.rpartition(".")
         adapter = torch.nn.Parameter(torch.ones(2, target.shape[-1]))
         adapted.get_submodule(module).register_parameter(f"{leaf}_adapter", adapter)
-    import_weights(tmp_path / "plain", shape, base(adapted), whole)
+    import_weights(tmp_path / "plain", shape, base(adapted))
     assert all(torch.equal(tensor, base(first)[name]) for name, tensor in base(adapted).items())
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == len(targets) and trained.isdisjoint(own)
     assert all((adapted.get_parameter(name) == 1).all() for name in trained)
-    export_weights(tmp_path / "again", shape, config, base(adapted), whole)
+    export_weights(tmp_path / "again", shape, config, base(adapted))
     same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("plain", "again")]
     assert same[0] == same[1]
     everything = {n: t.detach() for n, t in [*adapted.named_parameters(), *adapted.named_buffers()]}
     with pytest.raises(Exception, match="_adapter"):
-        export_weights(tmp_path / "more", shape, config, everything, whole)
+        export_weights(tmp_path / "more", shape, config, everything)
     assert not (tmp_path / "more").exists()

@@ -35,10 +35,6 @@ MODELS = {  # shape, whether the folder has copies
 }
 
 
-def whole(tensor):
-    return [torch.arange(size) for size in tensor.shape]
-
-
 def empty_model(shape, dtype=torch.float32):
     with torch.device("cpu"):
         model = Transformer(shape)
@@ -92,12 +88,12 @@ def same_bits(a, b):
 def test_round_trip_gives_every_byte_and_the_config_again(shape, with_copies, dtype, tmp_path):
     published = make_folder(tmp_path / "in", shape, with_copies)
     _, tensors = empty_model(shape, dtype)
-    read = import_weights(tmp_path / "in", shape, tensors, whole)
+    read = import_weights(tmp_path / "in", shape, tensors)
     assert read == sum(t.nbytes for t in published.values())
     raw = read_config(tmp_path / "in")
     config = config_of(shape_of(raw), raw, eos_ids=[0], dtype="bfloat16")
     layout = Layout(with_copies=with_copies, max_file_bytes=20_000)
-    written = export_weights(tmp_path / "out", shape, config, tensors, whole, layout=layout)
+    written = export_weights(tmp_path / "out", shape, config, tensors, layout=layout)
     assert written == read
     again = read_folder(tmp_path / "out")
     assert set(again) == set(published)
@@ -116,10 +112,10 @@ def test_transformers_computes_the_same_logits_from_the_export(files, tmp_path):
     make_folder(tmp_path / "in", shape, False)
     model, _ = empty_model(shape)
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "in", shape, tensors, whole)
+    import_weights(tmp_path / "in", shape, tensors)
     config = config_of(shape, read_config(tmp_path / "in"), eos_ids=EOS, dtype="float32")
     layout = Layout(dtype=torch.float32, max_file_bytes=10**9 // (1 if files == 1 else 10**5))
-    export_weights(tmp_path / "out", shape, config, tensors, whole, layout=layout)
+    export_weights(tmp_path / "out", shape, config, tensors, layout=layout)
     assert (tmp_path / "out/model.safetensors").exists() == (files == 1)
     theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.float32
@@ -138,11 +134,11 @@ def test_a_folder_that_transformers_saved_is_read_without_prediction_layers(tmp_
     assert stored_shape(tmp_path / "in") == shape
     model, _ = empty_model(stored)
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "saved", stored, tensors, whole)
+    import_weights(tmp_path / "saved", stored, tensors)
     tokens = torch.randint(0, 48, (2, 17))
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
     with pytest.raises(UserError, match="holds no multi-token prediction layer .* set it to 0"):
-        import_weights(tmp_path / "saved", shape, {}, whole)
+        import_weights(tmp_path / "saved", shape, {})
 
 
 @pytest.mark.parametrize(
@@ -162,11 +158,11 @@ def test_models_without_a_part_go_from_transformers_and_back(change, tmp_path):
     assert stored_shape(tmp_path / "saved") == shape
     model, _ = empty_model(shape)
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "saved", shape, tensors, whole)
+    import_weights(tmp_path / "saved", shape, tensors)
     tokens = torch.randint(0, 48, (2, 17))
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
     raw = config_of(shape, read_config(tmp_path / "saved"), eos_ids=EOS, dtype="float32")
-    export_weights(tmp_path / "out", shape, raw, tensors, whole, layout=Layout(dtype=torch.float32))
+    export_weights(tmp_path / "out", shape, raw, tensors, layout=Layout(dtype=torch.float32))
     saved, again = read_folder(tmp_path / "saved"), read_folder(tmp_path / "out")
     assert set(again) == set(saved) and all(same_bits(again[name], saved[name]) for name in saved)
     _, report = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -177,13 +173,13 @@ def test_copies_may_be_left_out_or_added(tmp_path):
     shape, _ = MODELS["4.5-like"]
     published = make_folder(tmp_path / "in", shape, True)
     _, tensors = empty_model(shape)
-    import_weights(tmp_path / "in", shape, tensors, whole)
+    import_weights(tmp_path / "in", shape, tensors)
     config = read_config(tmp_path / "in")
-    export_weights(tmp_path / "out", shape, config, tensors, whole, layout=Layout(with_copies=False))
+    export_weights(tmp_path / "out", shape, config, tensors, layout=Layout(with_copies=False))
     copies = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
     assert set(published) - set(read_folder(tmp_path / "out")) == copies
     _, again = empty_model(shape)
-    import_weights(tmp_path / "out", shape, again, whole)
+    import_weights(tmp_path / "out", shape, again)
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
@@ -192,13 +188,13 @@ def test_prediction_layers_may_be_left_out_by_the_run(tmp_path):
     make_folder(tmp_path / "in", shape, True)
     without = shape.model_copy(update=dict(num_nextn_predict_layers=0))
     _, tensors = empty_model(without)
-    import_weights(tmp_path / "in", without, tensors, whole)
+    import_weights(tmp_path / "in", without, tensors)
     assert not any(t.isnan().any() for t in tensors.values())
     more = shape.model_copy(update=dict(num_nextn_predict_layers=2))
     with pytest.raises(
         UserError, match="num_nextn_predict_layers = 1, but the run has model.num_nextn_predict_layers = 2"
     ):
-        import_weights(tmp_path / "in", more, {}, whole)
+        import_weights(tmp_path / "in", more, {})
 
 
 @st.composite
@@ -380,7 +376,7 @@ def test_a_broken_folder_is_refused_before_a_weight_is_touched(break_it, words, 
     break_it(tmp_path / "in")
     _, tensors = empty_model(shape)
     with pytest.raises(UserError) as error:
-        import_weights(tmp_path / "in", shape, tensors, whole)
+        import_weights(tmp_path / "in", shape, tensors)
     assert words in str(error.value)
     assert all(t.isnan().all() for t in tensors.values())
 
@@ -393,7 +389,7 @@ def test_a_copy_that_differs_is_refused(tmp_path):
     tensors[HEAD][3, 4] += 1
     safetensors.torch.save_file(tensors, path)
     with pytest.raises(UserError, match=f"tensor {HEAD} differs from lm_head.weight"):
-        import_weights(tmp_path / "in", shape, empty_model(shape)[1], whole)
+        import_weights(tmp_path / "in", shape, empty_model(shape)[1])
 
 
 def test_positions_may_be_stretched_by_the_run(tmp_path):
@@ -401,7 +397,7 @@ def test_positions_may_be_stretched_by_the_run(tmp_path):
     make_folder(tmp_path / "in", shape, False)
     longer = shape.model_copy(update=dict(rope_theta=1e4, max_position_embeddings=128, sliding_window=8))
     _, tensors = empty_model(longer)
-    assert import_weights(tmp_path / "in", longer, tensors, whole) > 0
+    assert import_weights(tmp_path / "in", longer, tensors) > 0
 
 
 def test_export_leaves_nothing_when_it_fails_and_overwrites_nothing(tmp_path):
@@ -410,14 +406,14 @@ def test_export_leaves_nothing_when_it_fails_and_overwrites_nothing(tmp_path):
     config = config_of(shape, None, eos_ids=EOS, dtype="bfloat16")
     del tensors["norm.weight"]
     with pytest.raises(CheckpointError, match="norm.weight: 0 of 24 elements were written"):
-        export_weights(tmp_path / "out", shape, config, tensors, whole)
+        export_weights(tmp_path / "out", shape, config, tensors)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        export_weights(tmp_path / "out", shape, config, tensors, whole)
+        export_weights(tmp_path / "out", shape, config, tensors)
     huge = shape.model_copy(update=dict(vocab_size=10**12))
     with pytest.raises(UserError, match="free"):
-        export_weights(tmp_path / "new", huge, config, {}, whole)
+        export_weights(tmp_path / "new", huge, config, {})
 
 
 def test_other_files_are_written_with_the_weights(tmp_path):
@@ -425,7 +421,7 @@ def test_other_files_are_written_with_the_weights(tmp_path):
     _, tensors = empty_model(shape)
     config = config_of(shape, None, eos_ids=EOS, dtype="bfloat16")
     layout = Layout(other_files={"tokenizer.json": b"{}"})
-    export_weights(tmp_path / "a/b/out", shape, config, tensors, whole, layout=layout)
+    export_weights(tmp_path / "a/b/out", shape, config, tensors, layout=layout)
     assert (tmp_path / "a/b/out/tokenizer.json").read_bytes() == b"{}"
 
 

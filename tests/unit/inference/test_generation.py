@@ -221,9 +221,7 @@ def folders(tmp_path_factory):
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=64)
     layout = Layout(dtype=torch.float32, other_files=files)
-    export_weights(
-        folder / "hf", model.shape, config, tensors, lambda t: [torch.arange(n) for n in t.shape], layout=layout
-    )
+    export_weights(folder / "hf", model.shape, config, tensors, layout=layout)
     return folder / "step-000001", folder / "hf", model
 
 
@@ -346,7 +344,7 @@ def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
     model = random_model(num_nextn_predict_layers=0)
     config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    export_weights(tmp_path / "hf", model.shape, config, tensors, lambda t: [torch.arange(n) for n in t.shape])
+    export_weights(tmp_path / "hf", model.shape, config, tensors)
     command = ["generate", "--model", str(tmp_path / "hf"), "--tokenizer", "builtin", "--prompt", "x"]
     assert main([*command, "--speculative"]) == 2
     assert "no prediction layers" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from glm46 import compat
 
 
-def held_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory: all of it, unless it is a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, detached, sharing its memory; all of it unless it is a DTensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def global_indices(tensor: Tensor) -> list[Tensor]:
