@@ -1,7 +1,7 @@
 """Rules across sections, one small function each: the tuples of rules are the list of them.
 
 A rule yields the faults it finds and reads nothing but the configuration. Rules about one key alone sit in its field,
-those about the shape in `rules_model`, those about the mesh in `rules_layout`.
+those about the shape in `rules_model`, those about the mesh in `rules_layout`, and so on.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
+from glm46.config.rules_optimizer import OPTIMIZER_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.run_config import Run
 
@@ -32,7 +33,8 @@ def find_faults(run: Run, world_size: int | None) -> list[Fault]:
         return faults
     shape = resolve_shape(run.model)
     faults += [fault for rule in MODEL_RULES for fault in rule(run, shape)]
-    return faults + [fault for rule in (*LAYOUT_RULES, *PIPELINE_RULES) for fault in rule(run, shape, world_size)]
+    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *OPTIMIZER_RULES)
+    return faults + [fault for rule in rules for fault in rule(run, shape, world_size)]
 
 
 def flavor_is_a_preset(run: Run) -> Faults:

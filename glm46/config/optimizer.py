@@ -53,13 +53,12 @@ class Optimizer(Section):
     ns_dtype: Annotated[Literal["bfloat16", "float16", "float32"], _MUON] = "bfloat16"
     """Muon: precision of the Newton-Schulz products."""
 
-    ns_backend: Annotated[Literal["eager", "compile", "gram"], _MUON] = "eager"
-    """Muon: how the iteration runs. eager: plain products. compile: normalisation and iteration through torch.compile.
-    gram: on X X^T, fewer products for matrices much longer than wide; half precision then rounds more."""
+    ns_backend: Annotated[Literal["eager", "compile"], _MUON] = "eager"
+    """Muon: how the iteration runs. eager: plain products. compile: with normalisation, through torch.compile."""
 
     mesh_invariant: Annotated[bool, _MUON] = False
-    """Muon: one matrix per product and none by Gram sums over ranks, so that every layout gives the same bits for the
-    same gradients in half precision too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
+    """Muon: one matrix per product, so that every layout gives the same bits for the same gradients in half precision
+    too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
 
     idle_expert: Annotated[Literal["decay", "skip"], _MUON] = "decay"
     """Muon: what becomes of a matrix whose whole gradient is zero, as that of an expert that saw no token. decay: it

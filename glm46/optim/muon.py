@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
         wire_dtype: type in which matrices travel between ranks. Absent: ``ns_dtype``, but bfloat16 on the way to the
             owner for float16, because gradients can be smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
-        ns_backend: "eager"; "compile" fuses the normalisation and the iteration; "gram" iterates on X X^T.
-        mesh_invariant: one matrix per product and none by Gram sums, so that every mesh gives the same bits in half
+        ns_backend: "eager"; "compile" fuses the normalisation and the iteration.
+        mesh_invariant: one matrix per product, so that every mesh gives the same bits in half
             precision too; slower for small matrices, above all on a GPU.
         idle_expert: of a matrix whose whole gradient is zero, as that of an expert that saw no token: "decay" goes on
             with the decaying momentum, at full size as always; "skip" changes neither momentum nor weights.
@@ -51,8 +51,6 @@ class Muon(torch.optim.Optimizer):
         state_offload: "cpu" keeps the momentum in host memory and copies it in and out while others are at work.
         bucket_bytes: bound on the whole matrices that one rank collects at a time.
         workspace_bytes: bound on the memory of one stacked iteration.
-        gram_load: a cut matrix whose cost is above this times the mean load of its ranks is not collected by an owner
-            if its long side is cut and much the longer one.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
     or two of them, ``momentum_buffer.codes`` and ``.scales``, for eight bits; there from the start, so that a
@@ -89,7 +87,6 @@ class Muon(torch.optim.Optimizer):
         state_offload: str | None = None,
         bucket_bytes: int = 256 << 20,
         workspace_bytes: int = 1 << 30,
-        gram_load: float = 2.0,
     ):
         if replicate_mode not in ("owner", "redundant"):
             raise ValueError(f"replicate_mode must be 'owner' or 'redundant', not {replicate_mode!r}")
@@ -113,8 +110,11 @@ class Muon(torch.optim.Optimizer):
             idle_expert=idle_expert,
             row_blocks=None,
         )
-        self._limits = {"bucket_bytes": bucket_bytes, "gram_load": gram_load}
-        self._workspace_bytes, self._owner_of_replicas = workspace_bytes, replicate_mode == "owner"
+        self._bucket_bytes, self._workspace_bytes, self._owner_of_replicas = (
+            bucket_bytes,
+            workspace_bytes,
+            replicate_mode == "owner",
+        )
         self._is_offloaded = state_offload == "cpu"
         self._ready, self._groups = False, {}
         params = list(params)
@@ -170,8 +170,8 @@ class Muon(torch.optim.Optimizer):
                 tensors = make_state(name, parameter, dtype, True, on_host=self._is_offloaded)
                 self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
         self._requests = [self._request(group, index) for group, index in self._entries]
-        self._plan = make_plan(self._requests, **self._limits)
-        rank_sets = [bucket.ranks for bucket in self._plan.buckets] + [ranks for ranks, _ in self._plan.gram]
+        self._plan = make_plan(self._requests, bucket_bytes=self._bucket_bytes)
+        rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in self._parameters() if isinstance(p, DTensor)) if rank_sets else ()
         known = list(self._groups.values())

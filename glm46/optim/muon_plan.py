@@ -1,9 +1,7 @@
 """Who orthogonalises which matrix, decided once from shapes and placements: the same plan on every rank, never saved.
 
 * local: a matrix that a rank holds whole is updated there, without communication;
-* owner: of a matrix that is cut, one rank that holds a part collects the rest, orthogonalises it and returns parts;
-* gram: a matrix so large that one owner would keep all others waiting is never collected: its ranks sum their Gram
-  matrices instead (glm46/optim/muon_gram.py).
+* owner: of a matrix that is cut, one rank that holds a part collects the rest, orthogonalises it and returns parts.
 """
 
 from collections import defaultdict
@@ -16,10 +14,6 @@ import torch
 from glm46.optim.muon_layout import Holding, Interval, Layout
 from glm46.optim.muon_update import Orthogonalizer
 from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
-
-# The Gram form pays when the long side is cut and is at least this many times the short side; below that its extra
-# short^3 products and the sum over ranks cost more than they save.
-GRAM_ASPECT = 8
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Unit:
     """One matrix that is cut over the ranks of a group.
 
     ``matrix`` counts in the local batch, ``rows`` in the whole tensor. ``parts[i]`` are the rows (within this matrix)
-    and columns that rank i of the group holds, None if nothing. ``owner`` is -1 for the gram class.
+    and columns that rank i of the group holds, None if nothing.
     """
 
     parameter: int
@@ -124,11 +118,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The static plan of one rank. Buckets and gram units are the same on all ranks of their group."""
+    """The static plan of one rank. Buckets are the same on all ranks of their group."""
 
     local: tuple[LocalTask, ...]
     buckets: tuple[Bucket, ...]
-    gram: tuple[tuple[tuple[int, ...], Unit], ...]
 
     def bytes_per_rank(self) -> dict[int, int]:
         """Bytes of parts received per step by each rank that this one exchanges matrices with, by global rank."""
@@ -155,7 +148,7 @@ class Plan:
         owned = sum(len(bucket.units) for bucket in self.buckets)
         lines = [
             f"local: {whole} matrices, {self.local_flops():.3e} FLOPs",
-            f"owner: {owned} matrices in {len(self.buckets)} buckets; gram: {len(self.gram)} matrices",
+            f"owner: {owned} matrices in {len(self.buckets)} buckets",
         ]
         flops = self.owned_flops_per_rank()
         if flops:
@@ -166,7 +159,6 @@ class Plan:
         for bucket in self.buckets:
             for unit in bucket.units:
                 lines.append(f"{unit} -> rank {bucket.ranks[unit.owner]}")
-        lines += [f"{unit} -> gram over ranks {ranks}" for ranks, unit in self.gram]
         return "\n".join(lines)
 
 
@@ -178,13 +170,12 @@ def _part(holding: Holding, rows: Interval) -> tuple[Interval, Interval] | None:
     return (start - rows[0], stop - rows[0]), holding.columns
 
 
-def make_plan(requests: Sequence[Request], *, bucket_bytes: int, gram_load: float) -> Plan:
+def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
     """The plan of this rank.
 
     Args:
         requests: one per parameter, in the same order on all ranks that share it.
         bucket_bytes: bound on the whole matrices that one owner collects at a time, in wire bytes.
-        gram_load: a cut matrix goes to the gram class if it costs more than this times the mean load of its group.
     """
     local: list[LocalTask] = []
     cut: dict[tuple[tuple[int, ...], Wire], list[Unit]] = defaultdict(list)
@@ -205,36 +196,12 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int, gram_load: floa
                 continue
             for matrix in range(layout.mine.batch[1] - layout.mine.batch[0]):
                 cut[ranks, request.wire].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
-    gram = _take_gram_units(cut, requests, gram_load)
     buckets: list[Bucket] = []
     # Small groups first, then by rank numbers and type: one order for all ranks, so that no two ever wait crosswise.
     for ranks, wire in sorted(cut, key=lambda key: (len(key[0]), key[0], str(key[1]))):
         owned = _with_owners(cut[ranks, wire], len(ranks))
         buckets += [Bucket(ranks, wire, tuple(units)) for units in _packed(owned, len(ranks), wire, bucket_bytes)]
-    return Plan(tuple(local), tuple(buckets), tuple(gram))
-
-
-def _take_gram_units(cut: dict, requests: Sequence[Request], gram_load: float) -> list[tuple[tuple[int, ...], Unit]]:
-    """Remove from ``cut`` the matrices that would overload one owner and can be summed instead."""
-    taken = []
-    for key in list(cut):
-        ranks, kept = key[0], []
-        limit = gram_load * sum(unit.flops for unit in cut[key]) / len(ranks)
-        for unit in cut[key]:
-            short, long = min(unit.shape), max(unit.shape)
-            short_side = int(unit.shape[0] > unit.shape[1])
-            short_is_whole = all(part is None or part[short_side] == (0, short) for part in unit.parts)
-            may_sum = not requests[unit.parameter].settings.one_by_one
-            if may_sum and unit.flops > limit and long >= GRAM_ASPECT * short and short_is_whole:
-                peers = requests[unit.parameter].layout.peers
-                parts = tuple(part for rank, part in zip(ranks, unit.parts, strict=True) if rank in peers)
-                taken.append((peers, replace(unit, parts=parts)))
-            else:
-                kept.append(unit)
-        cut[key] = kept
-        if not kept:
-            del cut[key]
-    return sorted(taken, key=lambda entry: (len(entry[0]), entry[0], entry[1].parameter, entry[1].matrix))
+    return Plan(tuple(local), tuple(buckets))
 
 
 def _with_owners(units: Sequence[Unit], members: int) -> list[Unit]:

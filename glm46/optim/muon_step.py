@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.optim.muon_exchange import Exchange
-from glm46.optim.muon_gram import update_by_gram
 from glm46.optim.muon_layout import Interval, local_gradient, local_matrices
 from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, stack_tasks
 from glm46.optim.muon_update import Piece, update_whole
@@ -57,10 +56,10 @@ class MuonStep:
         self._views: list[tuple[Tensor, Tensor | None]] = []
         self._busy: dict[Slice, Tensor] = {}
         self._cut_units: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-        cut = [(bucket.ranks, unit) for bucket in plan.buckets for unit in bucket.units] + list(plan.gram)
-        for ranks, unit in cut:
-            if requests[unit.parameter].skips_idle:
-                self._cut_units[ranks].append(unit)
+        for bucket in plan.buckets:
+            skipping = [unit for unit in bucket.units if requests[unit.parameter].skips_idle]
+            if skipping:
+                self._cut_units[bucket.ranks] += skipping
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
         devices = [parameter.device for parameter in self._parameters]
@@ -71,7 +70,7 @@ class MuonStep:
             Exchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
-        self._arrange(exchanges, stack_tasks(plan.local, requests, devices, workspace_bytes), plan.gram)
+        self._arrange(exchanges, stack_tasks(plan.local, requests, devices, workspace_bytes))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
             for slices in self._taken
@@ -89,7 +88,7 @@ class MuonStep:
         self._momenta.end()
         self._views, self._busy = [], {}
 
-    def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]], gram: Iterable) -> None:
+    def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]]) -> None:
         rest = iter(chunks)
         for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
             self._add(self._gather, exchange, map(self._slice_of, exchange.units))
@@ -105,9 +104,6 @@ class MuonStep:
         self._add_chunks(rest)
         if exchanges:
             self._actions.append(exchanges[-1].finish)
-        for ranks, unit in gram:
-            holds = unit.parts[ranks.index(dist.get_rank())] is not None
-            self._add(self._update_gram, (ranks, unit), [self._slice_of(unit)] if holds else [])
 
     def _add(self, action: Callable, subject: object, slices: Iterable[Slice]) -> None:
         """An action that takes the next momenta, those of ``slices``."""
@@ -168,13 +164,6 @@ class MuonStep:
             if pieces:
                 request = self._requests[chunk[0].parameter]
                 update_whole(pieces, request.wire.gather, request.wire.back, request.settings)
-
-    def _update_gram(self, entry: tuple[tuple[int, ...], Unit]) -> None:
-        ranks, unit = entry
-        with self._momenta.take() as momenta:
-            piece = self._piece(self._slice_of(unit), momenta[0], unit.shape) if momenta else None
-            device, settings = self._parameters[unit.parameter].device, self._requests[unit.parameter].settings
-            update_by_gram(piece, min(unit.shape), settings, self._groups[ranks], device)
 
 
 def _local_views(parameter: Tensor) -> tuple[Tensor, Tensor | None]:

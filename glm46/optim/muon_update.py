@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from glm46.optim.compact_state import Quantized, load_state, state_parts, store_state
-from glm46.optim.newton_schulz import Coefficients, iterate_batched, iterate_gram, orthogonalize, step_coefficients
+from glm46.optim.newton_schulz import Coefficients, iterate_batched, orthogonalize, step_coefficients
 
-NS_BACKENDS = ("eager", "compile", "gram")
+NS_BACKENDS = ("eager", "compile")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Orthogonalizer:
         options = {"eps": self.eps, "dtype": self.dtype}
         if self.backend == "compile":
             return _compiled()(x_NSL, self.coefficients, iterate=iterate_batched, **options)
-        iterate = iterate_gram if self.backend == "gram" else None
-        return orthogonalize(x_NSL, self.coefficients, iterate=iterate, **options)
+        return orthogonalize(x_NSL, self.coefficients, **options)
 
 
 @cache

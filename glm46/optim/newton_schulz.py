@@ -41,10 +41,6 @@ NAMED_COEFFICIENTS: dict[str, Coefficients] = {
 # faster than either extreme on 96 x 320 in bf16).
 CPU_CACHE_BYTES = 4 << 20
 
-# Gram iterations drift in half precision; starting again from X after this many steps keeps them bounded.
-# Source: Dao-AILab/gram-newton-schulz.
-GRAM_RESTART_STEP = 2
-
 
 def step_coefficients(coefficients: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
     """One triple (a, b, c) per step; of a shorter list the last triple repeats.
@@ -101,29 +97,6 @@ def iterate_batched(x_NSL: Tensor, coefficients: Coefficients) -> Tensor:
         gram_NSS = x_NSL @ x_NSL.mT
         polynomial_NSS = torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c)
         x_NSL = torch.baddbmm(x_NSL, polynomial_NSS, x_NSL, beta=a)
-    return x_NSL
-
-
-def gram_polynomial(gram_NSS: Tensor, coefficients: Coefficients) -> Tensor:
-    """The S x S matrix Q with Q X equal to ``coefficients`` applied to X, from G = X X^T alone.
-
-    Every factor is a polynomial in G and so they commute:
-    P_k = a + b G_k + c G_k^2, G_k+1 = P_k G_k P_k, Q = ... P_1 P_0.
-    """
-    product = None
-    for a, b, c in coefficients:
-        step_NSS = torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c)
-        step_NSS.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = step_NSS if product is None else step_NSS @ product
-        gram_NSS = step_NSS @ gram_NSS @ step_NSS
-    return product
-
-
-def iterate_gram(x_NSL: Tensor, coefficients: Coefficients) -> Tensor:
-    """All iterations on the S x S Gram matrix, cheaper for S much smaller than L; X itself is touched twice."""
-    for part in (coefficients[:GRAM_RESTART_STEP], coefficients[GRAM_RESTART_STEP:]):
-        if part:
-            x_NSL = gram_polynomial(x_NSL @ x_NSL.mT, part) @ x_NSL
     return x_NSL
 
 

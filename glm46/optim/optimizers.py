@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
 from glm46.optim.adamw import AdamW
 from glm46.optim.muon import Muon
-from glm46.optim.newton_schulz import step_coefficients
 from glm46.optim.roles import Role, RoleRow, assign_roles, role_rows
 
 
@@ -61,13 +59,9 @@ def build_optimizers(named_parameters: Sequence[tuple[str, Tensor]], config: Opt
     """The optimizers that [optimizer] asks for. A collective of the ranks that share parameters.
 
     Raises:
-        UserError: parameters that fit no rule or several, or Newton-Schulz steps that do not fit the coefficients.
+        UserError: parameters that fit no rule or several.
     """
     roles = assign_roles([name for name, _ in named_parameters], config)
-    try:
-        step_coefficients(config.ns_coefficients, config.ns_steps)
-    except ValueError as error:
-        raise UserError(f"[optimizer] {error}") from error
     return OptimizerGroup(named_parameters, roles, config)
 
 

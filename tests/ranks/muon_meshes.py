@@ -136,7 +136,7 @@ def build(case: Case, mesh: DeviceMesh, dtype: torch.dtype, **options) -> tuple[
     parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, dtype, 0)]
     named = [(f"{case.name} {number}", parameter) for number, parameter in enumerate(parameters)]
     group = {"params": named, "row_blocks": case.row_blocks}
-    return parameters, Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, gram_load=1e9, **options)
+    return parameters, Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, **options)
 
 
 def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -> list[Tensor]:
@@ -236,7 +236,7 @@ def run_mixed(chosen: list[Case], meshes: dict, **extra) -> dict:
         parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, torch.float32, 0)]
         groups.append({"params": parameters, "row_blocks": case.row_blocks})
         everything.append((case, mesh, parameters))
-    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1e9) | extra
+    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12) | extra
     optimizer = Muon(groups, bucket_bytes=70_000, workspace_bytes=200_000, **options)
     for step in range(1, STEPS + 1):
         for case, mesh, parameters in everything:
@@ -266,23 +266,6 @@ def run_stages(world: int) -> dict:
     for p, e, s in zip(parameters, expected, random_tensors(case, torch.float32, 0), strict=False):
         errors.append(((p.to_local() - cut(e, case, mesh["dp"])).norm() / (e - s).norm()).item())
     return {"stages": summed(max(errors), dist.ReduceOp.MAX)}
-
-
-def run_gram(world: int) -> dict:
-    """A head that one owner would be too slow for, and one in the other orientation."""
-    mesh = init_device_mesh("cpu", (world,))
-    figures = {}
-    for name, placement, dim, shape in (("tall", Shard(0), 0, (1027, 48)), ("wide", Shard(1), 1, (48, 1024))):
-        case = Case(name, (world,), (placement,), ((0, dim),), (shape,))
-        parameter = nn.Parameter(distribute(random_tensors(case, torch.float32, 0)[0], case, mesh))
-        # Two ranks share a load of twice the mean exactly, and the rule says more than that.
-        optimizer = Muon([parameter], lr=0.02, ns_dtype=torch.float32, eps=1e-12, gram_load=1.5)
-        for step in range(1, STEPS + 1):
-            set_gradients([parameter], case, mesh, step)
-            optimizer.step()
-        assert len(optimizer.plan().gram) == 1 and not optimizer.plan().buckets
-        figures[name] = worst_error([parameter], one_process(case, torch.float32), case, mesh)
-    return {"gram": figures}
 
 
 def run_resume(world: int) -> dict:
@@ -343,7 +326,7 @@ def run_model() -> dict:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     for module in (plain, model):
-        optimizer = Muon(module.parameters(), lr=0.02, ns_dtype=torch.float32, gram_load=1e9)
+        optimizer = Muon(module.parameters(), lr=0.02, ns_dtype=torch.float32)
         for step in range(STEPS):
             torch.manual_seed(step)
             module(torch.randn(8, 24)).square().sum().backward()
@@ -405,7 +388,7 @@ def main() -> None:
     half, idle = same_bits | {"ns_dtype": torch.bfloat16}, same_bits | {"idle_expert": "skip"}
     for extra in ({}, {"state_offload": "cpu"}, half, idle):
         results.append(run_mixed(chosen, meshes, **extra))
-    results += [run_stages(world), run_gram(world)]
+    results += [run_stages(world)]
     if world == 4:
         column = next(case for case in chosen if case.name == "fsdp x tp column blocks")
         results += [run_resume(world), run_model(), run_blind_planners(column, meshes[column.mesh])]

@@ -11,7 +11,7 @@ EXACT = 1e-6
 def figures(server, request) -> list[dict]:
     """What the program prints for a world size."""
     rows = server.rows("muon_meshes.main", ranks=request.param, seconds=400)
-    assert len(rows) == {2: 13, 4: 32}[request.param]
+    assert len(rows) == {2: 12, 4: 31}[request.param]
     return rows
 
 
@@ -69,12 +69,6 @@ def test_t9_bytes_equal_the_plan_and_the_bound(figures):
         elif "hsdp" not in row["case"] and "redundant" not in row["case"]:
             # Each matrix but what its owner holds anyway, there and back.
             assert row["bytes"] == row["bytes_formula"], row
-
-
-def test_t10_gram_over_ranks_equals_the_plain_iteration(figures):
-    for row in select(figures, "gram"):
-        # Products of Gram matrices amplify FP32 rounding; the plain iteration in one process is the reference.
-        assert max(row["gram"].values()) <= 1e-4, row
 
 
 def test_t11_planners_blind_to_strided_shards_are_found_out(figures):

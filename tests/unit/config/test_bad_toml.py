@@ -260,6 +260,25 @@ BAD = {
             'checkpoint.folder = "../elsewhere": must be a relative path inside job.dump_folder; move dump_folder',
         ],
     ),
+    "coefficients that do not fit the steps": (
+        ("[training]", '[optimizer]\nns_coefficients = "deepseek_v4"\n[training]'),
+        [
+            'optimizer.ns_coefficients = "deepseek_v4": needs optimizer.ns_steps >= 10, not 5; set ns_steps = 10, or '
+            "take other coefficients"
+        ],
+    ),
+    "blocks of 8-bit states cut between ranks": (
+        (
+            "[training]",
+            'moe_intermediate_size = 96\n[optimizer]\nstate_dtype = "8bit"\n[parallelism]\ntensor_parallel_degree = 2\n'
+            "[training]",
+        ),
+        [
+            'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = 2 cuts 96 columns '
+            "(model.n_shared_experts * moe_intermediate_size), which must leave multiples of 64 on each rank; take "
+            "another degree, or another state_dtype"
+        ],
+    ),
     "no shard": (
         ("[training]", "[parallelism]\ndata_parallel_shard_degree = 0\n[training]"),
         ["parallelism.data_parallel_shard_degree = 0: must be at least 1, or -1 for all ranks that are left"],

@@ -60,7 +60,7 @@ def stage_requests():
 def plan_of(rank):
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        return make_plan(stage_requests(), bucket_bytes=256 << 20, gram_load=2.0)
+        return make_plan(stage_requests(), bucket_bytes=256 << 20)
     finally:
         dist.destroy_process_group()
 
@@ -82,7 +82,7 @@ def test_t9_each_matrix_has_one_owner_that_holds_a_part(plans):
         count = Counter((unit.name, unit.matrix, unit.rows) for bucket in plan.buckets for unit in bucket.units)
         assert set(count.values()) == {1}
         assert len(count) == LAYERS * (4 + 3 * GLM.n_routed_experts // EP)
-        assert not plan.local and not plan.gram
+        assert not plan.local
         assert all(unit.parts[unit.owner] is not None for bucket in plan.buckets for unit in bucket.units)
 
 
