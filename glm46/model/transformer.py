@@ -108,6 +108,7 @@ class Transformer(nn.Module):
         ahead: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        is_real: Tensor | None = None,
         labels: Tensor | None = None,
         mtp_input_ids: Tensor | None = None,
         mtp_labels: Tensor | None = None,
@@ -119,8 +120,9 @@ class Transformer(nn.Module):
             input_ids: int64 [B, S]; a part without the embedding takes hidden and ahead instead.
             hidden, ahead: of the part before, see `StageOutput`.
             positions: integer [B, S]; None counts from 0.
-            document_ids: integer [B, S], -1 for padding; tokens see only their own document. None: one document, no
-                padding.
+            document_ids: integer [B, S], -1 for padding; tokens see only their own document. None: one document.
+            is_real: boolean [B, S], false for padding, which no expert gets and no statistic counts. None: what
+                document_ids say, or no padding.
             labels: int64 [B, S], -100 where there is no target.
             mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them, multi-token prediction layers
                 do not run.
@@ -136,7 +138,8 @@ class Transformer(nn.Module):
         # Built here, never passed in: every stage of a pipeline makes its own from the same small integers.
         rope = rotary_tables(positions, self.shape, hidden.dtype)
         mask = self.build_mask(document_ids, positions, self.shape.sliding_window)
-        is_real = None if document_ids is None else document_ids >= 0
+        if is_real is None and document_ids is not None:
+            is_real = document_ids >= 0
         statistics: list[RoutingStatistics] = []
         for layer in self.layers.values():
             hidden, of_layer = layer(hidden, rope, mask, is_real, options)

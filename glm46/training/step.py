@@ -137,7 +137,8 @@ def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         names.append("document_ids")
     if parts.shape.num_nextn_predict_layers:
         names += ["mtp_input_ids", "mtp_labels"]
-    arguments = {name: batch[name] for name in names}
+    # Not left to the document ids: without document masks the model does not get them, and padding stays padding.
+    arguments = {name: batch[name] for name in names} | {"is_real": batch["document_ids"] >= 0}
     if parts.meshes.sequence is not None:
         arguments = parts.meshes.sequence.cut(arguments, parts.shape.sliding_window)
     return {name: tensor.to(parts.process.device, non_blocking=True) for name, tensor in arguments.items()}

@@ -4,6 +4,7 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/sharded_layouts.py 4
 """
 
 import faulthandler
+import functools
 import json
 import math
 import sys
@@ -50,6 +51,8 @@ class Layout(NamedTuple):
     reshard: str = "default"
     checkpointing: str = "none"
     micro_batches: int = 2
+    document_mask: bool = True
+    compiled: bool = False
 
 
 # 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
@@ -69,6 +72,10 @@ LAYOUTS = {
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=8, checkpointing="full"),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="selective"),
+        Layout(experts_over=2, document_mask=False), Layout(context=2, document_mask=False),
+        Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
+        Layout(tensor=2, compiled=True), Layout(pipeline=2, compiled=True),
+        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2),
@@ -107,7 +114,8 @@ LAYOUTS_AT_ONCE = 5
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """All rows of one step; documents of unequal length, some labels missing, so that ranks see unequal counts."""
+    """All rows of one step; documents of unequal length, some labels missing, padding behind some rows and one row of
+    nothing else, so that ranks see unequal counts."""
     generator = torch.Generator().manual_seed(step)
     depth = DEPTHS
 
@@ -121,10 +129,12 @@ def make_batch(step: int) -> dict[str, Tensor]:
         document_ids > 0, ends.gather(1, (document_ids - 1).clamp(min=0)), torch.zeros_like(document_ids)
     )
     missing = torch.rand(ROWS, SEQ_LEN, generator=generator) < torch.linspace(0.0, 0.7, ROWS).unsqueeze(1)
+    is_padding = torch.arange(SEQ_LEN) >= torch.tensor([SEQ_LEN] * (ROWS - 3) + [SEQ_LEN - 5, 7, 0]).unsqueeze(1)
+    missing |= is_padding
     return {
         "input_ids": tokens(ROWS, SEQ_LEN),
         "positions": positions,
-        "document_ids": document_ids,
+        "document_ids": document_ids.masked_fill(is_padding, -1),
         "labels": tokens(ROWS, SEQ_LEN).masked_fill(missing, -100),
         "mtp_input_ids": tokens(ROWS, depth, SEQ_LEN),
         "mtp_labels": tokens(ROWS, depth, SEQ_LEN).masked_fill(missing.unsqueeze(1), -100),
@@ -143,8 +153,12 @@ def run_reference(run: Run) -> tuple:
     figures, gradients = [], {}
     for step in range(STEPS):
         batch = make_batch(step)
+        is_real = batch["document_ids"] >= 0
+        seen = batch if run.data.document_mask else {n: t for n, t in batch.items() if n != "document_ids"}
         optimizer.zero_grad()
-        sums = model(**batch, options=OPTIONS)
+        sums = model(**seen, is_real=is_real, options=OPTIONS)
+        assigned = sums.tokens_per_expert.sum(1)
+        assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         objective(sums, count_tokens([batch]), WEIGHTS).backward()
         norm = global_grad_norm(parameters.values())
         scale_gradients(parameters.values(), (run.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -204,7 +218,8 @@ def make_run(layout: Layout) -> Run:
                 "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
                 "moe": {"balance": "none", "sequence_aux_loss_weight": WEIGHTS.balance, "z_loss_weight": WEIGHTS.z},
                 "mtp": {"loss_weight": WEIGHTS.mtp},
-                "data": {"document_mask": True},
+                "data": {"document_mask": layout.document_mask},
+                "compile": {"enable": layout.compiled},
                 "activation_checkpoint": {"mode": layout.checkpointing},
                 "parallelism": {
                     "data_parallel_replicate_degree": layout.replicate,
@@ -283,12 +298,12 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
 
 
-def compare_some(layouts: list[Layout], references: dict[int, tuple]) -> None:
-    """On each rank; ``references`` by number of experts."""
+def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
+    """On each rank; ``references`` by number of experts and masks."""
     faulthandler.enable()
     process = join(60)
     for layout in layouts:
-        figures = compare(layout, run_layout(process, layout), references[layout.num_experts])
+        figures = compare(layout, run_layout(process, layout), references[layout.num_experts, layout.document_mask])
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
@@ -298,8 +313,10 @@ def main(world_size: int) -> None:
     """Compare all layouts of this world size with one process, which is this one."""
     torch.set_num_threads(1)
     layouts = LAYOUTS[world_size]
-    kinds = {layout.num_experts: layout for layout in layouts}
-    references = {number: run_reference(make_run(layout)) for number, layout in kinds.items()}
+    # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    kinds = {(layout.num_experts, layout.document_mask): layout for layout in layouts}
+    references = {kind: run_reference(make_run(layout)) for kind, layout in kinds.items()}
     for first in range(0, len(layouts), LAYOUTS_AT_ONCE):
         some = layouts[first : first + LAYOUTS_AT_ONCE]
         run_ranks(world_size, lambda some=some: compare_some(some, references))

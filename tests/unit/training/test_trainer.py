@@ -15,6 +15,7 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.distributed.ranks import CheckpointError
 from glm46.training import trainer
+from glm46.training.loss import count_tokens
 from glm46.training.state import Progress
 from glm46.training.trainer import train
 
@@ -275,3 +276,33 @@ def test_a_phase_takes_what_its_patterns_say_and_no_more(make_run, tmp_path):
     ):
         with pytest.raises(UserError, match=reason):
             start("wrong", **keys)
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_padding_enters_no_statistic_and_no_balance_loss(make_run, monkeypatch, document_mask):
+    run = make_run(
+        data={"document_mask": document_mask},
+        training={"steps": 1, "max_norm": 1e9},
+        moe={"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001, "capacity_factor": 8.0},
+    )
+    original, real, outcomes = trainer.train_step, 11, []
+
+    def padded(parts, micro_batches, counts, *arguments):
+        for first in (7, 900):  # the same real tokens, before other padding: nothing may change
+            for batch in micro_batches:
+                batch["document_ids"][:, :real], batch["document_ids"][:, real:] = 0, -1
+                batch["input_ids"][:, real:] = first + torch.arange(batch["input_ids"].shape[1] - real)
+                batch["labels"][:, real - 1 :], batch["mtp_labels"][:, :, real - 2 :] = -100, -100
+                batch["mtp_input_ids"][:, :, real:] = first
+            counts = count_tokens(micro_batches)
+            # No step is made, so both see the same weights.
+            outcomes.append(original(parts, micro_batches, counts, *arguments[:-1], lambda loss, norm: "kept"))
+        tokens = counts.real * parts.shape.num_experts_per_tok
+        assert counts.real == real * sum(batch["labels"].shape[0] for batch in micro_batches)
+        assert outcomes[0].tokens_per_expert.sum(1).tolist() == [tokens] * parts.balance.layers
+        return outcomes[-1]
+
+    monkeypatch.setattr(trainer, "train_step", padded)
+    assert train(run) == 0
+    for field in ("loss_sum", "aux_loss_sums", "tokens_per_expert", "overflow", "grad_norm"):
+        torch.testing.assert_close(getattr(outcomes[0], field), getattr(outcomes[1], field), rtol=1e-6, atol=0.0)
