@@ -92,7 +92,7 @@ class LRScheduler(Section):
     """[lr_scheduler]: the learning rate as a pure function of the tokens seen since the start of the curriculum."""
 
     warmup_tokens: int = Field(0, ge=0)
-    """Tokens over which the rate rises from 0 to its peak."""
+    """Tokens over which the rate rises linearly to its peak. A step counts its own, so the first one has its share."""
 
     total_tokens: int | None = Field(None, ge=1)
     """Tokens of the whole curriculum, over all phases, at which the decay ends. Absent: the end of this run."""

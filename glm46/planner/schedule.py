@@ -28,22 +28,24 @@ def schedule_value(schedule: Schedule, tokens: int) -> float:
     return float(left_value)
 
 
-def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int) -> float:
+def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int, step_tokens: int = 0) -> float:
     """The learning rate after ``tokens`` tokens of the curriculum, relative to its peak.
 
     Args:
         tokens: tokens since the start of the curriculum, ``scheduler.start_tokens`` included.
         total_tokens: where the decay ends if ``scheduler.total_tokens`` is absent: the end of this run, counted from
             the start of the curriculum.
+        step_tokens: tokens of the step that the rate is for. The warm-up counts them, so that the first step has its
+            share of the ramp instead of a rate of 0.
 
-    The rate rises linearly from 0 over the warm-up, stays at its peak until the decay begins, and stays at
+    The rate rises linearly over the warm-up, stays at its peak until the decay begins, and stays at
     ``min_lr_factor`` after the decay ends.
     Source: cosine, GLM-4.5 (arXiv 2508.06471, section 2.4); constant then linear or 1-sqrt, Hägele et al.
     (arXiv 2405.18392).
     """
     warmup = scheduler.warmup_tokens
     if tokens < warmup:
-        return tokens / warmup
+        return min(1.0, (tokens + step_tokens) / warmup)
     end = total_tokens if scheduler.total_tokens is None else scheduler.total_tokens
     begin = warmup if scheduler.decay_ratio is None else max(warmup, end - scheduler.decay_ratio * end)
     if tokens >= end:

@@ -153,7 +153,8 @@ def _train(
         if coming.stop:
             break
         text, counts, clock = coming.text, coming.counts, progress.curriculum_tokens
-        lr_factor = learning_rate_factor(clock, run.lr_scheduler, run.lr_scheduler.start_tokens + budget)
+        end, size = run.lr_scheduler.start_tokens + budget, text.sequences * text.seq_len
+        lr_factor = learning_rate_factor(clock, run.lr_scheduler, end, size)
 
         # single training step
         watchdog.operation("training step", size=(text.sequences, text.seq_len))

@@ -56,6 +56,13 @@ def test_without_warmup_the_first_token_has_the_peak():
     assert learning_rate_factor(0, LRScheduler(), 1000) == 1.0
 
 
+def test_the_first_step_has_its_share_of_the_warmup():
+    scheduler = LRScheduler(warmup_tokens=100, decay_type="linear")
+    assert [learning_rate_factor(t, scheduler, 1000, 30) for t in (0, 30, 60, 90, 120)] == pytest.approx(
+        [0.3, 0.6, 0.9, 1.0, learning_rate_factor(120, scheduler, 1000)], abs=EXACT
+    )
+
+
 def test_total_tokens_of_the_table_goes_before_the_end_of_the_run():
     scheduler = LRScheduler(total_tokens=2000, decay_type="linear", min_lr_factor=0.0)
     assert learning_rate_factor(1000, scheduler, 1000) == pytest.approx(0.5, abs=EXACT)

@@ -306,3 +306,9 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_run, monkeypatch, 
     assert train(run) == 0
     for field in ("loss_sum", "aux_loss_sums", "tokens_per_expert", "overflow", "grad_norm"):
         torch.testing.assert_close(getattr(outcomes[0], field), getattr(outcomes[1], field), rtol=1e-6, atol=0.0)
+
+
+def test_the_first_step_of_a_warmup_has_its_share(make_run):
+    run = make_run(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
+    assert train(run) == 0
+    assert [row["lr"] for row in training_rows(run)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
