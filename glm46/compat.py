@@ -31,6 +31,14 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
+def let_backward_run_twice() -> None:
+    """Keep what compiled layers save for backward until it is freed; torch would otherwise write into it in the first
+    pass, and refuses a second one. A backward in two halves, as some pipeline schedules have it, is two passes."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+
+
 def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Concatenate the parts of all ranks of a group along the first dimension into `out`; renamed in torch 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

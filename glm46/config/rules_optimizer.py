@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
-from glm46.config.run import Run
+from glm46.config.run_config import Run
 
 DEEPSEEK_V4_STEPS = 10
 """Newton-Schulz steps of the set; a test holds it to `optim/newton_schulz.py`."""

@@ -31,14 +31,15 @@ def attention_mask(document_ids: Tensor | None, positions: Tensor, sliding_windo
     """
     if document_ids is None and sliding_window is None:
         return None
+    # Booleans only, in place: a row of 128K tokens has 16 Gi pairs, and a distance would take eight bytes for each.
     order = torch.arange(positions.shape[1], device=positions.device)
-    distance_SS = order.unsqueeze(1) - order.unsqueeze(0)
-    mask = (distance_SS >= 0).unsqueeze(0)
+    mask = order.unsqueeze(1) >= order.unsqueeze(0)
     if sliding_window is not None:
-        mask = mask & (distance_SS < sliding_window)
-    if document_ids is not None:
-        mask = mask & (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
-    return mask.unsqueeze(1)
+        mask &= order.unsqueeze(1) - sliding_window < order.unsqueeze(0)
+    if document_ids is None:
+        return mask[None, None]
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    return same.logical_and_(mask).unsqueeze(1)
 
 
 def sdpa_core(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:

@@ -38,14 +38,14 @@ def _mask(shard: SequenceShard, document_ids: Tensor | None, positions: Tensor, 
     if document_ids is None:
         # Not from the positions: without document masks those of padding say nothing.
         places = [part.to(positions.device) for part in shard.places(positions.shape[1] * shard.ranks, sliding_window)]
-        distance = (places[shard.rank].unsqueeze(1) - torch.cat(places).unsqueeze(0)).unsqueeze(0)
-        mask = distance >= 0
+        queries, keys = places[shard.rank][None, :, None], torch.cat(places)[None, None]
+        mask = queries >= keys
     else:
         # Which tokens a rank holds depends on the documents, but inside one document positions tell the order.
-        queries = torch.stack([document_ids, positions], dim=-1).to(torch.int32)
-        keys = gather_sequence(queries, shard.group)
-        of_document, distance = (queries.unsqueeze(2) - keys.unsqueeze(1)).unbind(-1)
-        mask = (of_document == 0) & (distance >= 0)
+        here = torch.stack([document_ids, positions], dim=-1).to(torch.int32)
+        of_key, keys = gather_sequence(here, shard.group).unsqueeze(1).unbind(-1)
+        of_query, queries = here.unsqueeze(2).unbind(-1)
+        mask = (of_query == of_key).logical_and_(queries >= keys)
     if sliding_window is not None:
-        mask = mask & (distance < sliding_window)
+        mask &= queries - sliding_window < keys
     return mask.unsqueeze(1)

@@ -2,6 +2,7 @@
 
 import torch
 
+from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.run_config import Run
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Meshes
@@ -25,7 +26,12 @@ def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.devi
         tensor.apply(model, meshes.tensor)  # after context parallelism: the router's sums go over both
     if run.compile.enable:
         # Inside checkpointing: the recomputation runs the compiled code too.
-        compile.apply(model, whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor))
+        schedule = PIPELINE_SCHEDULES[run.parallelism.pipeline_parallel_schedule]
+        compile.apply(
+            model,
+            whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
+            splits_backward=meshes.pipeline is not None and schedule.splits_backward,
+        )
     if run.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
         activation_checkpoint.apply(model, run.activation_checkpoint.mode)

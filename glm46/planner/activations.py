@@ -64,6 +64,12 @@ def mtp_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
     return joined + moe_layer_bytes(shape, width, device)
 
 
+def mask_bytes(rows: int, queries: float, keys: int) -> float:
+    """One attention mask: a boolean for each query and key of each row. A layer's attention makes a copy of it in the
+    compute type, which backward needs."""
+    return rows * queries * keys
+
+
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:
     """What selective checkpointing keeps of one layer's attention, per token: its result and the softmax's log-sum."""
     return shape.num_attention_heads * (shape.head_dim * width + FP32)

@@ -16,6 +16,7 @@ from glm46.planner.activations import (
     FP32,
     INDEX,
     dense_layer_bytes,
+    mask_bytes,
     moe_layer_bytes,
     mtp_layer_bytes,
     selective_attention_bytes,
@@ -64,6 +65,8 @@ class MemoryPlan:
     """Whole weights of embedding and head and of the layers at work, with one layer's whole gradient."""
     activations: float
     """What forward keeps for backward."""
+    masks: float
+    """Who may attend to whom, where attention is not plainly causal."""
     loss: float
     """Logits of one chunk and the head's gradient."""
     process: float
@@ -85,6 +88,8 @@ class _Layer:
     """Bytes per token kept for backward."""
     selective: float = 0.0
     """Bytes per token that selective checkpointing keeps beside the layer's input."""
+    attends: bool = True
+    """Whether it has attention; embedding and head have none."""
 
 
 def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan:
@@ -122,8 +127,12 @@ def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout, device: str) -
     split = split_layers(shape, run.parallelism.stages, run.training.seq_len) if layout.pp > 1 else [slice(None)]
     stages = [layers[part.start : part.stop] for part in split]
     hidden = 2 * shape.hidden_size * width
-    stages[0] = [_Layer(embedding_kinds(shape), INDEX), *stages[0]]
-    stages[-1] = [*stages[-1], *[mtp] * shape.num_nextn_predict_layers, _Layer(head_kinds(shape), hidden)]
+    stages[0] = [_Layer(embedding_kinds(shape), INDEX, attends=False), *stages[0]]
+    stages[-1] = [
+        *stages[-1],
+        *[mtp] * shape.num_nextn_predict_layers,
+        _Layer(head_kinds(shape), hidden, attends=False),
+    ]
     if layout.pp == 1:
         return stages
     return [
@@ -148,6 +157,7 @@ def _rank_plan(run: Run, shape: ModelShape, layout: Layout, rank: int, layers: l
         optimizer=on_device,
         gathered=_gathered(run, layout, layers),
         activations=_activations(run, shape, layout, rank, layers),
+        masks=_masks(run, shape, layout, rank, layers),
         loss=_loss(run, shape, layout) if any(kind.name == "lm_head.weight" for kind in kinds) else 0.0,
         process=0.0,
         host=sum(sizes) if run.optimizer.state_offload == "cpu" else 0.0,
@@ -226,6 +236,21 @@ def _activations(run: Run, shape: ModelShape, layout: Layout, rank: int, stage: 
     if run.activation_checkpoint.mode == "selective":
         kept += sum(layer.selective for layer in stage)
     return tokens * (in_flight * kept + max(layer.activation for layer in stage))
+
+
+def _masks(run: Run, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
+    """Each stage makes one mask per micro-batch, over all keys of its queries, and each layer a copy of it."""
+    if not run.data.document_mask and shape.sliding_window is None and layout.cp == 1:
+        return 0.0
+    # Without document masks all rows have the same one.
+    rows = run.training.local_batch_size if run.data.document_mask else 1
+    mask = mask_bytes(rows, run.training.seq_len / layout.cp, run.training.seq_len)
+    copy = mask * _BYTES[run.training.mixed_precision_param]
+    in_flight, stages = (_in_flight(run, layout, rank), run.parallelism.stages_per_rank) if layout.pp > 1 else (1, 1)
+    if run.activation_checkpoint.mode == "none":
+        # Backward needs the copies only; the mask itself is there while a micro-batch goes through the layers.
+        return in_flight * sum(layer.attends for layer in layers) * copy + mask
+    return in_flight * stages * mask + copy
 
 
 def _loss(run: Run, shape: ModelShape, layout: Layout) -> float:

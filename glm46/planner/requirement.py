@@ -123,6 +123,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "optimizer states": plan.optimizer,
         "gathered weights": plan.gathered,
         "activations": plan.activations,
+        "attention masks": plan.masks,
         "loss and logits": plan.loss,
         "program": plan.process,
     }

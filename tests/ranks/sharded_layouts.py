@@ -113,9 +113,9 @@ LAYOUTS_AT_ONCE = 5
 """Then new ranks: each process group has threads that wake up a hundred times a second."""
 
 
-def make_batch(step: int) -> dict[str, Tensor]:
-    """All rows of one step; documents of unequal length, some labels missing, padding behind some rows and one row of
-    nothing else, so that ranks see unequal counts."""
+def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
+    """All rows of one step; documents of unequal length, some labels missing, so that ranks see unequal counts. Without
+    document masks also padding behind some rows, and a row of nothing else; with them edge_cases.py has it."""
     generator = torch.Generator().manual_seed(step)
     depth = DEPTHS
 
@@ -129,12 +129,16 @@ def make_batch(step: int) -> dict[str, Tensor]:
         document_ids > 0, ends.gather(1, (document_ids - 1).clamp(min=0)), torch.zeros_like(document_ids)
     )
     missing = torch.rand(ROWS, SEQ_LEN, generator=generator) < torch.linspace(0.0, 0.7, ROWS).unsqueeze(1)
-    is_padding = torch.arange(SEQ_LEN) >= torch.tensor([SEQ_LEN] * (ROWS - 3) + [SEQ_LEN - 5, 7, 0]).unsqueeze(1)
-    missing |= is_padding
+    if not document_mask:
+        real = torch.tensor([SEQ_LEN] * (ROWS - 3) + [SEQ_LEN - 5, 7, 0]).unsqueeze(1)
+        is_padding = torch.arange(SEQ_LEN).expand(ROWS, -1) >= real
+        missing |= is_padding
+        document_ids = document_ids.masked_fill(is_padding, -1)
+        positions = torch.arange(SEQ_LEN).masked_fill(is_padding, 0)
     return {
         "input_ids": tokens(ROWS, SEQ_LEN),
         "positions": positions,
-        "document_ids": document_ids.masked_fill(is_padding, -1),
+        "document_ids": document_ids,
         "labels": tokens(ROWS, SEQ_LEN).masked_fill(missing, -100),
         "mtp_input_ids": tokens(ROWS, depth, SEQ_LEN),
         "mtp_labels": tokens(ROWS, depth, SEQ_LEN).masked_fill(missing.unsqueeze(1), -100),
@@ -152,7 +156,7 @@ def run_reference(run: Run) -> tuple:
     optimizer = build_optimizers(list(parameters.items()), run.optimizer)
     figures, gradients = [], {}
     for step in range(STEPS):
-        batch = make_batch(step)
+        batch = make_batch(step, run.data.document_mask)
         is_real = batch["document_ids"] >= 0
         seen = batch if run.data.document_mask else {n: t for n, t in batch.items() if n != "document_ids"}
         optimizer.zero_grad()
@@ -237,7 +241,7 @@ def make_run(layout: Layout) -> Run:
 
 def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    batch, readers = make_batch(step), parts.layout.batch_ranks
+    batch, readers = make_batch(step, parts.run.data.document_mask), parts.layout.batch_ranks
     share = ROWS // count // readers
     first = [micro * (ROWS // count) + parts.batch_rank * share for micro in range(count)]
     return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
@@ -250,7 +254,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     initial = {name: (whole(p).clone(), held(p)) for name, p in parts.parameters.items()}
     figures, gradients = [], {}
     for step in range(STEPS):
-        counts = count_tokens([make_batch(step)])
+        counts = count_tokens([make_batch(step, layout.document_mask)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
         gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
         figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm.item()))
