@@ -30,11 +30,11 @@ class ThroughputMeter:
         self._left_out_seconds = self._data_seconds = 0.0
         self._start = self._clock()
 
-    def add_step(self, tokens: int, data_seconds: float, flops_per_token: float) -> None:
-        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and the FLOPs that a
-        token needs, forward and backward."""
+    def add_step(self, tokens: int, data_seconds: float, flops: float) -> None:
+        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and the FLOPs that
+        they need, forward and backward."""
         self._tokens += tokens
-        self._flops += tokens * flops_per_token
+        self._flops += flops
         self._steps += 1
         self._data_seconds += data_seconds
 

@@ -44,6 +44,8 @@ def _matrix_flops(kinds: list[TensorKind]) -> float:
 
 def _mean_keys(shape: ModelShape, seq_len: int) -> float:
     """Keys that a query sees, averaged over a sequence: half of it, or less under a sliding window."""
+    if not seq_len:
+        return 0.0
     window = min(shape.sliding_window or seq_len, seq_len)
     return window - window * window / (2 * seq_len)
 
@@ -93,3 +95,24 @@ def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
 def training_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal."""
     return training_flops(shape, seq_len).total
+
+
+def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
+    """FLOPs of forward and backward of tokens whose attention has so many pairs.
+
+    Args:
+        half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
+            `training_flops_per_token` times the tokens.
+    """
+    width = shape.num_attention_heads * shape.head_dim
+    per_pair = _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width
+    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
+    layers = dense_layers + moe_layers + mtp_layers
+    return tokens * training_flops_per_token(shape, 0) + layers * per_pair * half_pairs / 2
+
+
+def document_half_pairs(length, window: int | None):
+    """Twice the pairs of query and key in a document of this many tokens, half of its square or less under a window; an
+    integer, of an integer or of a tensor of them."""
+    reach = length if window is None else length - (length - window) * (length > window)
+    return 2 * reach * length - reach * reach

@@ -50,6 +50,7 @@ def plan_text(
     shape, plan = resolve_shape(run.model), plan_memory(run, world, device=device)
     count, flops = count_parameters(shape), training_flops(shape, run.training.seq_len)
     budget = plan_budget(run, layout.batch_ranks)
+    at_most = "  (a row as one document: less with several)" if run.data.document_mask else ""
     lines = [
         f"{run.job.description} ({run.model.flavor})",
         "",
@@ -60,7 +61,7 @@ def plan_text(
         "",
         f"FLOPs per token, forward and backward, at {run.training.seq_len:,} tokens",
         f"  {'weights':<22} {flops.matrices / 1e9:>22,.3f}  GFLOP",
-        f"  {'causal attention':<22} {flops.attention / 1e9:>22,.3f}  GFLOP",
+        f"  {'causal attention':<22} {flops.attention / 1e9:>22,.3f}  GFLOP{at_most}",
         f"  {'MTP':<22} {flops.mtp / 1e9:>22,.3f}  GFLOP",
         f"  {'total':<22} {flops.total / 1e9:>22,.3f}  GFLOP",
         "",

@@ -13,7 +13,6 @@ from glm46.data.loader import Span, TrainSource, build_train_loader
 from glm46.data.mixing import integer_weights, taken
 from glm46.observe.report import Report
 from glm46.planner.curriculum import TextStage, plan_stages, stage_at
-from glm46.planner.flops import training_flops_per_token
 from glm46.training.build import Parts
 from glm46.training.state import Progress
 from glm46.training.workers import begin_worker, starting_workers
@@ -26,7 +25,6 @@ class Portion(NamedTuple):
     sequences: int
     """Samples in it over all ranks; fewer than asked for where a stage ends, and the rest is padding."""
     seq_len: int
-    flops_per_token: float
     read_seconds: float
     """What reading it took."""
 
@@ -53,8 +51,7 @@ class Feed:
         count = sequences // rows if self._parts.pipeline is not None else -(-left // rows)
         self._next = progress.samples + left
         micro_batches = [next(self._loader) for _ in range(count)]
-        flops = training_flops_per_token(self._parts.shape, stage.seq_len)
-        return Portion(micro_batches, left, stage.seq_len, flops, time.perf_counter() - began)
+        return Portion(micro_batches, left, stage.seq_len, time.perf_counter() - began)
 
     def _open(self, stage: TextStage, progress: Progress) -> None:
         run, parts = self._parts.run, self._parts

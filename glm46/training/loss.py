@@ -7,6 +7,7 @@ from torch import Tensor
 
 from glm46.model.cross_entropy import IGNORE
 from glm46.model.transformer import LossSums
+from glm46.planner.flops import document_half_pairs
 
 
 class TokenCounts(NamedTuple):
@@ -20,6 +21,8 @@ class TokenCounts(NamedTuple):
     """Of these, the ones whose guess the model itself reaches inside the row, see `accepted_drafts`."""
     real: int
     """Tokens that are not padding."""
+    half_pairs: int = 0
+    """Twice the pairs of query and key that attention needs, see `planner/flops.py`."""
 
 
 class LossWeights(NamedTuple):
@@ -37,6 +40,21 @@ def count_tokens(micro_batches: list[dict[str, Tensor]]) -> TokenCounts:
     drafts = [sum(depth) for depth in zip(*(count_drafts(batch["mtp_labels"]) for batch in micro_batches), strict=True)]
     real = sum(int((batch["document_ids"] >= 0).sum()) for batch in micro_batches)
     return TokenCounts(targets, tuple(mtp.tolist()) if micro_batches else (), tuple(drafts), real)
+
+
+def count_half_pairs(micro_batches: list[dict[str, Tensor]], window: int | None, *, document_mask: bool) -> int:
+    """`TokenCounts.half_pairs` of this rank's micro-batches: of their documents, or of their rows if those are not
+    masked; padding is in neither."""
+    total = 0
+    for ids in (batch["document_ids"] for batch in micro_batches):
+        is_real = ids >= 0
+        if document_mask:
+            keys = ids.long() + torch.arange(ids.shape[0]).unsqueeze(1) * (ids.shape[1] + 1)
+            lengths = keys[is_real].unique_consecutive(return_counts=True)[1]
+        else:
+            lengths = is_real.sum(1)
+        total += int(document_half_pairs(lengths, window).sum())
+    return total
 
 
 def objective(sums: LossSums, counts: TokenCounts, weights: LossWeights) -> Tensor:

@@ -15,6 +15,7 @@ from glm46.distributed.collective_errors import attempt, raise_together
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
 from glm46.planner.budget import budget_tokens
+from glm46.planner.flops import batch_flops
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.run_lock import lock_run
@@ -27,7 +28,7 @@ from glm46.training.data_stream import Feed, Portion
 from glm46.training.evaluate import evaluate
 from glm46.training.final_report import farewell
 from glm46.training.hf_weights import save_weights
-from glm46.training.loss import TokenCounts, count_tokens
+from glm46.training.loss import TokenCounts, count_half_pairs, count_tokens
 from glm46.training.saving import Saver
 from glm46.training.state import Progress
 from glm46.training.step import train_step
@@ -161,7 +162,8 @@ def _train(
         outcome = train_step(parts, text.micro_batches, counts, clock, lr_factor, spikes.judge)
         progress.advance(sequences=text.sequences, seq_len=text.seq_len, was_skipped=outcome.fault is not None)
         stragglers.step_judged(outcome.judged_at)
-        figures.meter.add_step(text.sequences * text.seq_len, text.read_seconds, text.flops_per_token)
+        flops = batch_flops(parts.shape, size, counts.half_pairs)
+        figures.meter.add_step(size, text.read_seconds, flops)
 
         is_last = progress.tokens >= budget
         if outcome.fault is None:
@@ -222,13 +224,15 @@ def prepare_step(
     text, damage = attempt(lambda: feed.take(progress, wanted))
     watchdog.operation("agreeing on the step")
     counts = count_tokens(text.micro_batches if text else [])
+    window, document_mask = parts.shape.sliding_window, parts.run.data.document_mask
+    half_pairs = count_half_pairs(text.micro_batches if text else [], window, document_mask=document_mask)
     depths, readers = parts.shape.num_nextn_predict_layers, parts.readers_of_a_batch
     # Nothing is counted where nothing was read.
     per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
     flat = torch.tensor(
         [
             *(stop.signal_name is not None, saver.has_died, damage is not None),
-            *(counts.targets, counts.real, *per_depth),
+            *(counts.targets, counts.real, half_pairs, *per_depth),
             *stragglers.to_share(),
         ],
         dtype=torch.int64,
@@ -237,10 +241,10 @@ def prepare_step(
     wishes, deaths, damages = flat[:3].tolist()
     if damages:
         raise_together(damage)
-    tokens, paces = flat[3:].tensor_split([2 + 2 * depths])
+    tokens, paces = flat[3:].tensor_split([3 + 2 * depths])
     # Ranks that read the same sequences have counted them each.
-    targets, real, *rest = (tokens // readers).tolist()
-    summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real)
+    targets, real, half_pairs, *rest = (tokens // readers).tolist()
+    summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real, half_pairs)
     return NextStep(text, summed, wishes > 0, deaths > 0, paces.tolist())
 
 

@@ -74,7 +74,7 @@ LAYOUTS = {
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="selective"),
         Layout(experts_over=2, document_mask=False), Layout(context=2, document_mask=False),
         Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
-        Layout(tensor=2, compiled=True), Layout(pipeline=2, compiled=True),
+        Layout(tensor=2, compiled=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
     ],
     4: [

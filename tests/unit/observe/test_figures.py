@@ -62,7 +62,7 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     meter = ThroughputMeter(peak_flops=4e12, num_ranks=2, clock=clock)
     for _ in range(4):
         clock.now += 1.0
-        meter.add_step(1000, data_seconds=0.25, flops_per_token=1e9)
+        meter.add_step(1000, data_seconds=0.25, flops=1e12)
     with meter.left_out():
         clock.now += 60.0
     row = meter.read()
@@ -80,7 +80,7 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     for name in row:
         find_metric(name)
     clock.now += 2.0
-    meter.add_step(1000, 0.0, 1e9)
+    meter.add_step(1000, 0.0, 1e12)
     assert meter.read()["tokens_per_second"] == 500.0
 
 

@@ -1,13 +1,17 @@
 """The loss of a step is one mean, however its tokens are cut into micro-batches."""
 
+import pytest
 import torch
 
+from glm46.config.presets import PRESETS
 from glm46.model.transformer import LossSums
+from glm46.planner.flops import batch_flops, training_flops_per_token
 from glm46.training.loss import (
     LossWeights,
     TokenCounts,
     accepted_drafts,
     count_drafts,
+    count_half_pairs,
     count_tokens,
     objective,
 )
@@ -56,3 +60,17 @@ def test_a_draft_is_accepted_when_the_model_itself_says_the_same_later():
                     expected[k - 1] += int(predictions[k, row, i] == predictions[0, row, i + k])
     assert accepted_drafts(predictions, mtp_labels).tolist() == expected
     assert count_drafts(mtp_labels) == drafts
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flops_of_a_step_are_those_of_its_documents(window):
+    shape = PRESETS["debug"].model_copy(update={"sliding_window": window})
+    ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, -1], [-1] * 8])
+    batches = [{"document_ids": ids}, {"document_ids": ids}]
+
+    def by_document(lengths):
+        return 2 * sum(length * training_flops_per_token(shape, length) for length in lengths)
+
+    for masked, lengths in ((True, (5, 3, 1, 6)), (False, (8, 7))):
+        half_pairs = count_half_pairs(batches, window, document_mask=masked)
+        assert batch_flops(shape, 30, half_pairs) == pytest.approx(by_document(lengths), rel=1e-12)
