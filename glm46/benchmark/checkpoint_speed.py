@@ -1,27 +1,32 @@
 """What a checkpoint costs: the stall of training beside a plain copy, and the way to the disk and back."""
 
 import hashlib
+import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from glm46.benchmark.rounds import timed_rounds
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.saving import SaveOutcome
 
 _PIECES_PER_GIB = 64
 
 
-def checkpoint_speed(folder: Path, gib: float, rounds: int, device: torch.device) -> str:
+def checkpoint_speed(
+    folder: Path, gib: float, rounds: int | None, device: torch.device, report: Callable[[str], None]
+) -> str:
     """Measure saves in the background, verification and load of one rank's state.
 
     Args:
         folder: on the disk to measure; what is written there is removed.
         gib: size of the state, in GiB.
-        rounds: saves that are timed, after one that makes the buffers.
+        rounds: saves that are timed, after one that makes the buffers; see `timed_rounds`.
 
     Returns:
         A report: medians, and the stall as the median ratio to a plain copy to host memory timed beside each save.
@@ -31,14 +36,15 @@ def checkpoint_speed(folder: Path, gib: float, rounds: int, device: torch.device
     size = sum(tensor.nbytes for tensor in state.values())
     with tempfile.TemporaryDirectory(dir=folder) as name:
         manager = CheckpointManager(Path(name), keep_latest_k=1)
-        copies, saves = _race(manager, state, rounds)
+        copies, saves = _race(manager, state, rounds, report)
         verify, load = _way_back(Path(name), state)
         manager.close()
     stall = statistics.median(save.stall_seconds / copy for save, copy in zip(saves, copies, strict=True))
     saved = statistics.median(save.save_seconds for save in saves)
     return "\n".join(
         [
-            f"state of {size / 2**30:.2f} GiB in {pieces} tensors on {device}, written under {folder}; {rounds} saves",
+            f"state of {size / 2**30:.2f} GiB in {pieces} tensors on {device}, written under {folder}; "
+            f"{len(saves)} saves",
             f"plain copy to host memory   {statistics.median(copies) * 1e3:10.1f} ms",
             f"stall of a background save  {statistics.median(s.stall_seconds for s in saves) * 1e3:10.1f} ms, "
             f"{stall:.2f} of the copy",
@@ -51,11 +57,14 @@ def checkpoint_speed(folder: Path, gib: float, rounds: int, device: torch.device
     )
 
 
-def _race(manager: CheckpointManager, state: dict[str, Tensor], rounds: int) -> tuple[list[float], list[SaveOutcome]]:
+def _race(
+    manager: CheckpointManager, state: dict[str, Tensor], rounds: int | None, report: Callable[[str], None]
+) -> tuple[list[float], list[SaveOutcome]]:
     is_cuda = any(tensor.is_cuda for tensor in state.values())
     host = {key: torch.empty(t.shape, dtype=t.dtype, pin_memory=is_cuda) for key, t in state.items()}
     copies, saves = [], []
-    for step in range(rounds + 1):
+    # The first one gets the memory.
+    for step in itertools.chain([0], (1 + number for number in timed_rounds(rounds, report))):
         started = time.perf_counter()
         for key, tensor in state.items():
             host[key].copy_(tensor, non_blocking=True)
@@ -66,7 +75,7 @@ def _race(manager: CheckpointManager, state: dict[str, Tensor], rounds: int) -> 
         while not (ended := manager.poll()):
             time.sleep(0.005)
         saves += ended
-    return copies[1:], saves[1:]  # the first one gets the memory
+    return copies[1:], saves[1:]
 
 
 def _way_back(folder: Path, state: dict[str, Tensor]) -> tuple[float, float]:

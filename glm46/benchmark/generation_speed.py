@@ -10,6 +10,7 @@ import torch
 
 from glm46.benchmark.model_speed import Workload, build_ours
 from glm46.benchmark.peer import build_peer
+from glm46.benchmark.rounds import timed_rounds
 from glm46.benchmark.text_speed import documents
 from glm46.config.errors import UserError
 from glm46.inference.generation import Generation
@@ -50,10 +51,13 @@ class _Contestant:
     """Seconds from there to the last one."""
 
 
-def generation_speed(work: Decoding, *, rounds: int, speculative: bool, with_peers: bool) -> str:
+def generation_speed(
+    work: Decoding, *, rounds: int | None, speculative: bool, with_peers: bool, report: Callable[[str], None]
+) -> str:
     """Decode the same prompts with everybody and report tokens per second after the first.
 
     Args:
+        rounds: see `timed_rounds`.
         speculative: also decode with drafts of the prediction layers, and report how many were accepted.
 
     Raises:
@@ -74,13 +78,13 @@ def generation_speed(work: Decoding, *, rounds: int, speculative: bool, with_pee
     if any(rows != given[OURS] for rows in given.values()):
         raise UserError("benchmark: the contestants give different tokens; a comparison means nothing")
     names = list(contestants)
-    for number in range(rounds):
+    for number in timed_rounds(rounds, report):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             contestant = contestants[name]
             contestant.first.append(_timed(contestant.run, 1))
             contestant.rest.append(_timed(contestant.run, work.new_tokens) - contestant.first[-1])
-    lines = _report(work, contestants, rounds)
+    lines = _report(work, contestants)
     if speculative:
         generation = _ours(ours, prompts, work.new_tokens, speculative=True)[1]
         share = generation.accepted / generation.drafted
@@ -104,7 +108,8 @@ def _model_and_prompts(work: Decoding, prediction_layers: int) -> tuple[Transfor
     return ours, torch.stack([ids[i * apart : i * apart + work.prompt_tokens] for i in range(work.batch)])
 
 
-def _report(work: Decoding, contestants: dict[str, _Contestant], rounds: int) -> list[str]:
+def _report(work: Decoding, contestants: dict[str, _Contestant]) -> list[str]:
+    rounds = len(contestants[OURS].rest)
     lines = [
         f"greedy decoding of {work.folder or work.flavor}, batch {work.batch}, {work.new_tokens} tokens after a prompt "
         f"of {work.prompt_tokens}, float32, {torch.get_num_threads()} threads; medians of {rounds} interleaved rounds",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from glm46.benchmark.peer import build_peer
+from glm46.benchmark.rounds import timed_rounds
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
@@ -95,8 +96,11 @@ def build_ours(work: Workload) -> Transformer:
     return model
 
 
-def race(work: Workload, names: tuple[str, ...], rounds: int, report: Callable[[str], None]) -> list[Contestant]:
-    """Time one step of each contestant per round, in an order that turns, after one untimed step of each.
+def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Callable[[str], None]) -> list[Contestant]:
+    """Time one step of each contestant per round, in an order that turns, after untimed steps of each.
+
+    Args:
+        rounds: see `timed_rounds`.
 
     Raises:
         UserError: a contestant computes another loss, so that times would compare different work.
@@ -108,13 +112,14 @@ def race(work: Workload, names: tuple[str, ...], rounds: int, report: Callable[[
         contestants.append(build_contestant(name, work, ours))
     losses = {}
     for contestant in contestants:
+        report(f"warming {contestant.name} up")
         before = _allocated(work.device)
         losses[contestant.name] = contestant.step()
         contestant.step()  # the second step runs compiled code and warm allocators
         contestant.peak_bytes = _peak_of_step(work.device, contestant, before)
         contestant.model.zero_grad(set_to_none=True)
     _require_equal(losses, _LOSS_TOLERANCE[work.dtype])
-    for number in range(rounds):
+    for number in timed_rounds(rounds, report):
         turn = number % len(contestants)
         for contestant in contestants[turn:] + contestants[:turn]:
             start = time.perf_counter()
@@ -122,7 +127,6 @@ def race(work: Workload, names: tuple[str, ...], rounds: int, report: Callable[[
             contestant.seconds.append(time.perf_counter() - start)
             # Gradients of one must not squeeze another out of memory or cache.
             contestant.model.zero_grad(set_to_none=True)
-        report(f"round {number + 1} of {rounds}")
     return contestants
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from glm46.benchmark.rounds import timed_rounds
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import BUILTIN_PATH, load_tokenizer
 from glm46.data.tokenizer_hf import GLM_PATTERN
@@ -38,7 +39,7 @@ def build_peer_tokenizer():
     return TikTokenConverter(vocab_file=str(BUILTIN_PATH), pattern=GLM_PATTERN).converted()
 
 
-def tokenizer_speed(rounds: int, report: Callable[[str], None]) -> str:
+def tokenizer_speed(rounds: int | None, report: Callable[[str], None]) -> str:
     """Bytes per second of both tokenizers on the same documents, in alternation, one document at a time."""
     ours, peer, texts = load_tokenizer("builtin"), build_peer_tokenizer(), documents()
     size = sum(len(text.encode()) for text in texts)
@@ -48,15 +49,14 @@ def tokenizer_speed(rounds: int, report: Callable[[str], None]) -> str:
             f"benchmark: {differing} of {len(texts)} documents are tokenised differently; nothing to compare"
         )
     seconds: dict[str, list[float]] = {"ours": [], "tokenizers": []}
-    for number in range(rounds):
+    for _ in timed_rounds(rounds, report):
         for name, encode in (("ours", ours.encode), ("tokenizers", peer.encode)):
             start = time.perf_counter()
             for text in texts:
                 encode(text)
             seconds[name].append(time.perf_counter() - start)
-        report(f"round {number + 1} of {rounds}")
     ratio = statistics.median(slow / fast for slow, fast in zip(seconds["tokenizers"], seconds["ours"], strict=True))
     lines = [f"tokenising {size / 1e6:.1f} MB of Python source, {len(texts)} documents, equal ids, one core"]
     for name, times in seconds.items():
         lines.append(f"  {name:<12} {size / statistics.median(times) / 1e6:8.2f} MB/s")
-    return "\n".join([*lines, f"  ours is {ratio:.2f} times as fast (median of {rounds} rounds)"])
+    return "\n".join([*lines, f"  ours is {ratio:.2f} times as fast (median of {len(seconds['ours'])} rounds)"])

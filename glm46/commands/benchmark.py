@@ -4,12 +4,14 @@ import argparse
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.benchmark.cpu_memory import peak_bytes
 from glm46.benchmark.data_speed import Work, data_speed
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, race
+from glm46.benchmark.rounds import SECONDS
 from glm46.benchmark.text_speed import tokenizer_speed
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
@@ -17,6 +19,8 @@ from glm46.observe.hardware import device_peak_flops
 from glm46.planner.flops import training_flops_per_token
 
 _PEERS = "transformers"
+_FITTING = f"absent: as many as fit into {SECONDS:.0f} s, three to nine"
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 def benchmark_command(argv: Sequence[str]) -> int:
@@ -36,16 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m glm46 benchmark", allow_abbrev=False)
     kinds = parser.add_subparsers(title="what", metavar="model|generate|data|tokenizer|checkpoint", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
-    model.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
+    model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=_positive, help="decoder layers; absent: the preset's")
     model.add_argument("--batch", type=_positive, default=4, help="sequences")
     model.add_argument("--seq-len", type=_positive, default=512, help="tokens of each")
-    model.add_argument("--rounds", type=_positive, default=9, help="timed steps of each contestant")
+    model.add_argument("--rounds", type=_positive, help=f"timed steps of each contestant; {_FITTING}")
     model.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
     model.add_argument("--device", choices=["cpu", "cuda"], help="absent: a GPU if there is one")
     model.add_argument("--dtype", choices=["float32", "bfloat16"], help="absent: float32 on a CPU, bfloat16 on a GPU")
     model.add_argument(
-        "--only", action="append", choices=CONTESTANTS, help="contestant, repeatable; absent: all that are installed"
+        "--only",
+        action="append",
+        choices=CONTESTANTS,
+        help="contestant, repeatable; absent: all that are installed, on a CPU without the compiled one",
     )
     model.set_defaults(run=_model)
     generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers", allow_abbrev=False)
@@ -55,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--batch", type=_positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=_positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
-    generate.add_argument("--rounds", type=_positive, default=5, help="timed runs of each contestant")
+    generate.add_argument("--rounds", type=_positive, help=f"timed runs of each contestant; {_FITTING}")
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
@@ -67,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--shard-tokens", type=_positive, default=20_000_000, help="of made-up text to read")
     data.set_defaults(run=_data)
     tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
-    tokenizer.add_argument("--rounds", type=_positive, default=5, help="timed rounds")
+    tokenizer.add_argument("--rounds", type=_positive, help=f"timed rounds; {_FITTING}")
     tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
     checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load", allow_abbrev=False)
     checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
     checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
-    checkpoint.add_argument("--rounds", type=_positive, default=5, help="timed saves")
+    checkpoint.add_argument("--rounds", type=_positive, help=f"timed saves; {_FITTING}")
     checkpoint.set_defaults(run=_checkpoint)
     return parser
 
@@ -93,9 +100,20 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
+class _Progress:
+    """Lines of progress on the error stream: all of them on a terminal, elsewhere one now and then."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            print(text, file=sys.stderr, flush=True)
+
+
+_progress = _Progress()
 
 
 def _model(arguments: argparse.Namespace) -> None:
@@ -109,10 +127,12 @@ def _model(arguments: argparse.Namespace) -> None:
     device = torch.device(kind)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if kind == "cuda" else "float32"))
     work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
-    names = tuple(arguments.only or _installed())
+    # Compiling takes a CPU minutes.
+    names = tuple(arguments.only or (name for name in _installed() if kind == "cuda" or "compiled" not in name))
     contestants = race(work, names, arguments.rounds, _progress)
     if kind == "cpu":
         for contestant in contestants:
+            _progress(f"measuring the memory of {contestant.name}")
             contestant.peak_bytes = peak_bytes(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
 
@@ -130,7 +150,7 @@ def _checkpoint(arguments: argparse.Namespace) -> None:
     if not arguments.folder.is_dir():
         raise UserError(f"benchmark: --folder {arguments.folder}: no such folder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device))
+    _print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device, _progress))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -144,7 +164,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.flavor, arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.model
     )  # fmt: skip
     with_peers = len(_installed()) == len(CONTESTANTS)
-    _print(generation_speed(work, rounds=arguments.rounds, speculative=arguments.speculative, with_peers=with_peers))
+    options = {"rounds": arguments.rounds, "speculative": arguments.speculative, "with_peers": with_peers}
+    _print(generation_speed(work, **options, report=_progress))
 
 
 def _installed() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
+from glm46.benchmark.rounds import timed_rounds
 from glm46.benchmark.text_speed import build_peer_tokenizer, documents
 from glm46.commands.benchmark import benchmark_command
 from glm46.config.errors import UserError
@@ -85,3 +86,18 @@ def test_generation_is_raced_against_transformers(capsys):
     out = capsys.readouterr().out
     assert "transformers grouped_mm" in out and "times the fastest peer" in out
     assert "ours, speculative" in out and "drafts accepted" in out
+
+
+@pytest.mark.parametrize(
+    "stated, seconds, total",
+    [(None, 1.0, 9), (None, 12.0, 5), (None, 200.0, 3), (4, 200.0, 4), (12, 1.0, 12), (1, 1.0, 1)],
+)
+def test_rounds_fit_into_a_minute_unless_they_are_stated(stated, seconds, total):
+    now, told = [0.0], []
+    for number in timed_rounds(stated, told.append, lambda: now[0]):
+        assert number == len(told)
+        now[0] += seconds
+    assert len(told) == total
+    assert told[-1] == f"round {total} of {total}, {seconds:.1f} s each, 0 s left"
+    if total > 1:
+        assert told[0].endswith(f"{seconds:.1f} s each, {(total - 1) * seconds:.0f} s left")
