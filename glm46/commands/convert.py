@@ -19,7 +19,7 @@ from glm46.config.loader import dump_run
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import Run
-from glm46.data.tokenizer import load_tokenizer
+from glm46.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices
 from glm46.distributed.ranks import CheckpointError
 from glm46.files.progress import bytes_progress
@@ -89,7 +89,12 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     shape = resolve_shape(Model.model_validate(table))
     names = HFNames(shape, with_copies=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
-    tokenizer = load_tokenizer(arguments.tokenizer or table.get("tokenizer_path", "builtin"))
+    tokenizer = tokenizer_of_checkpoint(
+        table.get("tokenizer_path", "builtin"),
+        stated=arguments.tokenizer,
+        fingerprint=tensors.meta.get(TOKENIZER_KEY),
+        vocab_size=shape.vocab_size,
+    )
     raw = tensors.meta.get(_HF_CONFIG)
     if arguments.config:
         raw = read_config(arguments.config)
@@ -128,24 +133,24 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _tell) as report:
 
         def fill(name: str, tensor: Tensor) -> None:
-            raise_if(reader.fill(name, tensor, global_indices(tensor)))
+            raise_if([f"{arguments.model}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
             report(tensor.nbytes)
 
-        meta = {"config": dump_run(Run(model=_table_of(shape))), _HF_CONFIG: raw}
+        meta = {"config": dump_run(Run(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0
 
 
-def _table_of(shape: ModelShape) -> Model:
-    """[model] with the nearest preset and the keys that differ from it."""
+def _table_of(shape: ModelShape, folder: Path) -> Model:
+    """[model] with the nearest preset and the keys that differ from it; the tokenizer is that of the folder."""
 
     def differences(flavor: str) -> dict[str, Any]:
         preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
         return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
 
     flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
-    return Model.model_validate({"flavor": flavor} | differences(flavor))
+    return Model.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
 
 
 def _tell(line: str) -> None:

@@ -21,6 +21,9 @@ BUILTIN_PATH = Path(__file__).with_name("builtin_8k.tiktoken")
 
 END_OF_TEXT = "<|endoftext|>"
 
+TOKENIZER_KEY = "tokenizer"
+"""Key of a checkpoint's meta: the fingerprint of the tokenizer that its run read text with."""
+
 # The added tokens of GLM-4.5 and 4.6 in the order of their ids. Source: tokenizer.json of the releases.
 GLM_SPECIAL_TOKENS = (
     END_OF_TEXT, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
@@ -139,6 +142,34 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"{file}: no added token {END_OF_TEXT}; every document ends with it: add it to the special tokens"
         )
     return Tokenizer(path, content.pattern, content.ranks, content.special, prefix_space=content.prefix_space)
+
+
+def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer that a model was trained with, or the one that a user states instead.
+
+    Args:
+        path: as the checkpoint names it; a file of this name may be another one today, or in this folder.
+        stated: value of ``--tokenizer``.
+        fingerprint: of the tokenizer that the checkpoint was trained with; None where it does not say.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        UserError: there is no such tokenizer, it is another one, or it has more ids than the model.
+    """
+    try:
+        loaded = load_tokenizer(stated or path)
+    except UserError as error:
+        if stated:
+            raise
+        raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
+    if not stated and fingerprint not in (None, loaded.fingerprint):
+        raise UserError(
+            f"tokenizer '{path}': is not the one that the checkpoint was trained with ({loaded.fingerprint[:12]}…, "
+            f"trained with {fingerprint[:12]}…); give that one as --tokenizer"
+        )
+    if loaded.vocab_size > vocab_size:
+        raise UserError(f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {vocab_size}")
+    return loaded
 
 
 def tokenizer_file(path: str) -> Path:

@@ -79,6 +79,11 @@ def _records(entries: dict[str, Entry]) -> dict[str, Record]:
     return {name: Record(_TYPES[entry.dtype], entry.shape, entry.start) for name, entry in entries.items()}
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite; takes no memory."""
+    return values.numel() == 0 or all(bool(one.isfinite()) for one in values.aminmax())
+
+
 class TensorFile:
     """An open file: boxes of its tensors are read or written where they lie.
 

@@ -22,11 +22,11 @@ from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
-from glm46.files.tensor_file import Record, TensorFile, lay_out
+from glm46.files.tensor_file import Record, TensorFile, is_finite, lay_out
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
-from glm46.huggingface.import_weights import INDEX, SINGLE_FILE, Report
+from glm46.huggingface.import_weights import INDEX, NOT_FINITE, SINGLE_FILE, Report
 from glm46.huggingface.names import Entry, HFNames, raise_if
 
 Source = Tensor | StoredTensor
@@ -72,7 +72,8 @@ def export_weights(
 
     Raises:
         UserError: the folder exists.
-        CheckpointError: on all ranks, when writing failed on any of them; nothing is left then.
+        CheckpointError: on all ranks, when writing failed on any of them, or a weight is not finite; nothing is left
+            then.
     """
     ranks = Ranks.of_this_run()
     assert layout.fp8 is None or ranks.size == 1
@@ -226,13 +227,21 @@ class _Writer:
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             if self._fp8 is not None and dtype == torch.float8_e4m3fn:
-                self._quantise(part.hf_name, local[part.index()].float().cpu(), self._fp8)
+                weight = local[part.index()].float().cpu()
+                self._require_finite(part.hf_name, weight)
+                self._quantise(part.hf_name, weight, self._fp8)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
                 continue
             for overlap in overlaps(part, runs):
                 values = local[overlap.local].to(dtype).cpu().contiguous()
+                self._require_finite(part.hf_name, values)
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()
+
+    @staticmethod
+    def _require_finite(hf_name: str, values: Tensor) -> None:
+        if not is_finite(values):
+            raise ValueError(f"tensor {hf_name} {NOT_FINITE}")
 
     def _quantise(self, hf_name: str, weight: Tensor, scheme: Scheme) -> None:
         values, scales = quantise(weight, scheme)

@@ -17,7 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
-from glm46.files.tensor_file import Box, Record, TensorFile, read_records
+from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
 from glm46.huggingface.boxes import overlaps, runs_of
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.huggingface.fp8 import Scheme, dequantise, repeats, scale_faults, scales_of_box, scheme_of
@@ -28,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 
 Report = Callable[[int], None]
 """Takes the bytes that the part of a tensor has in the model, when it was read or written."""
+
+NOT_FINITE = "holds NaN or infinite values: its training had diverged; take weights of an earlier step"
 
 _TENSORS_SHOWN = 10
 """Tensors of a wrong shape or type that are named; the rest is counted. A wrong config.json makes thousands."""
@@ -166,7 +168,7 @@ def import_weights(
 
     Raises:
         UserError: on all ranks, with everything that is wrong with the folder; no tensor was touched then. Also when a
-            copy of embedding or head differs from it.
+            copy of embedding or head differs from it, or a weight is not finite.
         CheckpointError: on all ranks, when reading failed on any of them.
     """
     ranks = Ranks.of_this_run()
@@ -181,7 +183,9 @@ def import_weights(
             if report is not None:
                 report(local_tensor(tensor).nbytes)
         stage.value = differing
-    raise_if(sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults}))
+    faults = sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults})
+    more = [f"{folder}: {len(faults) - _TENSORS_SHOWN} more tensors cannot be used"] if faults[_TENSORS_SHOWN:] else []
+    raise_if(faults[:_TENSORS_SHOWN] + more)
     return reader.bytes_read
 
 
@@ -220,11 +224,11 @@ class FolderReader:
         return sum(file.bytes_moved for file in self._open.values())
 
     def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
-        """Fill one local part; returns the copies that differ from it."""
+        """Fill one local part; returns what is wrong with it: copies that differ, values that are not finite."""
         runs = [runs_of(index) for index in held]
         filled, faults = 0, []
         for part in self._names.entries[name].parts:
-            differs = False
+            differs, finite = False, True
             if part.is_copy and part.hf_name not in self._found:
                 continue
             for overlap in overlaps(part, runs):
@@ -233,7 +237,10 @@ class FolderReader:
                     differs |= not self._repeats(part.hf_name, overlap.box, target)
                 else:
                     self._fill(part.hf_name, overlap.box, target)
+                    finite &= is_finite(target)
                     filled += target.numel()
+            if not finite:
+                faults.append(f"tensor {part.hf_name} {NOT_FINITE}")
             if differs:
                 faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
         assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"

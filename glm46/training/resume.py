@@ -12,6 +12,7 @@ from torch import Tensor
 from glm46.checkpoint.metadata import read_metadata
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_run
+from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.training.build import Parts
 from glm46.training.data_stream import read
 from glm46.training.hf_weights import load_weights
@@ -42,6 +43,7 @@ def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, floa
         "progress": asdict(progress),
         "config": dump_run(parts.run),
         "stream": parts.stream_fingerprint(),
+        TOKENIZER_KEY: parts.tokenizer.fingerprint,
         "read": read(parts, progress),
         "validation": validation,
     }

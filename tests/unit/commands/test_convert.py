@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from glm46.checkpoint.manager import CheckpointManager
@@ -17,8 +18,9 @@ from glm46.config.loader import dump_run
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import Run
-from glm46.data.tokenizer import load_tokenizer
+from glm46.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
 from glm46.files import progress
+from glm46.huggingface.tokenizer_files import tokenizer_files
 from glm46.model.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,6 +87,79 @@ def test_there_and_back_gives_every_bit_of_the_model(trained, tmp_path, capsys):
     assert "bytes of weights in bfloat16" in capsys.readouterr().out
 
 
+def step_with(folder, trained, tokenizer_path, fingerprint=None):
+    """The trained step, as a run with this tokenizer saves it."""
+    model = trained[1]
+    tensors = {f"model.{name}": t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    config = dump_run(Run(model=TABLE.model_copy(update={"tokenizer_path": str(tokenizer_path)})))
+    meta = {"config": config} | ({TOKENIZER_KEY: fingerprint} if fingerprint else {})
+    CheckpointManager(folder, keep_latest_k=0).save(1, tensors, meta)
+    return ["convert", "to-hf", "--checkpoint", str(folder / "step-000001"), "--output"]
+
+
+@pytest.mark.parametrize("neighbour", [True, False])
+@pytest.mark.parametrize("name", ["glm.json", "ranks.txt", "tokenizer.json"])
+def test_the_export_has_the_tokenizer_of_the_run_whatever_lies_beside_it(name, neighbour, trained, tmp_path, capsys):
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
+    content["added_tokens"][-1]["content"] = "<|own|>"
+    if neighbour:
+        for other in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            (folder / other).write_text('{"of": "another"}')
+    if name == "tokenizer.json":
+        (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / name).write_bytes(BUILTIN_PATH.read_bytes() if name == "ranks.txt" else json.dumps(content).encode())
+    ours = load_tokenizer(str(folder / name))
+    to_hf = step_with(tmp_path / "run", trained, folder / name, ours.fingerprint)
+    assert main([*to_hf, str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    exported = load_tokenizer(str(tmp_path / "out"))
+    assert exported.fingerprint == ours.fingerprint
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "def f(x): return 'naïve'"
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist() and theirs.eos_token == "<|endoftext|>"
+    assert ("of" in json.loads((tmp_path / "out/generation_config.json").read_text())) == (
+        neighbour and name == "tokenizer.json"
+    )
+
+
+def test_a_tokenizer_that_changed_since_or_is_too_large_is_refused(trained, tmp_path, capsys, monkeypatch):
+    content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    to_hf = step_with(tmp_path / "run", trained, "own.json", load_tokenizer("builtin").fingerprint)
+    monkeypatch.chdir(tmp_path)
+    assert main([*to_hf, "a"]) == 0
+    content["added_tokens"][-1]["content"] = "<|own|>"
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    generate = ["generate", "--prompt", "x", "--max-new-tokens", "1", *to_hf[2:4]]
+    for command in ([*to_hf, "b"], generate):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "'own.json'" in error and "trained with" in error and "--tokenizer" in error
+    assert main([*to_hf, "b", "--tokenizer", "own.json"]) == 0
+    (tmp_path / "own.json").unlink()
+    assert main([*to_hf, "c"]) == 2
+    assert "or give --tokenizer" in capsys.readouterr().err
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 8192, "content": "<|far|>"})
+    (tmp_path / "large.json").write_text(json.dumps(content))
+    assert main([*to_hf, "c", "--tokenizer", "large.json"]) == 2
+    assert "8193 ids, the model has 8192" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_import_keeps_the_tokenizer_of_its_folder(trained, tmp_path, monkeypatch, capsys):
+    content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
+    content["added_tokens"][-1]["content"] = "<|own|>"
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    to_hf = step_with(tmp_path / "run", trained, tmp_path / "own.json")
+    monkeypatch.chdir(tmp_path)
+    assert main([*to_hf, "hf"]) == 0
+    assert main(["convert", "from-hf", "--model", "hf", "--output", "back"]) == 0
+    monkeypatch.chdir("/")
+    again = ["--checkpoint", str(tmp_path / "back/step-000000"), "--output", str(tmp_path / "again")]
+    assert main(["convert", "to-hf", *again]) == 0, capsys.readouterr().err
+    assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -127,6 +202,32 @@ def test_progress_counts_every_byte(trained, tmp_path, capsys, monkeypatch):
     assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "dcp")]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"reading weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_neither_exported_nor_imported(value, trained, tmp_path, capsys):
+    good, bad = "layers.1.mlp.experts.down", "model.layers.1.mlp.experts.2.down_proj.weight"
+    model = trained[1]
+    tensors = {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    tensors[good][2, 3, 1] = value
+    saved = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    CheckpointManager(tmp_path / "run", keep_latest_k=0).save(1, saved, {"config": dump_run(Run(model=TABLE))})
+    to_hf = ["convert", "to-hf", "--checkpoint", str(tmp_path / "run/step-000001"), "--output", str(tmp_path / "out")]
+    for dtype in ("float32", "bfloat16", "fp8-channel"):
+        assert main([*to_hf, "--dtype", dtype]) == 2
+        error = capsys.readouterr().err
+        assert bad in error and "NaN or infinite" in error and "earlier step" in error
+    to_hf[3] = str(trained[0])
+    assert main([*to_hf, "--dtype", "float32"]) == 0
+    weights = load_file(tmp_path / "out/model.safetensors")
+    weights[bad][3, 1] = value
+    save_file(weights, tmp_path / "out/model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    for command in (["convert", "from-hf", "--output", str(tmp_path / "in")], ["generate", "--prompt", "x"]):
+        assert main([*command, "--model", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert bad in error and "NaN or infinite" in error and "earlier step" in error
+    assert sorted(path.name for path in tmp_path.iterdir() if any(path.iterdir())) == ["out", "run"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
