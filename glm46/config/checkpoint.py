@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import LocalPath, Needs, Section
 
 
 class Checkpoint(Section):
@@ -32,14 +32,14 @@ class Checkpoint(Section):
     """async copies the state to host memory, through pinned memory on a GPU, and writes it while training goes on; the
     last save is always waited for. disabled waits for every save."""
 
-    node_local_folder: Annotated[str | None, Needs("enable")] = None
+    node_local_folder: Annotated[LocalPath | None, Needs("enable")] = None
     """Folder on a disk of each node that saves go to first; they are gathered in ``folder`` behind training. A local
     disk that is full or lost costs checkpoints only. Absent: saves go to ``folder`` directly."""
 
     load_step: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""
 
-    initial_load_path: str | None = None
+    initial_load_path: LocalPath | None = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last of the phase
     before."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import LocalPath, Needs, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -14,7 +14,7 @@ class Source(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in logs and metrics."""
 
-    path: str
+    path: LocalPath
     """Folder with manifest.json and the shards that ``python -m glm46 prepare`` wrote."""
 
     weight: float = Field(1.0, gt=0.0)
@@ -63,7 +63,7 @@ class Data(Section):
     """Other mixtures and sequence lengths by token boundary. Absent: one stage, with training.seq_len and the weights
     of the sources."""
 
-    plan_folder: Annotated[str | None, Needs("sources[].packing", "best_fit")] = None
+    plan_folder: Annotated[LocalPath | None, Needs("sources[].packing", "best_fit")] = None
     """Folder in which plans of best-fit packing are kept. Absent: the folder of each source; if that cannot be written,
     every process plans for itself."""
 

@@ -35,6 +35,11 @@ def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     return by_lower[near[0]] if near else None
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 step``, ``1,000 steps``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def show(value: Any) -> str:
     """A value as TOML writes it, cut to a length that fits in a message."""
     if isinstance(value, bool):

@@ -4,13 +4,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import LocalPath, Needs, Section
 
 
 class Job(Section):
     """[job]: what this run is called and where it writes."""
 
-    dump_folder: str = "./outputs"
+    dump_folder: LocalPath = "./outputs"
     """Folder of everything the run writes: metrics.jsonl, tb/, checkpoint/, config.toml, log.txt. Starting again with
     the same folder resumes."""
 

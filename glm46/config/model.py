@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, create_model
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import LocalPath, Needs, Section
 
 _YARN = Needs("rope_type", "yarn")
 
@@ -37,7 +37,7 @@ class ModelShape(Section):
     hidden_size: int = Field(ge=1)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, le=1024)
     """Decoder layers, multi-token prediction layers not counted."""
 
     first_k_dense_replace: int = Field(ge=0)
@@ -49,7 +49,7 @@ class ModelShape(Section):
     moe_intermediate_size: int = Field(ge=1)
     """Width of one expert."""
 
-    n_routed_experts: int = Field(ge=1)
+    n_routed_experts: int = Field(ge=1, le=65536)
     """Routed experts per layer."""
 
     num_experts_per_tok: int = Field(ge=1)
@@ -106,7 +106,7 @@ class ModelShape(Section):
     max_position_embeddings: int = Field(ge=1)
     """Longest sequence the weights are meant for."""
 
-    num_nextn_predict_layers: int = Field(1, ge=0)
+    num_nextn_predict_layers: int = Field(1, ge=0, le=1024)
     """Multi-token prediction layers; each predicts one more token ahead."""
 
 
@@ -116,7 +116,7 @@ class _ModelBase(Section):
     flavor: str
     """Preset to start from; the list is in glm46/config/presets.py."""
 
-    tokenizer_path: str = "builtin"
+    tokenizer_path: LocalPath = "builtin"
     """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file or a Hugging Face
     tokenizer.json."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import CountOrAll, Needs, Section
 
 
 class PipelineSchedule(NamedTuple):
@@ -36,7 +36,7 @@ class Parallelism(Section):
     data_parallel_replicate_degree: int = Field(1, ge=1)
     """Copies of the sharded model (HSDP)."""
 
-    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    data_parallel_shard_degree: CountOrAll = -1
     """Ranks over which parameters, gradients and optimizer states are sharded (FSDP2). -1: all that are left."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"

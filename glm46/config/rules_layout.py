@@ -5,7 +5,7 @@ A world size of None means that the number of processes is not known yet; rules 
 
 from collections.abc import Callable
 
-from glm46.config.faults import Fault, Faults, show
+from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
 from glm46.config.run_config import Run
 from glm46.config.section import Schedule
@@ -27,13 +27,6 @@ def values_of(schedule: Schedule | None) -> tuple[float, ...]:
     if schedule is None:
         return ()
     return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)
-
-
-def shard_degree_is_a_number_or_the_rest(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
-    """Zero shards would hold nothing."""
-    if run.parallelism.data_parallel_shard_degree == 0:
-        key = "parallelism.data_parallel_shard_degree"
-        yield Fault((key,), f"{key} = 0: must be at least 1, or -1 for all ranks that are left")
 
 
 def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
@@ -65,7 +58,7 @@ def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults
     # Without the number of processes, every divisor of the true degree that is known must divide already.
     divisor = local * (degree or run.parallelism.data_parallel_replicate_degree)
     keys = ("training.global_batch_size", "training.local_batch_size", "parallelism")
-    explained = f"training.local_batch_size = {local} times {divisor // local} data-parallel ranks"
+    explained = f"training.local_batch_size = {local} times {counted(divisor // local, 'data-parallel rank')}"
     if isinstance(batch, tuple):
         # A ramp is rounded down to a multiple, so only a value below the smallest one is wrong.
         if 1 <= min(values_of(batch)) < divisor:
@@ -94,8 +87,8 @@ def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: i
     if shard == -1 and world_size % fixed:
         yield Fault(
             keys,
-            f"parallelism: {spelled} degrees multiply to {fixed}, which does not divide {world_size} processes; "
-            f"start a multiple of {fixed} processes, or lower a degree",
+            f"parallelism: {spelled} degrees multiply to {fixed}, which does not divide "
+            f"{counted(world_size, 'process')}; start a multiple of {fixed} processes, or lower a degree",
         )
     elif shard > 0 and fixed * shard != world_size:
         more = "more" if world_size > fixed * shard else "fewer"
@@ -133,24 +126,38 @@ def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) 
     if not ranks or ranks % ep or shape.n_routed_experts % ep:
         return  # not known, or told by the rules before
 
-    def is_even(degree: int) -> bool:
+    def is_even(ranks: int, degree: int) -> bool:
         shards = ranks // degree
         whole = shape.n_routed_experts // degree % shards == 0
         return whole or (width % shards == 0 and shape.hidden_size % shards == 0)
 
-    if not is_even(ep):
-        key = "parallelism.expert_parallel_degree"
-        choices = [d for d in range(1, ranks + 1) if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(d)]
-        remedy = f"take {' or '.join(map(str, choices))}" if choices else "take another number of ranks"
-        yield Fault(
-            ("parallelism",),
-            f"{key} = {ep}: a rank's {shape.n_routed_experts // ep} experts are sharded over {ranks // ep} ranks, "
-            f"which divide neither their number nor an expert's {width} and {shape.hidden_size} rows; {remedy}",
-        )
+    if is_even(ranks, ep):
+        return
+    layout, key = run.parallelism, "parallelism.expert_parallel_degree"
+    both = range(1, min(ranks, shape.n_routed_experts) + 1)
+    degrees = [d for d in both if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(ranks, d)]
+    remedies = [f"set {key} = {' or '.join(map(str, degrees))}"] if degrees else ["take another number of ranks"]
+    # What somebody has stated is to blame: the degree, the shards, or the number of processes.
+    subject = f"{key} = {ep}"
+    if "expert_parallel_degree" not in layout.model_fields_set:
+        key, shard = "parallelism.data_parallel_shard_degree", layout.data_parallel_shard_degree
+        subject = f"{key} = {shard}" if shard != -1 else counted(world_size, "process")
+        if shard == -1:
+            step, each = layout.stated_ranks, ranks * layout.stated_ranks // world_size
+            counts = [
+                next((n * step for n in numbers if n * each % ep == 0 and is_even(n * each, ep)), None)
+                for numbers in (range(world_size // step - 1, 0, -1), range(world_size // step + 1, 4 * world_size))
+            ]
+            remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
+    yield Fault(
+        ("parallelism",),
+        f"{subject}: {counted(shape.n_routed_experts // ep, 'expert')} of a layer sharded over {ranks // ep} ranks, "
+        f"which divide neither their number nor an expert's {width} and {shape.hidden_size} rows; "
+        f"{', or '.join(remedies)}",
+    )
 
 
 LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
-    shard_degree_is_a_number_or_the_rest,
     layout_divides_the_model,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,

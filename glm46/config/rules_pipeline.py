@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from glm46.config.faults import Fault, Faults, show
+from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import data_parallel_degree, values_of
@@ -74,7 +74,7 @@ def micro_batches_fit_the_schedule(run: Run, shape: ModelShape, world_size: int 
             stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
             yield Fault(
                 (key, "training.local_batch_size", "parallelism"),
-                f"{key} = {stated}: a step of {count} micro-batches of {rows} sequences; "
+                f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; "
                 f"schedule {name} over {ranks} ranks takes {wanted}",
             )
             return

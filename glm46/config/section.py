@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -32,6 +32,26 @@ class Needs:
 
     above: int | None = None
     """What the key must be greater than, instead of a value."""
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for all")
+    return value
+
+
+CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+"""How many of something, at least one; -1 is all that there are."""
+
+
+def _no_url(path: str) -> str:
+    if "://" in path:
+        raise ValueError("is a URL; give a path of this machine: mount the storage, or copy what is there")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_no_url)]
+"""A file or folder; as a path a URL would be cut, and name a folder that nobody meant."""
 
 
 def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":

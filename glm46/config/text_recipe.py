@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import LocalPath, Needs, Section
 
 
 class Recipe(Section):
     """[data.sources.recipe]: how files of text become the source above it, if its ``path`` does not exist yet. The same
     recipe on the same text gives the same bytes."""
 
-    input: tuple[str, ...] = Field(min_length=1)
+    input: tuple[LocalPath, ...] = Field(min_length=1)
     """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, .json where it holds rows with ``text_key``,
     and anything else as one text per file; each may be compressed as .gz or .zst. Hidden files of a folder are left
     out. ``builtin:NAME`` is text of this machine: python_stdlib, python_packages,
@@ -67,11 +67,11 @@ class Recipe(Section):
 class TextRecipe(Recipe):
     """What ``python -m glm46 prepare --input ... --output ...`` is told."""
 
-    output: str = Field(min_length=1)
+    output: LocalPath = Field(min_length=1)
     """Folder to make; the ``path`` of a source in a training run."""
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in its shards. Absent: the last part of ``output``."""
 
-    tokenizer: str = "builtin"
+    tokenizer: LocalPath = "builtin"
     """"builtin", a .tiktoken rank file, or a Hugging Face tokenizer.json; as model.tokenizer_path of the runs."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Schedule, Section
+from glm46.config.section import CountOrAll, Needs, Schedule, Section
 
 
 class Training(Section):
@@ -67,7 +67,7 @@ class Validation(Section):
     freq: Annotated[int, Needs("enable")] = Field(100, ge=1)
     """Steps between two validations."""
 
-    steps: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
+    steps: Annotated[CountOrAll, Needs("enable")] = -1
     """Batches per source and validation; -1 takes all held-out text."""
 
     local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)

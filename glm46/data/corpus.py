@@ -36,6 +36,13 @@ def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
             f"model.vocab_size = {vocab_size}: the tokenizer {run.model.tokenizer_path!r} has ids up to "
             f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
+    prompt = len(tokenizer.encode(run.inference.prompt))
+    positions = resolve_shape(run.model).max_position_embeddings
+    if prompt and prompt + run.inference.max_new_tokens > positions:
+        faults.append(
+            f"inference.max_new_tokens = {run.inference.max_new_tokens}: with {prompt} of inference.prompt more than "
+            f"model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+        )
     for source in run.data.sources:
         try:
             manifests[source.name] = load_manifest(Path(source.path))

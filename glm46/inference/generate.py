@@ -16,6 +16,7 @@ def continue_tokens(
     stop: frozenset[int],
     vocab_size: int,
     device: torch.device,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """Continue a prompt.
 
@@ -24,6 +25,7 @@ def continue_tokens(
         prompt: token ids, at least one.
         temperature: 0 takes the most likely token; else tokens are drawn with a fixed seed, the same on every rank.
         stop: ids that end the text.
+        is_stopped: asked before each token; true ends the text. On many ranks all must get the same answer.
         vocab_size: ids from here on are padding rows of the head and are never taken.
 
     Returns:
@@ -32,6 +34,8 @@ def continue_tokens(
     generator = torch.Generator().manual_seed(0)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
+        if is_stopped():
+            break
         logits = logits_of(torch.tensor([tokens], device=device))[0, -1, :vocab_size].float().cpu()
         if temperature == 0.0:
             token = int(logits.argmax())

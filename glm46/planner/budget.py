@@ -22,11 +22,16 @@ def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
     if training.tokens is not None:
         return training.tokens
     total, samples, start, stages = 0, 0, run.lr_scheduler.start_tokens, plan_stages(run)
-    for _ in range(training.steps):
-        rows = batch_sequences(training.global_batch_size, start + total, rows_per_micro_batch)
+    batch, left = training.global_batch_size, training.steps
+    ramp_ends = batch[-1][0] if isinstance(batch, tuple) else 0
+    while left:
+        rows = batch_sequences(batch, start + total, rows_per_micro_batch)
         stage = stage_at(stages, samples)
-        rows = rows if stage.stop is None else min(rows, stage.stop - samples)
-        samples, total = samples + rows, total + rows * stage.seq_len
+        # Behind a ramp all steps of a stage are alike, but for its last.
+        room = rows * left if stage.stop is None else stage.stop - samples
+        steps = min(left, -(-room // rows)) if start + total >= ramp_ends else 1
+        rows = min(rows * steps, room)
+        samples, total, left = samples + rows, total + rows * stage.seq_len, left - steps
     return total
 
 

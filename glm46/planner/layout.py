@@ -1,8 +1,10 @@
 """Degrees of the mesh with every "all that are left" filled in."""
 
+import math
 from dataclasses import dataclass
 
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.parallelism import Parallelism
 
 
@@ -58,10 +60,7 @@ def smallest_world(parallelism: Parallelism) -> int:
     if parallelism.data_parallel_shard_degree != -1:
         return fixed
     borrowed = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    shard = 1
-    while (shard * borrowed) % parallelism.expert_parallel_degree:
-        shard += 1
-    return fixed * shard
+    return fixed * math.lcm(borrowed, parallelism.expert_parallel_degree) // borrowed
 
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
@@ -75,8 +74,8 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     if world_size % fixed if is_open else world_size != fixed:
         rule = "a multiple of" if is_open else "exactly"
         raise UserError(
-            f"parallelism: {world_size} processes; the degrees multiply to {fixed}, so the number of processes must be "
-            f"{rule} {fixed}; set NGPU, or change a degree"
+            f"parallelism: {counted(world_size, 'process')}; the degrees multiply to {fixed}, so the number of "
+            f"processes must be {rule} {fixed}; set NGPU, or change a degree"
         )
     return Layout(
         pp=parallelism.pipeline_parallel_degree,

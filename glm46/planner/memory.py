@@ -72,7 +72,7 @@ class MemoryPlan:
     process: float
     """The program itself."""
     host: float = 0.0
-    """Beside a GPU: optimizer states in host memory, not part of the total. On a CPU everything is in the total."""
+    """Beside a GPU: optimizer states and text in host memory, not part of the total. On a CPU all is in the total."""
 
     @property
     def total(self) -> float:
@@ -104,11 +104,19 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
     ranks = _layers_of_ranks(run, shape, layout, device)
     plans = [_rank_plan(run, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
-    largest = max(plans, key=lambda plan: plan.total)
+    largest, text = max(plans, key=lambda plan: plan.total), step_text(run, layout)
     if device == "cpu":
         # There is one memory: states that wait in it take their place too.
-        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0)
-    return replace(largest, process=PROCESS_BYTES[device])
+        states = largest.optimizer + largest.host
+        return replace(largest, optimizer=states, host=0.0, process=PROCESS_BYTES[device] + text)
+    return replace(largest, host=largest.host + text, process=PROCESS_BYTES[device])
+
+
+def step_text(run: Run, layout: Layout) -> float:
+    """The text of one step, which a rank reads at once: four numbers of a token, and two for each prediction layer."""
+    rows = max(values_of(run.training.global_batch_size), default=0) / layout.batch_ranks
+    numbers = INDEX * (4 + 2 * resolve_shape(run.model).num_nextn_predict_layers)
+    return max(rows, run.training.local_batch_size) * run.training.seq_len * numbers
 
 
 def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout, device: str) -> list[list[_Layer]]:

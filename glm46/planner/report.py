@@ -2,6 +2,7 @@
 
 import sys
 
+from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import Run
 from glm46.planner.budget import days, plan_budget
@@ -65,8 +66,8 @@ def plan_text(
         f"  {'MTP':<22} {flops.mtp / 1e9:>22,.3f}  GFLOP",
         f"  {'total':<22} {flops.total / 1e9:>22,.3f}  GFLOP",
         "",
-        f"memory of each of {world:,} ranks (pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, "
-        f"cp {layout.cp}, tp {layout.tp}, ep {layout.ep})",
+        f"memory of each of {counted(world, 'rank')} (pp {layout.pp}, replicate {layout.dp_replicate}, "
+        f"shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, ep {layout.ep})",
         *memory_lines(plan),
         "",
         "run",

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from glm46.config.faults import counted
 from glm46.config.parallelism import ActivationCheckpoint
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import Run
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine
-from glm46.planner.memory import MemoryPlan, plan_memory
+from glm46.planner.memory import MemoryPlan, plan_memory, step_text
 from glm46.planner.params import count_parameters
 from glm46.planner.peaks import find_accelerator
 
@@ -48,7 +49,10 @@ def describe_requirement(
     if not verdict.faults:
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
+    text = step_text(run, resolve_layout(run.parallelism, verdict.world_size))
     advice = _smallest_that_fits(run, machine)
+    if 2 * text > verdict.plan.total:
+        advice = f"lower training.global_batch_size: the text of a step, which a rank reads at once, takes {_gib(text)}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
@@ -68,13 +72,13 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
     plan = plan_memory(run, needed, device="gpu" if machine.gpus else "cpu")
     faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
     if gpus and needed > gpus:
-        faults.append(f"it needs {needed:,} GPUs (the product of its degrees), and {gpus:,} were found")
+        faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
     if machine.gpus:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
         if sizes:
             fits, margin = _compare("each GPU needs", plan.total, min(sizes) * _USABLE_GPU_RATIO, min(sizes))
             faults += [] if fits else [margin]
-        who = f"optimizer states of {here:,} processes need"
+        who = f"optimizer states and text of {counted(here, 'process')} need"
         fits, host = _compare(who, plan.host * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
@@ -125,12 +129,12 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "activations": plan.activations,
         "attention masks": plan.masks,
         "loss and logits": plan.loss,
-        "program": plan.process,
+        "program and text": plan.process,
     }
     show = _gib if plan.total >= _GIB else _mib
     lines = [f"    {name:<18} {show(size):>12}" for name, size in parts.items()]
     lines.append(f"    {'total':<18} {show(plan.total):>12}")
-    return [*lines, f"  {'and of the host':<18} {_gib(plan.host)} for optimizer states"] if plan.host else lines
+    return [*lines, f"  {'and of the host':<18} {_gib(plan.host)}"] if plan.host else lines
 
 
 def _found(machine: Machine) -> list[str]:
@@ -159,10 +163,10 @@ def _smallest_that_fits(run: Run, machine: Machine) -> str | None:
     for candidate, remark in ((run, ""), (run.model_copy(update={"activation_checkpoint": less}), _WITH_CHECKPOINTING)):
         for size in sizes:
             if plan_memory(candidate, size).total <= capacity * _USABLE_GPU_RATIO:
-                return f"run it on {size:,} GPUs of {_gib(capacity)} ({name}) or more{remark}"
+                return f"run it on {counted(size, 'GPU')} of {_gib(capacity)} ({name}) or more{remark}"
     return (
-        f"even {sizes[-1]:,} GPUs of {_gib(capacity)} ({name}) cannot hold it: raise the tensor, pipeline, context or "
-        "expert degree, or lower training.local_batch_size"
+        f"even {counted(sizes[-1], 'GPU')} of {_gib(capacity)} ({name}) cannot hold it: raise the tensor, pipeline, "
+        "context or expert degree, or lower training.local_batch_size"
     )
 
 

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from glm46.config.command_line import module_command
 from glm46.inference.generate import continue_tokens
+from glm46.reliability.stop import StopRequest
 from glm46.training.build import Parts
 from glm46.training.state import Progress
 
 
-def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_finished: bool) -> str:
+def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
     """The last message of a run; collective, because the model computes the continuation on all ranks."""
     run = parts.run
     folder = Path(run.job.dump_folder)
@@ -16,14 +20,14 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
     saved = f"checkpoint   {checkpoint}" if run.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
     lines = []
     if not is_finished:
-        reason = f"{signal_name} " if signal_name else ""
+        reason = f"{stop.signal_name} " if stop.signal_name else ""
         lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
     elif run.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
         # The ranks hold parts of a sequence or of the layers, which generation does not work with.
         if run.checkpoint.enable:
             lines.append(f"To see text: {module_command()} generate --checkpoint {checkpoint} --prompt '...'")
     elif run.inference.prompt:
-        lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts), ""]
+        lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts, stop), ""]
     lines += [
         saved,
         f"metrics      {folder / 'metrics.jsonl'}",
@@ -34,7 +38,13 @@ def farewell(parts: Parts, progress: Progress, signal_name: str | None, *, is_fi
     return "\n".join(lines)
 
 
-def _continuation(parts: Parts) -> str:
+def _continuation(parts: Parts, stop: StopRequest) -> str:
+    def is_stopped() -> bool:
+        """Whether a signal has reached any rank; collective."""
+        asked = torch.tensor(stop.signal_name is not None, dtype=torch.int32)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)
+
     run, tokenizer = parts.run, parts.tokenizer
     prompt = tokenizer.encode(run.inference.prompt).tolist()
     new = continue_tokens(
@@ -45,5 +55,6 @@ def _continuation(parts: Parts) -> str:
         stop=frozenset({tokenizer.eos_id}),
         vocab_size=tokenizer.vocab_size,
         device=parts.process.device,
+        is_stopped=is_stopped,
     )
     return run.inference.prompt + "│" + tokenizer.decode(new)

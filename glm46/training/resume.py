@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm46.checkpoint.metadata import read_metadata
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.loader import dump_run
 from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.training.build import Parts
@@ -101,8 +102,8 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     """
     training = parts.run.training
     cause = (
-        f"training.max_skipped_steps = {training.max_skipped_steps}: {progress.skipped_in_a_row} steps in a row, "
-        f"{progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
+        f"training.max_skipped_steps = {training.max_skipped_steps}: {counted(progress.skipped_in_a_row, 'step')} in a "
+        f"row, {progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
     )
     remedy = "lower optimizer.lr, or look at the samples named in log.txt"
     if progress.rollbacks >= training.max_rollbacks:

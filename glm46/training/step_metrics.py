@@ -12,8 +12,9 @@ from glm46.observe.balance import balance_metrics
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
+from glm46.planner.budget import budget_tokens
 from glm46.planner.params import count_parameters
-from glm46.planner.schedule import schedule_value
+from glm46.planner.schedule import learning_rate_factor, schedule_value
 from glm46.training.build import Parts
 from glm46.training.layout_report import describe_layout, whole_role_table
 from glm46.training.loss import TokenCounts
@@ -90,6 +91,13 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
         *describe_layout(parts),
     ]
     lines += describe_sources(run, parts.manifests, parts.rows_per_micro_batch)
+    scheduler = run.lr_scheduler
+    end = scheduler.start_tokens + budget_tokens(run, parts.rows_per_micro_batch)
+    if end < scheduler.warmup_tokens:
+        lines.append(
+            f"warm-up      lr_scheduler.warmup_tokens = {scheduler.warmup_tokens}, and the run ends at {end} tokens: "
+            f"its learning rate reaches {learning_rate_factor(end, scheduler, end):.0%} of the peak"
+        )
     lines += ["", format_role_table(whole_role_table(parts)), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")

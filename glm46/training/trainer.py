@@ -194,7 +194,7 @@ def _end(parts: Parts, progress: Progress, stop: StopRequest, report: Report, *,
         _at_rest(run).write_text(f"{progress.step}\n")
     if run.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
-    report.message(farewell(parts, progress, stop.signal_name, is_finished=is_finished))
+    report.message(farewell(parts, progress, stop, is_finished=is_finished))
     return 0 if is_finished else EXIT_STOPPED
 
 

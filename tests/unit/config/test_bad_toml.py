@@ -1,11 +1,13 @@
 """Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.loader import load_run
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_pipeline import _wanted
@@ -223,7 +225,7 @@ BAD = {
         ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = [[0, 2], [99, 8]]"),
         [
             "training.global_batch_size = [[0, 2.0], [99, 8.0]]: 2 sequences are less than one micro-batch, 4 "
-            "(training.local_batch_size = 4 times 1 data-parallel ranks); start the ramp higher or lower "
+            "(training.local_batch_size = 4 times 1 data-parallel rank); start the ramp higher or lower "
             "local_batch_size"
         ],
     ),
@@ -281,7 +283,7 @@ BAD = {
     ),
     "no shard": (
         ("[training]", "[parallelism]\ndata_parallel_shard_degree = 0\n[training]"),
-        ["parallelism.data_parallel_shard_degree = 0: must be at least 1, or -1 for all ranks that are left"],
+        ["parallelism.data_parallel_shard_degree = 0: must be at least 1, or -1 for all"],
     ),
     "uneven heads": (
         ('flavor = "debug"', 'flavor = "debug"\nnum_attention_heads = 7'),
@@ -437,7 +439,7 @@ def test_all_faults_come_at_once(tmp_path):
         "run.toml: data.sources: no source to train on; add a [[data.sources]] table with name and path",
         "run.toml: model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2",
         "run.toml: training.global_batch_size = 7: must be a multiple of 2 (training.local_batch_size = 2 times 1 "
-        "data-parallel ranks); take 6 or 8",
+        "data-parallel rank); take 6 or 8",
     ]
 
 
@@ -511,8 +513,8 @@ def test_micro_batches_fit_the_schedule(schedule, ranks, micro_batches, wanted, 
         return
     (fault,) = faults_of(text, tmp_path, world_size=ranks)
     assert fault == (
-        f"run.toml: training.global_batch_size = {2 * micro_batches}: a step of {micro_batches} micro-batches of 2 "
-        f"sequences; schedule {schedule} over {ranks} ranks takes {wanted}"
+        f"run.toml: training.global_batch_size = {2 * micro_batches}: a step of "
+        f"{counted(micro_batches, 'micro-batch')} of 2 sequences; schedule {schedule} over {ranks} ranks takes {wanted}"
     )
 
 
@@ -523,7 +525,7 @@ def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
     ).replace("steps = 10", "steps = 10\nlocal_batch_size = 1\nglobal_batch_size = [[0, 4], [99, 8]]")
     (fault,) = faults_of(text, tmp_path, world_size=2)
     assert (
-        "a step of 5 micro-batches of 1 sequences; schedule Interleaved1F1B over 2 ranks takes a multiple of 2" in fault
+        "a step of 5 micro-batches of 1 sequence; schedule Interleaved1F1B over 2 ranks takes a multiple of 2" in fault
     )
 
 
@@ -537,15 +539,49 @@ def test_a_wrong_number_of_micro_batches_comes_soon_or_never():
 
 
 def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_path):
-    """An expert of the debug preset has 256 and 256 rows."""
+    """An expert of the debug preset has 256 and 256 rows. What was stated is blamed, and nothing else."""
     text = SOUND.replace("[training]", "n_routed_experts = 24\n[training]")
     (tmp_path / "sound.toml").write_text(text)
     assert load_run(tmp_path / "sound.toml", world_size=12)  # two experts each
     (fault,) = faults_of(text, tmp_path, world_size=18)
     assert fault == (
-        "run.toml: parallelism.expert_parallel_degree = 1: a rank's 24 experts are sharded over 18 ranks, which divide "
-        "neither their number nor an expert's 256 and 256 rows; take another number of ranks"
+        "run.toml: 18 processes: 24 experts of a layer sharded over 18 ranks, which divide neither their number nor an "
+        "expert's 256 and 256 rows; start 16 or 24 processes, or take another number of ranks"
     )
-    (fault,) = faults_of(text, tmp_path, world_size=48)
-    assert fault.endswith("a rank's 24 experts are sharded over 48 ranks, which divide neither their number nor an "
-                          "expert's 256 and 256 rows; take 3 or 6 or 12 or 24")  # fmt: skip
+    stated = text + "[parallelism]\nexpert_parallel_degree = 1\n"
+    (fault,) = faults_of(stated, tmp_path, world_size=48)
+    assert fault.startswith("run.toml: parallelism.expert_parallel_degree = 1: 24 experts of a layer sharded over 48")
+    assert fault.endswith("set parallelism.expert_parallel_degree = 3 or 6 or 12 or 24")
+    (fault,) = faults_of(text + "[parallelism]\ndata_parallel_shard_degree = 18\n", tmp_path, world_size=18)
+    assert fault.startswith("run.toml: parallelism.data_parallel_shard_degree = 18: 24 experts of a layer sharded")
+    (fault,) = faults_of(text + "[parallelism]\ndata_parallel_replicate_degree = 2\n", tmp_path, world_size=36)
+    assert fault.startswith("run.toml: 36 processes:") and "; start 32 or 48 processes" in fault
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("--model.num_hidden_layers=1000000000", "must be at most 1024"),
+        ("--model.num_nextn_predict_layers=1000000000", "must be at most 1024"),
+        ("--model.n_routed_experts=1000000000000", "must be at most 65536"),
+        ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
+        ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
+        ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
+        ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
+        ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
+        ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
+    ],
+)
+def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
+    """Nothing that rules and planner compute grows with a number that a person may write."""
+    began = time.process_time()
+    text = SOUND.replace("[[data", "[validation]\nenable = true\n[[data")
+    faults = faults_of(text, tmp_path, override)
+    assert said in faults[0] and time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(("number", "noun", "text"), [(1, "step", "1 step"), (0, "step", "0 steps"),
+                                                      (2, "process", "2 processes"), (1, "process", "1 process"),
+                                                      (4096, "rank", "4,096 ranks")])  # fmt: skip
+def test_a_number_agrees_with_its_noun(number, noun, text):
+    assert counted(number, noun) == text

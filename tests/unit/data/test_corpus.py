@@ -77,3 +77,13 @@ def test_vocabulary_that_is_too_small_and_missing_source_are_said_together(make_
         load_text(run)
     assert len(caught.value.faults) == 2
     assert caught.value.faults[0].startswith("model.vocab_size = 8191: the tokenizer 'builtin' has ids up to 8191;")
+
+
+def test_a_continuation_beyond_the_positions_is_refused_before_training(make_run, tokenizer):
+    prompt = "def function_1("
+    held = len(tokenizer.encode(prompt))
+    keys = {"model": {"max_position_embeddings": 64}, "inference": {"prompt": prompt, "max_new_tokens": 65 - held}}
+    with pytest.raises(UserError, match=f"inference.max_new_tokens = {65 - held}: .*lower it to at most {64 - held}"):
+        load_text(make_run(**keys))
+    keys["inference"]["max_new_tokens"] -= 1
+    assert load_text(make_run(**keys))

@@ -1,5 +1,6 @@
 """A run that this machine cannot hold is refused on one screen, with what it needs and what to do."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_glm46_on_two_cores_is_refused():
 def test_too_few_gpus_are_named_with_both_numbers():
     fits, text = describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 16}), NODE)
     assert not fits
-    assert "needs 16 GPUs" in text and "8 were found" in text
+    assert "needs 16 GPUs" in text and "found: 8" in text
     assert describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 4}), NODE)[0]
 
 
@@ -129,6 +130,27 @@ def test_budget_of_steps_and_of_a_ramp():
     ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
     # Eight sequences, then sixteen twice: the first step ends where the ramp does.
     assert (plan_budget(ramp, 1).step_tokens, plan_budget(ramp, 1).tokens) == (None, (8 + 16 + 16) * 128)
+
+
+def test_a_billion_steps_are_counted_at_once():
+    """As one by one: with a ramp, and with stages whose last step is shorter."""
+    began = time.process_time()
+    assert plan_budget(_run("debug", seq_len=128, steps=10**9), 2).tokens == 10**9 * 2 * 128
+    ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=10**9)
+    assert plan_budget(ramp, 1).tokens == (8 + 16 * (10**9 - 1)) * 128
+    assert time.process_time() - began < 2
+    sections = {"model": {"flavor": "debug"}, "training": {"seq_len": 128, "steps": 9, "global_batch_size": 4}}
+    stages = ({"start_tokens": 0, "seq_len": 64}, {"start_tokens": 640})
+    staged = Run.model_validate(sections | {"data": {"stages": stages}})
+    # Ten samples of 64 tokens in three steps of 4, 4 and 2, then six steps of four samples of 128.
+    assert plan_budget(staged, 1).tokens == 640 + 6 * 4 * 128
+
+
+def test_a_step_whose_text_no_memory_holds_is_refused():
+    fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**9), SMALL)
+    assert not fits and "lower training.global_batch_size: the text of a step" in text
+    fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**10), NODE)
+    assert not fits and "lower training.global_batch_size: the text of a step" in text
 
 
 def test_planner_needs_no_torch():

@@ -14,7 +14,9 @@ from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.distributed.ranks import CheckpointError
-from glm46.training import trainer
+from glm46.inference.generate import continue_tokens
+from glm46.reliability.stop import StopRequest
+from glm46.training import final_report, trainer
 from glm46.training.loss import count_tokens
 from glm46.training.state import Progress
 from glm46.training.trainer import train
@@ -53,6 +55,32 @@ def test_a_run_leaves_what_the_readme_promises(make_run, tmp_path):
     assert "Continuation" in (folder / "log.txt").read_text()
     # The resolved configuration runs again as it is.
     assert load_run(folder / "config.toml", []) == run
+
+
+def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make_run, monkeypatch):
+    asked = []
+
+    def continue_three(*arguments, is_stopped, **keys):
+        """Three tokens, then somebody presses Ctrl-C."""
+
+        def is_stopped_then() -> bool:
+            if len(asked) == 3:
+                stop.signal_name = "SIGINT"
+            asked.append(is_stopped())
+            return asked[-1]
+
+        return continue_tokens(*arguments, is_stopped=is_stopped_then, **keys)
+
+    monkeypatch.setattr(final_report, "continue_tokens", continue_three)
+    stop = StopRequest()
+    run = make_run(
+        inference={"prompt": "def function_1(", "max_new_tokens": 1000, "temperature": 1.0},
+        lr_scheduler={"warmup_tokens": 640},
+    )
+    assert train(run, stop) == 0
+    assert asked == [False, False, False, True]
+    text = (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert "lr_scheduler.warmup_tokens = 640, and the run ends at 128 tokens: its learning rate reaches 20%" in text
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
