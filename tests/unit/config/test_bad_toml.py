@@ -218,7 +218,7 @@ BAD = {
         ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 10"),
         [
             "training.global_batch_size = 10: must be a multiple of 4 (training.local_batch_size = 4 times 1 "
-            "data-parallel ranks); take 8 or 12"
+            "data-parallel rank); take 8 or 12"
         ],
     ),
     "ramp below a micro-batch": (
