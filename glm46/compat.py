@@ -1,4 +1,4 @@
-"""The only file that touches private parts of torch, or differences between torch 2.11 and 2.13."""
+"""The only file that touches private parts of torch, or differences between torch 2.11 and 2.15."""
 
 import logging
 import threading

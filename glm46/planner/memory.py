@@ -72,7 +72,9 @@ class MemoryPlan:
     process: float
     """The program itself."""
     host: float = 0.0
-    """Beside a GPU: optimizer states and text in host memory, not part of the total. On a CPU all is in the total."""
+    """Beside a GPU: optimizer states in host memory, not part of the total. On a CPU everything is in the total."""
+    text: float = 0.0
+    """On a CPU: the text of a step, see `step_text`."""
 
     @property
     def total(self) -> float:
@@ -104,12 +106,11 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
     ranks = _layers_of_ranks(run, shape, layout, device)
     plans = [_rank_plan(run, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
-    largest, text = max(plans, key=lambda plan: plan.total), step_text(run, layout)
+    largest = max(plans, key=lambda plan: plan.total)
     if device == "cpu":
-        # There is one memory: states that wait in it take their place too.
-        states = largest.optimizer + largest.host
-        return replace(largest, optimizer=states, host=0.0, process=PROCESS_BYTES[device] + text)
-    return replace(largest, host=largest.host + text, process=PROCESS_BYTES[device])
+        # There is one memory: states that wait in it, and text, take their place too.
+        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=step_text(run, layout))
+    return replace(largest, process=PROCESS_BYTES[device])
 
 
 def step_text(run: Run, layout: Layout) -> float:

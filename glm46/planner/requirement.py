@@ -79,7 +79,8 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
             fits, margin = _compare("each GPU needs", plan.total, min(sizes) * _USABLE_GPU_RATIO, min(sizes))
             faults += [] if fits else [margin]
         who = f"optimizer states and text of {counted(here, 'process')} need"
-        fits, host = _compare(who, plan.host * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        beside = plan.host + step_text(run, resolve_layout(run.parallelism, needed))
+        fits, host = _compare(who, beside * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
         who = f"{here:,} processes need" if here > 1 else "one process needs"
@@ -129,7 +130,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "activations": plan.activations,
         "attention masks": plan.masks,
         "loss and logits": plan.loss,
-        "program and text": plan.process,
+        "program and text": plan.process + plan.text,
     }
     show = _gib if plan.total >= _GIB else _mib
     lines = [f"    {name:<18} {show(size):>12}" for name, size in parts.items()]
