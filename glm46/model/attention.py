@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
-from glm46.model.attention_cpu import MAX_TOKENS, causal_attention
 from glm46.model.layers import Linear, RMSNorm
 from glm46.model.rope import rotate
 
@@ -44,14 +43,6 @@ def attention_mask(document_ids: Tensor | None, positions: Tensor, sliding_windo
 
 def sdpa_core(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:
     """`scaled_dot_product_attention` with scale C**-0.5; an `AttentionCore`."""
-    is_short = q_BSHC.shape[1] == k_BSKC.shape[1] <= MAX_TOKENS
-    if mask is None and is_short and q_BSHC.device.type == "cpu" and q_BSHC.dtype == torch.float32:
-        return causal_attention(q_BSHC.contiguous(), k_BSKC.contiguous(), v_BSKC.contiguous())[0]
-    return fused_core(q_BSHC, k_BSKC, v_BSKC, mask)
-
-
-def fused_core(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's own kernels: what GPUs, masks, other types and long sequences take, and the reference of the rest."""
     out_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
         k_BSKC.transpose(1, 2),

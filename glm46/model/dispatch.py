@@ -56,11 +56,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
-    if y_ND.dtype == torch.float32 and y_ND.device.type == "cpu":
-        # The sum of rows by index without the intermediate [T, A, D]; in the same order, so with the same bits.
-        return F.embedding_bag(place_TA, y_ND, mode="sum")
-    # fp32: the A terms are summed in FP32 and rounded once.
-    return y_ND[place_TA].sum(1, dtype=torch.float32).to(y_ND.dtype)
+    # fp32: of BF16 rows, the A terms are summed in FP32, in order, and rounded once. No [T, A, D] exists.
+    return F.embedding_bag(place_TA, y_ND, mode="sum")
 
 
 class LocalDispatcher:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from glm46 import compat
 from glm46.config.model import ModelShape
-from glm46.model.experts_cpu import experts_loop
 from glm46.model.layers import local_part
 
 
@@ -67,6 +66,25 @@ def _grouped_mm_backward(ctx, grad):
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_backward)
 
 
+class _WeightedSwiGLU(torch.autograd.Function):
+    """``silu(gate) * up`` times each row's FP32 weight, rounded to the type of `gate` after each of the two products.
+    It keeps its inputs only; the rest is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weights_N: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weights_N)
+        return F.silu(gate).mul_(up).mul_(weights_N.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up, weights_N = ctx.saved_tensors
+        silu = F.silu(gate)
+        # fp32: the router's gradient is a sum over the width.
+        grad_weights = (grad.to(weights_N.dtype) * (silu * up)).sum(-1)
+        grad = grad.clone().mul_(weights_N.unsqueeze(-1))
+        return torch.ops.aten.silu_backward(grad * up, gate), silu.mul_(grad), grad_weights
+
+
 class Experts(nn.Module):
     """Routed experts. `gate_up` [E, 2F, D] holds the gate rows, then the up rows; `down` is [E, D, F]."""
 
@@ -88,13 +106,13 @@ class Experts(nn.Module):
         Returns:
             [N, D], type of `x_ND`.
         """
-        if x_ND.device.type == "cpu":
-            return experts_loop(x_ND, weights_N, local_part(self.gate_up), local_part(self.down), offsets)[0]
-        return self.grouped(x_ND, weights_N, offsets)
+        gate, up = self.product(x_ND, local_part(self.gate_up), offsets).chunk(2, dim=-1)
+        return self.product(_WeightedSwiGLU.apply(gate, up, weights_N), local_part(self.down), offsets)
 
-    def grouped(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
-        """`forward` as two grouped products over all experts: what a GPU runs, and the reference of the CPU's loop."""
-        hidden = grouped_mm(x_ND, local_part(self.gate_up).transpose(1, 2), offsets)
-        gate, up = hidden.chunk(2, dim=-1)
-        hidden = (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(x_ND.dtype)
-        return grouped_mm(hidden, local_part(self.down).transpose(1, 2), offsets)
+    @staticmethod
+    def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        """Rows [offsets[e-1], offsets[e]) times the transpose of ``weight_EOI[e]``, [N, O].
+
+        The only product of `forward` with a weight: what computes it in another way sets this attribute of a module.
+        """
+        return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)

@@ -29,27 +29,15 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs here] to [..., outputs here]."""
-        return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
-
-
-class _CpuRMSNorm(torch.autograd.Function):
-    """RMSNorm in FP32. torch has a fused kernel for GPUs only; on a CPU its pieces take twice the time of these."""
+        return self.product(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
-        inverse = (mean_square + eps).rsqrt()
-        ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` of plain tensors.
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, weight, inverse = ctx.saved_tensors
-        normed = x * inverse
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * weight
-        along = (grad_normed * normed).mean(-1, keepdim=True)
-        return grad_normed.addcmul_(normed, along, value=-1.0).mul_(inverse), grad_weight, None
+        The only product of `forward` with the weight: what computes it in another way sets this attribute of a module.
+        """
+        return F.linear(x, weight, bias)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -88,8 +76,6 @@ class RMSNorm(nn.Module):
         """Normalise `x` of shape [..., dim]; same shape and type."""
         weight = local_part(self.weight)
         if x.dtype == torch.float32:
-            if x.device.type == "cpu":
-                return _CpuRMSNorm.apply(x, weight, self.eps)
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
 

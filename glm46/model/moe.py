@@ -21,8 +21,10 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(shape.hidden_size, shared_width) if shape.n_shared_experts else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()
 
-    def forward(self, x: Tensor, is_real: Tensor | None, options: RoutingOptions) -> tuple[Tensor, RoutingStatistics]:
-        """Map [B, S, D] to [B, S, D]; `is_real` boolean [B, S] or None."""
+    def forward(
+        self, x: Tensor, is_real: Tensor | None, options: RoutingOptions
+    ) -> tuple[Tensor, RoutingStatistics | None]:
+        """Map [B, S, D] to [B, S, D]; `is_real` boolean [B, S] or None. Statistics are None where `options` say so."""
         routing = self.router(x, is_real, options)
         x_TD = x.reshape(-1, x.shape[-1])
         pending = self.dispatcher.start(x_TD, routing, self.num_experts)

@@ -29,6 +29,8 @@ class RoutingOptions:
     """Compute the sequence-level balance loss."""
     z_loss: bool = False
     """Compute the router z-loss."""
+    statistics: bool = True
+    """Return `RoutingStatistics`; decoding, which nobody balances, saves their kernels."""
 
 
 class RoutingStatistics(NamedTuple):
@@ -50,7 +52,8 @@ class Routing(NamedTuple):
     """FP32 [T, A], 0 where an assignment was dropped."""
     experts: Tensor
     """int64 [T, A]."""
-    statistics: RoutingStatistics
+    statistics: RoutingStatistics | None
+    """None without `RoutingOptions.statistics`."""
 
 
 class Router(nn.Module):
@@ -78,6 +81,8 @@ class Router(nn.Module):
         if self.shape.norm_topk_prob:
             weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
         weights_TA = weights_TA * self.shape.routed_scaling_factor
+        if is_real is None and options.capacity_factor is None and not options.statistics:
+            return Routing(weights_TA, experts_TA, None)
 
         kept_TA = torch.ones_like(experts_TA, dtype=torch.bool)
         if is_real is not None:
@@ -87,6 +92,8 @@ class Router(nn.Module):
             kept_TA = self._within_capacity(experts_TA, kept_TA, options.capacity_factor)
         if is_real is not None or options.capacity_factor is not None:
             weights_TA = weights_TA * kept_TA
+        if not options.statistics:
+            return Routing(weights_TA, experts_TA, None)
         statistics = RoutingStatistics(
             aux_losses=self._aux_losses(logits_TE, scores_TE, is_real, (B, S), options),
             tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),

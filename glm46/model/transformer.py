@@ -3,14 +3,13 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
 from glm46.model.attention import MaskBuilder, attention_mask
 from glm46.model.block import TransformerBlock
 from glm46.model.cross_entropy import chunked_cross_entropy
-from glm46.model.layers import RMSNorm
+from glm46.model.layers import Linear, RMSNorm
 from glm46.model.mtp import MTPLayer
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions, RoutingStatistics
@@ -55,10 +54,12 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
+    product = staticmethod(Linear.product)
+
     def forward(self, hidden: Tensor, labels: Tensor | None = None):
         """Logits [B, S, V] of [B, S, D]; with labels, `chunked_cross_entropy` of them instead."""
         if labels is None:
-            return F.linear(hidden, self.weight)
+            return self.product(hidden, self.weight, None)
         return chunked_cross_entropy(hidden, self.weight, labels)
 
 

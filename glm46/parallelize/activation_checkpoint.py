@@ -7,16 +7,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
-from glm46.model.attention_cpu import causal_attention
 from glm46.model.experts import grouped_mm
-from glm46.model.experts_cpu import experts_loop
 from glm46.model.mtp import MTPLayer
 from glm46.model.transformer import Transformer
 
 _aten = torch.ops.aten
 _KEPT = {
     # Attention: it costs the square of the sequence, its result is as long as the sequence.
-    causal_attention._opoverload,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -24,7 +21,6 @@ _KEPT = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     # Experts: most of what a layer multiplies.
     grouped_mm._opoverload,
-    experts_loop._opoverload,
     # What other ranks would have to send again.
     compat.EXCHANGE_OPERATOR,
     # The choice of experts, because what arrived belongs to it.

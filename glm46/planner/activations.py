@@ -12,14 +12,8 @@ INDEX = 8
 
 
 def _norm(dim: int, width: int) -> float:
-    """RMSNorm: its input and one statistic per row; below FP32 its input as an FP32 copy, and the normalised rows."""
-    if width == FP32:
-        return dim * width + FP32
+    """RMSNorm: its input in FP32, one statistic per row, and the normalised rows, which FP32 on a GPU does not keep."""
     return dim * (FP32 + width) + FP32
-
-
-ROUTED_SWIGLU_WIDTHS = {"cpu": 2, "gpu": 5}
-"""Widths kept per assignment. cpu: gate and up. gpu: also silu(gate), silu(gate) * up, and that times the weight."""
 
 
 def attention_bytes(shape: ModelShape, width: int) -> float:
@@ -46,7 +40,7 @@ def dense_layer_bytes(shape: ModelShape, width: int) -> float:
     return attention_bytes(shape, width) + norm + _swiglu(shape.intermediate_size, width)
 
 
-def moe_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
+def moe_layer_bytes(shape: ModelShape, width: int) -> float:
     """One layer with experts, per token."""
     chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
     total = attention_bytes(shape, width)
@@ -54,14 +48,14 @@ def moe_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
     total += 0 if width == FP32 else shape.hidden_size * FP32  # the router's FP32 input
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
-    total += chosen * ROUTED_SWIGLU_WIDTHS[device] * shape.moe_intermediate_size * width
+    total += chosen * _swiglu(shape.moe_intermediate_size, width)
     return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width)
 
 
-def mtp_layer_bytes(shape: ModelShape, width: int, device: str) -> float:
+def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
     """One multi-token prediction layer with its own norms and projection, per token."""
     joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
-    return joined + moe_layer_bytes(shape, width, device)
+    return joined + moe_layer_bytes(shape, width)
 
 
 def mask_bytes(rows: int, queries: float, keys: int) -> float:

@@ -104,7 +104,7 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
         UserError: the degrees do not multiply to `world_size`.
     """
     shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
-    ranks = _layers_of_ranks(run, shape, layout, device)
+    ranks = _layers_of_ranks(run, shape, layout)
     plans = [_rank_plan(run, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
     largest = max(plans, key=lambda plan: plan.total)
     if device == "cpu":
@@ -120,13 +120,13 @@ def step_text(run: Run, layout: Layout) -> float:
     return max(rows, run.training.local_batch_size) * run.training.seq_len * numbers
 
 
-def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout, device: str) -> list[list[_Layer]]:
+def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
     """What each rank of a pipeline holds: its stages, the ends with embedding, head and MTP layers."""
     width = int(_BYTES[run.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
-    of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width, device)
-    of_mtp = mtp_layer_bytes(shape, width, device)
+    of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width)
+    of_mtp = mtp_layer_bytes(shape, width)
     dense = _Layer(dense_layer_kinds(shape), of_dense, attention)
     moe = _Layer(moe_layer_kinds(shape), of_moe, both)
     # Only the decoder layer inside a prediction layer is checkpointed then.

@@ -67,12 +67,12 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
     measured_moe = (_kept_bytes(more_moe, dtype, mtp=False)[0] - base) / tokens
     measured_dense = (_kept_bytes(more_dense, dtype, mtp=False)[0] - base) / tokens
     # 3 %: tables and offsets that do not grow with the tokens, and small tensors of the router.
-    assert moe_layer_bytes(shape, width, "cpu") == pytest.approx(measured_moe, rel=0.03)
+    assert moe_layer_bytes(shape, width) == pytest.approx(measured_moe, rel=0.03)
     assert dense_layer_bytes(shape, width) == pytest.approx(measured_dense, rel=0.03)
     # The loss's own tensors (gradients of head and hidden states) do not belong to the layer.
     head = shape.vocab_size * shape.hidden_size * width / tokens + shape.hidden_size * width
     measured_mtp = (_kept_bytes(shape, dtype, mtp=True)[0] - base) / tokens - head
-    assert mtp_layer_bytes(shape, width, "cpu") == pytest.approx(measured_mtp, rel=0.03)
+    assert mtp_layer_bytes(shape, width) == pytest.approx(measured_mtp, rel=0.03)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -165,7 +165,7 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     none = plan_memory(_run(), 1).activations
     shape, tokens = PRESETS["debug"], 128
     boundaries = (shape.num_hidden_layers + shape.num_nextn_predict_layers + 2) * shape.hidden_size * 2
-    assert full == tokens * (boundaries + mtp_layer_bytes(shape, 2, "gpu"))
+    assert full == tokens * (boundaries + mtp_layer_bytes(shape, 2))
     assert full < none / 2
 
 
