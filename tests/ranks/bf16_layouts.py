@@ -1,0 +1,92 @@
+"""One BF16 step of a few layouts on two ranks, and of one process, against one process in FP32; prints the distances.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/bf16_layouts.py
+"""
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.config.presets import resolve_shape
+from glm46.config.run import Run
+from glm46.distributed.process import join, leave
+from glm46.model.transformer import Transformer
+from glm46.parallelize.plan import initialise
+from glm46.training.build import assemble
+from glm46.training.loss import count_tokens, objective
+from glm46.training.step import train_step
+from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.sharded_layouts import (
+    OPTIONS,
+    WEIGHTS,
+    Layout,
+    distances,
+    held,
+    make_batch,
+    make_run,
+    micro_batches,
+    squares,
+)
+
+LAYOUTS = {
+    "fsdp": Layout(),
+    "tensor": Layout(tensor=2),
+    "expert": Layout(experts_over=2),
+    "context": Layout(context=2),
+    "pipeline": Layout(pipeline=2),
+}
+
+
+def bf16_run(layout: Layout) -> Run:
+    """`make_run` in BF16, without clipping, so that gradients compare as they are, and with rows of 16 bytes each, which
+    `grouped_mm` wants."""
+    run = make_run(layout)
+    model = run.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
+    training = run.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9})
+    return run.model_copy(update={"training": training, "model": model})
+
+
+def one_process(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Loss sum and gradients of one process, in a plain forward and backward."""
+    run = bf16_run(Layout())
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(run.model))
+    model.to_empty(device="cpu")
+    initialise(model, run.debug.seed)
+    model.cast(dtype)
+    batch = make_batch(0)
+    sums = model(**batch, options=OPTIONS)
+    objective(sums, count_tokens([batch]), WEIGHTS).backward()
+    return sums.loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def measure(truth: dict[str, Tensor]) -> None:
+    """On each rank: every layout's loss sum, and the distance of each gradient from ``truth``."""
+    process = join(60)
+    for name, layout in LAYOUTS.items():
+        parts = assemble(bf16_run(layout), process, None, {})
+        counts = count_tokens([make_batch(0)])
+        outcome = train_step(parts, micro_batches(parts, 0, layout.micro_batches), counts, 0, 1.0)
+        ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in parts.parameters.items()}, truth))
+        if process.is_main:
+            print(json.dumps({"layout": name, "loss": outcome.loss_sum.item(), "gradients": distances(ranks, truth)}))
+    leave()
+
+
+def main() -> None:
+    """FP32 first (its gradients are given by their norms), then one process in BF16, then the layouts."""
+    torch.set_num_threads(1)
+    loss, truth = one_process(torch.float32)
+    print(json.dumps({"layout": "fp32", "loss": loss, "gradients": {n: g.norm().item() for n, g in truth.items()}}))
+    loss, gradients = one_process(torch.bfloat16)
+    apart = {name: math.dist(g.flatten().tolist(), truth[name].flatten().tolist()) for name, g in gradients.items()}
+    print(json.dumps({"layout": "one process", "loss": loss, "gradients": apart}), flush=True)
+    run_ranks(2, lambda: measure(truth))
+
+
+if __name__ == "__main__":
+    main()
