@@ -21,7 +21,7 @@ from glm46.model.transformer import Transformer
 PEERS = {"transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 """Its implementations of the experts, the default first."""
 
-OURS, SPECULATIVE = "ours", "ours, speculative"
+OURS, GENERAL, SPECULATIVE = "ours", "ours without CPU kernel", "ours, speculative"
 
 _TEXT_BYTES = 200_000
 """Text that prompts are cut from: pieces of one are as far apart as it allows."""
@@ -66,7 +66,10 @@ def generation_speed(
     ours, prompts = _model_and_prompts(work, 1 if speculative else 0)
     if speculative and not ours.mtp:
         raise UserError(f"--speculative: {work.folder} has no prediction layers (num_nextn_predict_layers = 0)")
-    contestants = {OURS: _Contestant(lambda new: _ours(ours, prompts, new)[0], [], [])}
+    contestants = {
+        OURS: _Contestant(lambda new: _ours(ours, prompts, new)[0], [], []),
+        GENERAL: _Contestant(lambda new: _ours(ours, prompts, new, cpu_kernels=False)[0], [], []),
+    }
     if speculative:
         contestants[SPECULATIVE] = _Contestant(lambda new: _ours(ours, prompts, new, speculative=True)[0], [], [])
     if with_peers:
@@ -120,7 +123,7 @@ def _report(work: Decoding, contestants: dict[str, _Contestant]) -> list[str]:
         first, rest = statistics.median(contestant.first), statistics.median(contestant.rest)
         lines.append(f"  {name:<24} {first * 1e3:16.1f} {decoded / rest:14.1f}")
     peers = [contestants[name].rest for name in PEERS if name in contestants]
-    for name in (OURS, SPECULATIVE):
+    for name in (OURS, GENERAL, SPECULATIVE):
         if peers and name in contestants:
             default, fastest = (
                 statistics.median(theirs / own for theirs, own in zip(times, contestants[name].rest, strict=True))
@@ -131,11 +134,11 @@ def _report(work: Decoding, contestants: dict[str, _Contestant]) -> list[str]:
 
 
 def _ours(
-    model: Transformer, prompts: torch.Tensor, new_tokens: int, *, speculative: bool = False
+    model: Transformer, prompts: torch.Tensor, new_tokens: int, *, speculative: bool = False, cpu_kernels: bool = True
 ) -> tuple[Rows, Generation]:
     generation = Generation(
         model, prompts.tolist(), max_new_tokens=new_tokens, sampling=Sampling(), stop=frozenset(),
-        vocab_size=model.shape.vocab_size, speculative=speculative,
+        vocab_size=model.shape.vocab_size, speculative=speculative, cpu_kernels=cpu_kernels,
     )  # fmt: skip
     rows: Rows = [[] for _ in range(len(prompts))]
     for given in generation:

@@ -19,16 +19,18 @@ class Decoder:
     Args:
         batch: rows.
         max_length: longest row, prompt and new tokens together.
+        cpu_kernels: let `few_tokens` run the layers where it can; else every call runs the model's own forward.
     """
 
-    def __init__(self, model: Transformer, *, batch: int, max_length: int):
-        self.model = model
+    def __init__(self, model: Transformer, *, batch: int, max_length: int, cpu_kernels: bool = True):
+        self.model, self._cpu_kernels = model, cpu_kernels
         self.batch, self.max_length = batch, max_length
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in model.mtp.values()]
         self._plain: list[tuple[nn.Module, object]] = []
-        self._few: dict[CachedCore, few_tokens.Layer] = {}
+        self._few: dict[CachedCore, few_tokens.Layer | None] = {}
         self._head: few_tokens.Product | None = None
+        self._has_head = cpu_kernels and few_tokens.is_plain(model.lm_head)
         weight = model.embed_tokens.weight
         every_position = torch.arange(max_length, device=weight.device).unsqueeze(0)
         self._tables = [table[0] for table in rotary_tables(every_position, model.shape, weight.dtype)]
@@ -78,7 +80,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
-        if hidden.ndim == 3 and few_tokens.is_for(hidden):
+        if hidden.ndim == 3 and self._has_head and few_tokens.is_for(hidden):
             self._head = self._head or few_tokens.Product(self.model.lm_head.weight)
             return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
         return self.model.lm_head(hidden).float()
@@ -93,11 +95,12 @@ class Decoder:
         self, block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]
     ) -> Tensor:
         core.slots = slots
-        if few_tokens.is_for(x):
+        if self._cpu_kernels and few_tokens.is_for(x):
             if core not in self._few:
-                self._few[core] = few_tokens.Layer(block)
-            return self._few[core](x, rope, core)
+                self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
+            if (layer := self._few[core]) is not None:
+                return layer(x, rope, core)
         return block(x, rope, None, None, _OPTIONS)[0]
 
 
-_OPTIONS = RoutingOptions()
+_OPTIONS = RoutingOptions(statistics=False)

@@ -1,5 +1,8 @@
 """A decoder layer for the few tokens of a decoding step on a CPU; the numbers of the layer's own forward.
 
+It reads weights itself, so it serves only modules whose products are the model's own (`is_plain`): an adapter or float8
+replaces `Linear.product` or `Experts.product`, and then the layer's own forward runs.
+
 With few rows a product is bound by reading the weight, and how fast that goes depends on how the product is put:
 oneDNN's packed copy of a large weight is read fastest; of a small one `weight @ x.T` is faster than `x @ weight.T`, and
 one row is cheaper as two equal ones. Weights that read the same input are one weight here. What only training needs
@@ -11,14 +14,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm46 import compat
 from glm46.model.attention import Attention, AttentionCore
 from glm46.model.block import TransformerBlock
-from glm46.model.layers import FeedForward, RMSNorm
+from glm46.model.experts import Experts
+from glm46.model.layers import FeedForward, Linear, RMSNorm
 from glm46.model.moe import MoE
 from glm46.model.rope import rotate
+from glm46.model.router import RoutingOptions
 
 MAX_TOKENS = 64
 """Most tokens of a call for which this was measured to be faster than the layer's own forward."""
@@ -36,6 +41,11 @@ _PADDED = {1: 2, 3: 4}
 def is_for(x: Tensor) -> bool:
     """Whether hidden states [B, S, D] are few enough, in FP32 and on a CPU."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= MAX_TOKENS
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether every product of a module with a weight is the model's own."""
+    return all(getattr(part, "product", None) in (None, Linear.product, Experts.product) for part in module.modules())
 
 
 class Product:
@@ -137,7 +147,7 @@ class _Mixture:
 
     def __call__(self, rows: Tensor) -> Tensor:
         y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)
-        weights, chosen = self._route(rows)
+        weights, chosen, _ = self._router(rows.unsqueeze(0), None, RoutingOptions(statistics=False))
         uses_of: dict[int, list[int]] = {}
         for use, expert in enumerate(chosen.flatten().tolist()):
             uses_of.setdefault(expert, []).append(use)
@@ -152,15 +162,6 @@ class _Mixture:
         gate_FN, up_FN = hidden_FN.chunk(2)
         active_NF = F.silu(gate_FN).mul_(up_FN).mul_(weight_N).t().contiguous()
         return y.index_add_(0, row_N, _by_expert(self._down, uses_of, active_NF, counts).t())
-
-    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        shape = self._router.shape
-        scores = F.linear(rows, self._router.weight).sigmoid_()
-        chosen = self._router.select(scores + self._router.e_score_correction_bias)
-        weights = scores.gather(1, chosen)
-        if shape.norm_topk_prob:
-            weights /= weights.sum(-1, keepdim=True) + 1e-20
-        return weights.mul_(shape.routed_scaling_factor), chosen
 
 
 def _by_expert(weights: Sequence[Tensor], experts: Sequence[int], rows_NI: Tensor, counts: list[int]) -> Tensor:

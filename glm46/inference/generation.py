@@ -22,6 +22,7 @@ class Generation:
         stop: ids that end a row; they are not given out.
         vocab_size: ids from here on are padding rows of the head and are never taken.
         speculative: draft with the model's prediction layers.
+        cpu_kernels: see `Decoder`.
 
     Attributes:
         done: for each row, whether it has ended.
@@ -38,6 +39,7 @@ class Generation:
         stop: frozenset[int],
         vocab_size: int,
         speculative: bool = False,
+        cpu_kernels: bool = True,
     ):
         self._model, self._sampling, self._stop, self._vocab = model, sampling, stop, vocab_size
         self._rows = [list(prompt) for prompt in prompts]
@@ -46,12 +48,14 @@ class Generation:
         self._random = [torch.Generator().manual_seed(sampling.seed) for _ in self._rows]
         self._depth = len(model.mtp) if speculative else 0
         self.drafted = self.accepted = 0
+        self._cpu_kernels = cpu_kernels
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[list[list[int]]]:
         """New tokens of each row, round by round, until all rows are done."""
         longest = max(self._ends) + self._depth + 1
-        with Decoder(self._model, batch=len(self._rows), max_length=longest) as decoder:
+        rows = len(self._rows)
+        with Decoder(self._model, batch=rows, max_length=longest, cpu_kernels=self._cpu_kernels) as decoder:
             tokens = self._padded(self._rows)
             starts = [0] * len(self._rows)
             hidden = decoder.hidden(tokens, starts)

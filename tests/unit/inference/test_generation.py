@@ -122,18 +122,39 @@ def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
     assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the model is as it was
 
 
+def first_logits(model, tokens, **options):
+    rows = len(tokens)
+    with torch.inference_mode(), Decoder(model, batch=rows, max_length=4, **options) as decoder:
+        return decoder.logits(decoder.hidden(tokens, [0] * rows))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
 @pytest.mark.parametrize("packed_from", [0, 2**16])
 def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, packed_from, monkeypatch):
     model = random_model(vocab_size=61, n_group=2, topk_group=1)
     tokens = torch.randint(0, 61, (rows, 1))
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
-    outcome = []
-    for most in (few_tokens.MAX_TOKENS, 0):
-        monkeypatch.setattr(few_tokens, "MAX_TOKENS", most)
-        with torch.inference_mode(), Decoder(model, batch=rows, max_length=4) as decoder:
-            outcome += [decoder.logits(decoder.hidden(tokens, [0] * rows))]
+    outcome = [first_logits(model, tokens, cpu_kernels=kernels) for kernels in (True, False)]
     torch.testing.assert_close(*outcome, rtol=0, atol=2e-5)  # FP32, logits of order 1
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "layers.0.self_attn.v_proj", "layers.1.self_attn.o_proj", "layers.0.mlp.down_proj", "layers.1.mlp.experts",
+        "layers.2.mlp.shared_experts.up_proj", "lm_head",
+    ],
+)  # fmt: skip
+def test_decoding_takes_the_product_that_a_module_was_given(where):
+    model, tokens = random_model(vocab_size=61), torch.randint(0, 61, (3, 1))
+    before = first_logits(model, tokens)
+    module = model.get_submodule(where)
+    own = module.product
+    module.product = lambda *arguments: 1.5 * own(*arguments)
+    after = first_logits(model, tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(after, model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
+    assert (after - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("packed_from", [0, 2**16])
