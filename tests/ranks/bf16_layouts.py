@@ -41,8 +41,8 @@ LAYOUTS = {
 
 
 def bf16_run(layout: Layout) -> Run:
-    """`make_run` in BF16, without clipping, so that gradients compare as they are, and with rows of 16 bytes each, which
-    `grouped_mm` wants."""
+    """`make_run` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
+    takes in BF16 (multiples of 16 bytes)."""
     run = make_run(layout)
     model = run.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
     training = run.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9})
