@@ -8,10 +8,10 @@ import math
 
 import torch
 import torch.distributed as dist
+from glm46.config.run import Run
 from torch import Tensor
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run import Run
 from glm46.distributed.process import join, leave
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
