@@ -8,7 +8,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from glm46.config.run import Run
 from torch import Tensor
 
 from glm46.config.presets import resolve_shape
@@ -40,7 +39,7 @@ LAYOUTS = {
 }
 
 
-def bf16_run(layout: Layout) -> Run:
+def bf16_run(layout: Layout):
     """`make_run` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
     takes in BF16 (multiples of 16 bytes)."""
     run = make_run(layout)
