@@ -72,7 +72,7 @@ def measure(truth: dict[str, Tensor]) -> None:
         ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in parts.parameters.items()}, truth))
         if process.is_main:
-            print(json.dumps({"layout": name, "loss": outcome.loss_sum.item(), "gradients": distances(ranks, truth)}))
+            print(json.dumps({"layout": name, "loss": float(outcome.loss_sum), "gradients": distances(ranks, truth)}))
     leave()
 
 
