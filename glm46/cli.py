@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
-        return _EXIT_USER_ERROR
+        return error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "glm46").partition(".")[0]
         if package == "glm46":

@@ -202,6 +202,11 @@ class BackgroundSaver:
         outcomes, self._untaken = self._untaken, []
         return outcomes
 
+    def forget_ended(self) -> None:
+        """Drop the outcomes that were not taken."""
+        self._collect()
+        self._untaken = []
+
     def _collect(self) -> None:
         if self._save is not None and self._save.ended.is_set():
             _RUNNING.discard(self._save)

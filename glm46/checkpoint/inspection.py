@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm46.checkpoint.finite import stored_not_finite
 from glm46.checkpoint.integrity import META, check_files, check_hash, read_manifest, records_of
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.publish import published_steps, step_folder, step_of
 from glm46.config.errors import UserError
+from glm46.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Summary:
     """Seconds since the epoch."""
     tokens: int | None
     validation_loss: float | None
+    is_good: bool
+    """Whether the step before was made, not skipped."""
     faults: tuple[str, ...]
-    """What is wrong with it; empty when it is complete."""
+    """Everything wrong with it; empty when it is complete."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def summarise(folder: Path, *, read_contents: bool) -> list[Summary]:
 
     Args:
         folder: the checkpoint folder of a run, or one step folder.
-        read_contents: hash every file; else lengths and names are compared only.
+        read_contents: hash every file and look for values that are not finite; else compare lengths and names only.
 
     Raises:
         UserError: the folder is absent.
@@ -62,14 +66,13 @@ def summarise(folder: Path, *, read_contents: bool) -> list[Summary]:
 def _summary(path: Path, step: int, read_contents: bool) -> Summary:
     body, faults = read_manifest(path, step)
     if body is None:
-        return Summary(path, step, None, None, None, None, tuple(faults))
+        return Summary(path, step, None, None, None, None, False, tuple(faults))
     records = records_of(body)
     faults = check_files(path, body)
     if read_contents and not faults:
         faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
         if not faults:
-            metadata, faults = read_metadata(path)
-            faults = faults if metadata is None else check_metadata(path, metadata, records)
+            faults = stored_not_finite(path, records, Ranks(rank=0, size=1, group=None))
     meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
     return Summary(
         path=path,
@@ -78,6 +81,7 @@ def _summary(path: Path, step: int, read_contents: bool) -> Summary:
         saved_at=body["saved_at"],
         tokens=meta.get("progress", {}).get("tokens"),
         validation_loss=body["validation_loss"],
+        is_good=body.get("good", True),
         faults=tuple(faults),
     )
 

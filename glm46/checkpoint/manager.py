@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm46.checkpoint.background import BackgroundSaver
 from glm46.checkpoint.dcp import read_tensors
+from glm46.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
 from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
 from glm46.checkpoint.node_local import NodeFolder, gather
 from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
@@ -61,7 +62,13 @@ class CheckpointManager:
         self._branch_point: int | None = None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], *, validation_loss: float | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
     ) -> SaveOutcome:
         """Write and publish a checkpoint; afterwards remove those that are too old. Collective.
 
@@ -72,22 +79,30 @@ class CheckpointManager:
                 equal on all of them; what differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
             validation_loss: what ``keep_best_k`` compares; rank 0's counts.
+            is_good: whether the step before was made, not skipped; the newest such checkpoint is never removed.
 
         Raises:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
+            NotFiniteError: the tensors hold values that are not finite.
         """
         started = time.perf_counter()
         self._settle()
         self._set_aside_newer()
         with self._ranks.stage("writing meta as JSON"):
-            content = Content.of(step, tensors, meta, validation_loss)
+            content = Content.of(step, tensors, meta, validation_loss, is_good)
         self._verified.discard(step)
         size = save_now(self._place, content, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
     def save_in_background(
-        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], *, validation_loss: float | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
     ) -> bool:
         """Copy the tensors to host memory and return; a thread does the rest. Arguments as ``save``. Collective.
 
@@ -102,7 +117,7 @@ class CheckpointManager:
             return False
         self._set_aside_newer()
         with self._ranks.stage("copying tensors to host memory"):
-            content = Content.of(step, tensors, meta, validation_loss)
+            content = Content.of(step, tensors, meta, validation_loss, is_good)
             self._background.stage(tensors)
         self._verified.discard(step)
         self._background.start(self._place, content, frozenset(self._in_use))
@@ -128,6 +143,19 @@ class CheckpointManager:
         """Give up the save under way, because its thread has died on some rank; ``poll`` then says so on all of them.
         Collective. The next save finds everything new."""
         self._look_after_saver()
+
+    def abandon_saves(self) -> None:
+        """Wait for the save in the background and forget how saves have ended. Collective."""
+        self._settle()
+        self._background.forget_ended()
+
+    def not_finite(self, tensors: Mapping[str, Tensor]) -> str:
+        """Which tensors hold values that are not finite, on any rank, in words; empty when none does. Collective."""
+        try:
+            refuse_not_finite(tensors, self._ranks)
+        except NotFiniteError as error:
+            return str(error)
+        return ""
 
     def close(self) -> list[SaveOutcome]:
         """Wait for the save in the background; returns and raises what ``poll`` does. Collective.
@@ -207,7 +235,7 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Like ``load``, from any checkpoint folder, such as the last one of the phase before. Collective."""
         path = Path(path)
-        if faults := verify_folder(path, step_of(path), self._ranks):
+        if faults := self._faults(path, step_of(path)):
             raise UserError(*faults)
         return self._fill(path, step_of(path), tensors, optional, ignored)
 
@@ -278,7 +306,18 @@ class CheckpointManager:
     def _verify(self, step: int) -> list[str]:
         if step in self._verified:
             return []
-        faults = verify_folder(step_folder(self.folder, step), step, self._ranks)
+        faults = self._faults(step_folder(self.folder, step), step)
         if not faults:
             self._verified.add(step)
         return faults
+
+    def _faults(self, path: Path, step: int | None) -> list[str]:
+        """What keeps a checkpoint from being trained on. Its values are read where the save did not look at them."""
+        faults = verify_folder(path, step, self._ranks)
+        with self._ranks.stage("reading the manifest") as stage:
+            if self._ranks.is_first and not faults:
+                stage.value = read_manifest(path, step)[0]
+        body = stage.values[0]
+        if faults or body.get("finite", False):
+            return faults
+        return stored_not_finite(path, records_of(body), self._ranks)

@@ -58,7 +58,7 @@ def save_locally(node: NodeFolder, content: Content, ranks: Ranks, staged: dict 
         files = write_tensors(draft, content.tensors, ranks, staged)
         with ranks.stage("reading the index") as stage:
             if ranks.is_first:
-                stage.value = (draft / METADATA).read_bytes(), content.meta, content.facts(ranks.size)
+                stage.value = (draft / METADATA).read_bytes(), content.meta, content.facts(ranks.size, is_finite=True)
         index, meta, facts = stage.values[0]
         with ranks.stage("publishing on the local disk"):
             if node.is_leader:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.checkpoint.dcp import write_tensors
+from glm46.checkpoint.finite import refuse_not_finite
 from glm46.checkpoint.integrity import read_manifest
 from glm46.checkpoint.node_local import NodeFolder, gather, save_locally
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
@@ -46,7 +47,9 @@ def save_now(place: Place, content: Content, ranks: Ranks, in_use: Collection[in
 
     Raises:
         CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
+        NotFiniteError: the tensors hold values that are not finite.
     """
+    refuse_not_finite(content.tensors if staged is None else staged, ranks)
     if place.node is None:
         size = _save_shared(place.folder, content, ranks, staged)
     else:
@@ -65,7 +68,7 @@ def _save_shared(folder: Path, content: Content, ranks: Ranks, staged: dict | No
         files = write_tensors(draft, content.tensors, ranks, staged)
         with ranks.stage("publishing"):
             if ranks.is_first:
-                publish(draft, content.step, files, content.meta, content.facts(ranks.size))
+                publish(draft, content.step, files, content.meta, content.facts(ranks.size, is_finite=True))
     except CheckpointError:
         if ranks.is_first:  # the others have left the folder: a full disk gets its space back
             shutil.rmtree(draft, ignore_errors=True)
@@ -77,7 +80,10 @@ def _remove_old(place: Place, saved: int, ranks: Ranks, in_use: Collection[int])
     folder = place.folder
     with ranks.stage("listing old checkpoints") as stage:
         if ranks.is_first:
-            stage.value = steps_to_remove(complete_with_losses(folder), place.rule, in_use)
+            bodies = {step: read_manifest(step_folder(folder, step), step)[0] for step in complete_steps(folder)}
+            losses = {step: body["validation_loss"] for step, body in bodies.items()}
+            doubtful = {step for step, body in bodies.items() if not body.get("good", True)}
+            stage.value = steps_to_remove(losses, place.rule, in_use, doubtful)
     going = stage.values[0]
     # A disk can lose what it was given. Until the new checkpoint was read back, the old ones are all there is.
     if going and (faults := verify_folder(step_folder(folder, saved), saved, ranks)):
@@ -86,12 +92,3 @@ def _remove_old(place: Place, saved: int, ranks: Ranks, in_use: Collection[int])
         if ranks.is_first:
             for step in going:
                 remove(step_folder(folder, step))
-
-
-def complete_with_losses(folder: Path) -> dict[int, float | None]:
-    """The complete checkpoints of a folder, by step, with the validation loss that each was saved with."""
-    losses = {}
-    for step in complete_steps(folder):
-        body, _ = read_manifest(step_folder(folder, step), step)
-        losses[step] = None if body is None else body["validation_loss"]
-    return losses

@@ -155,7 +155,7 @@ def write_model(
     try:
         with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
             files = write_tensors(draft, meta_tensors, ranks, made, file_per_tensor=True)
-        return publish(draft, content.step, files, content.meta, content.facts(ranks.size))
+        return publish(draft, content.step, files, content.meta, content.facts(ranks.size, is_finite=False))
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -72,7 +72,8 @@ def _print_summary(summary: Summary, good: str) -> None:
     tokens = "-" if summary.tokens is None else f"{summary.tokens:,}"
     loss = "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}"
     size = "-" if summary.bytes is None else _size(summary.bytes)
-    print(f"{summary.step:>10} {saved:19} {tokens:>18} {loss:>9} {size:>10}  {'DAMAGED' if summary.faults else good}")
+    state = "DAMAGED" if summary.faults else good if summary.is_good else f"{good}, but its last step was skipped"
+    print(f"{summary.step:>10} {saved:19} {tokens:>18} {loss:>9} {size:>10}  {state}")
     for fault in summary.faults:
         print(f"{'':>10} {fault}")
 
@@ -100,7 +101,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     rule = Retention(arguments.keep_latest_k, arguments.keep_every, arguments.keep_best_k)
     complete = {one.step: one for one in summarise(arguments.folder, read_contents=False) if not one.faults}
-    going = steps_to_remove({step: one.validation_loss for step, one in complete.items()}, rule)
+    losses = {step: one.validation_loss for step, one in complete.items()}
+    going = steps_to_remove(losses, rule, doubtful=[step for step, one in complete.items() if not one.is_good])
     if not going:
         print("nothing to remove")
         return 0

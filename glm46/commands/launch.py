@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from glm46.planner.budget import budget_tokens
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
-from glm46.reliability.stop import EXIT_HANG, EXIT_SIGNAL, EXIT_STOPPED, STOPPED
+from glm46.reliability.stop import EXIT_DIVERGED, EXIT_HANG, EXIT_SIGNAL, EXIT_STOPPED, STOPPED
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
@@ -63,7 +64,8 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
         max_restarts: how often all ranks are started again after one failed or went silent.
 
     Returns:
-        Exit code: 0 trained to the end; 2 refused; EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1, nothing is lost;
+        Exit code: 0 trained to the end; 2 refused; EXIT_DIVERGED diverged;
+        EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1, nothing is lost;
         128 + n stopped by signal n otherwise; else a rank failed, or went silent, and no start is left.
 
     Raises:
@@ -115,6 +117,7 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     processes = processes or max(choose_processes(run, machine) // nodes.count, 1)
     run = load_run(config, overrides, world_size=processes * nodes.count)
     if nodes.rank == 0:
+        _refuse_start(run)
         _prepare(run, processes * nodes.count)
     share_cores(machine.cores, processes)
     mark = Path(run.job.dump_folder) / STOPPED
@@ -137,6 +140,18 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     if code == 0 and nodes.rank == 0:
         print(describe_next(run, start_of_run, processes * nodes.count))
     return EXIT_STOPPED if stopped_by_system and is_at_rest else code
+
+
+def _refuse_start(run: Run) -> None:
+    """What a rank would find wrong at its start with the folders of the run, once and before any work."""
+    from glm46.reliability.run_lock import writing
+    from glm46.training.origin import refuse_origin
+
+    refuse_origin(run)
+    folder = Path(run.job.dump_folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with writing(folder), tempfile.TemporaryFile(dir=there) as file:
+        file.write(b"\0" * 4096)
 
 
 def _prepare(run: Run, world_size: int) -> None:
@@ -278,7 +293,8 @@ def _start(options: Sequence[str], command: Sequence[str]) -> End:
             return End(EXIT_STOPPED)
         cause = f"rank {rank} {_describe_exit(failure.exitcode)}"
         print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
-        return End(_EXIT_USER_ERROR if failure.exitcode == _EXIT_USER_ERROR else _EXIT_FAILED_RANK, cause)
+        is_final = failure.exitcode in (_EXIT_USER_ERROR, EXIT_DIVERGED)  # another start would end in the same way
+        return End(failure.exitcode if is_final else _EXIT_FAILED_RANK, cause)
     finally:
         for number, handler in before.items():  # torchrun keeps them, for ranks that are no more
             signal.signal(number, handler)

@@ -26,6 +26,11 @@ def together(work: Callable[[], _Result]) -> _Result:
     return result
 
 
+def once(*faults: str) -> tuple[str, ...]:
+    """Faults that all ranks have found alike, for the first rank, which speaks for all; nothing on others."""
+    return faults if dist.get_rank() == 0 else ()
+
+
 def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | None]:
     """What `work` gives, or the UserError that it raised. All else is a fault of the program, and goes its way."""
     try:
@@ -43,7 +48,7 @@ def raise_together(error: UserError | None) -> NoReturn:
     found: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error and tuple(map(_without_traceback, error.faults)))
     faults = dict.fromkeys(fault for faults in found for fault in faults or ())
-    raise UserError(*(faults if dist.get_rank() == 0 else ()))
+    raise UserError(*once(*faults))
 
 
 def _without_traceback(fault: str) -> str:

@@ -1,12 +1,12 @@
 """Where rows of metrics and messages go: console, metrics.jsonl, TensorBoard, log.txt."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from glm46.observe.console import ConsoleView, train_line, validation_line
-from glm46.observe.history import History, keep_aside
+from glm46.observe.history import History, LineFile, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 
 Kind = Literal["train", "validation"]
@@ -38,9 +38,11 @@ class Report:
         self._total_tokens = total_tokens
         if not is_main:
             return
+        self._folder = dump_folder
+        self._paused: set[str] = set()
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / "metrics.jsonl", resumed_step)
-        self._log = (dump_folder / "log.txt").open("a", encoding="utf-8")
+        self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
         self._tensorboard = _TensorBoard(dump_folder / "tb", resumed_step) if enable_tensorboard else None
 
@@ -61,7 +63,7 @@ class Report:
     def config(self, text: str) -> None:
         """Show the resolved configuration in TensorBoard, at the first step that is trained with it."""
         if self._is_main and self._tensorboard is not None:
-            self._tensorboard.write_config(text)
+            self._keep("tb", lambda: self._tensorboard.write_config(text))
 
     def message(self, text: str) -> None:
         """Tell the user something, on the console and in log.txt."""
@@ -78,24 +80,39 @@ class Report:
         """Bring everything to the disk. Calling it again does nothing."""
         if self._is_main and not self._log.closed:
             self._console.close()
-            self._history.close()
-            self._log.close()
+            self._keep("metrics.jsonl", self._history.close)
             if self._tensorboard is not None:
-                self._tensorboard.close()
+                self._keep("tb", self._tensorboard.close)
+            self._keep("log.txt", self._log.close)
 
     def _write(self, kind: Kind, row: Mapping[str, int | float]) -> dict[str, int | float | None]:
         now = time.time()
         plain = plain_row(row)
         assert "step" in plain, "a row needs its step"
-        self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain})
+        self._keep("metrics.jsonl", lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}))
         if self._tensorboard is not None:
-            self._tensorboard.write(kind, plain, now)
+            self._keep("tb", lambda: self._tensorboard.write(kind, plain, now))
         return plain
 
     def _write_log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._log.write("".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""]))
-        self._log.flush()
+        lines = "".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""])
+        self._keep("log.txt", lambda: self._log.write(lines))
+
+    def _keep(self, name: str, write: Callable[[], None]) -> None:
+        """Write what training can do without: a disk that refuses it pauses that file, which is told once."""
+        try:
+            write()
+        except OSError as error:
+            if name not in self._paused:
+                self._paused.add(name)
+                self._console.line(
+                    f"{self._folder / name}: cannot be written ({error.strerror}); training goes on without it"
+                )
+        else:
+            if name in self._paused:
+                self._paused.remove(name)
+                self._console.line(f"{self._folder / name}: written again; what came in between is missing")
 
 
 class _TensorBoard:

@@ -1,6 +1,7 @@
 """Who the others wait for: read from the collectives that each rank has started, as the flight recorder knows them."""
 
 import json
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -64,23 +65,28 @@ def find_culprits(answers: Answers, world_size: int) -> list[int]:
     return culprits or sorted(rank for rank, a in answers.items() if a["place"] and "torch/" not in a["place"][0])
 
 
-def describe_silence(answers: Answers, culprits: list[int], silent_seconds: float, folder: str) -> str:
+def describe_silence(
+    answers: Answers, culprits: list[int], hosts: Mapping[int, str], silent_seconds: float, folder: str
+) -> str:
     """What a person needs to know, some lines."""
     lines = [f"training has stood still for {silent_seconds:.0f} s; the run is ended. Stacks of all ranks: {folder}"]
     for rank in culprits:
+        host = hosts.get(rank, "an unknown host")
         if rank not in answers:
-            lines.append(f"  rank {rank} does not answer: its process is stopped, or its interpreter is blocked")
+            cause = "its process is stopped, its interpreter is blocked, or its host is out of reach"
+            lines.append(f"  rank {rank} on {host} does not answer: {cause}")
             continue
         answer = answers[rank]
         lines.append(
-            f"  rank {rank} holds the others up: {answer['operation']}, step {answer['step']}, in "
+            f"  rank {rank} on {host} holds the others up: {answer['operation']}, step {answer['step']}, in "
             + " < ".join(answer["place"])
         )
     waiting = {rank: answer for rank, answer in answers.items() if rank not in culprits}
     for rank, answer in sorted(waiting.items())[:8]:
         last = max(answer["collectives"].values(), default=None)
         known = f", after {last[1]} number {last[0]}" if last else ""
-        lines.append(f"  rank {rank} waits: {answer['operation']}, step {answer['step']}{known}")
+        place = hosts.get(rank, "an unknown host")
+        lines.append(f"  rank {rank} on {place} waits: {answer['operation']}, step {answer['step']}{known}")
     if len(waiting) > 8:
         lines.append(f"  and {len(waiting) - 8} more")
     return "\n".join(lines)

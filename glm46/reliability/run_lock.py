@@ -1,5 +1,7 @@
 """One run in one folder: a second one would cut the first one's metrics and set its checkpoints aside."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -10,15 +12,33 @@ _PATIENCE_SECONDS = 5.0
 """A killed run takes a moment to end before the next start can hold its folder."""
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around writes to a run's folder that the run cannot do without.
+
+    Raises:
+        UserError: the system refuses one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"job.dump_folder = {str(folder)!r}: {error.filename or folder} cannot be written: {error.strerror}; free "
+            "space, allow writing, or set another folder"
+        ) from error
+
+
 def lock_run(folder: Path) -> FileLock:
     """Hold a folder for this process.
 
     Raises:
-        UserError: another process holds the folder.
+        UserError: another process holds the folder, or it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / _FILE)
-    if not lock.acquire(_PATIENCE_SECONDS):
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        is_held = lock.acquire(_PATIENCE_SECONDS)
+    if not is_held:
         raise UserError(
             f"job.dump_folder = {str(folder)!r}: {lock.holder()} is training in this folder; "
             "wait for it, stop it, or set another folder"

@@ -8,12 +8,17 @@ import threading
 import time
 from types import FrameType
 
+from glm46.config.errors import UserError
+
 EXIT_STOPPED = 75
 """Exit code of a rank that was asked to stop and has saved: start the same command again. Source: EX_TEMPFAIL of
 sysexits.h, which job systems know as a reason to try again."""
 
 EXIT_HANG = 76
 """Exit code of a run that was ended because a rank had gone silent."""
+
+EXIT_DIVERGED = 77
+"""Exit code of a run that was ended because its steps or its weights went bad and no way back was left."""
 
 EXIT_SIGNAL = 128
 """Exit code of what a signal has ended, less the number of the signal."""
@@ -26,6 +31,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _SAME_WISH_SECONDS = 1.0
 """Job systems and terminals may tell a rank and the launcher, which tells the rank again: that is one wish."""
+
+
+class Diverged(UserError):
+    """Steps or weights went bad, and no way back is left."""
+
+    exit_code = EXIT_DIVERGED
+    remedy = "lower optimizer.lr, or look at the samples named in log.txt"
 
 
 class StopRequest:

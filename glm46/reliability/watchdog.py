@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.distributed.process import Process
@@ -27,8 +27,12 @@ from glm46.reliability.hang_report import collectives_here, describe_silence, fi
 from glm46.reliability.stop import EXIT_HANG
 
 _TICK_SECONDS = 0.25
-_ALARM_TICKS = 4
-"""Ticks between two looks at the alarm in the store."""
+_ASK_SECONDS = 1.0
+"""Between two looks at the alarm in the store."""
+_STORE_SECONDS = 30.0
+"""A store that gives no answer for so long is out of reach: this rank cannot know whether others live, and ends."""
+_CALL_SECONDS = 2.0
+"""Longest wait for one call that may hang: of the store, or a file on a disk that the network has taken away."""
 _LIMIT_PER_P99 = 5.0
 _TIMED_STEPS = 20
 """Steps that are timed before their times decide; until then the timeout of the start does."""
@@ -42,6 +46,8 @@ _ALARM = "glm46/hang/alarm"
 _TOLD = "glm46/hang/told"
 _AWAKE_SECONDS = 0.5
 """How long a stopped rank is woken to show its stacks before it is killed."""
+
+_Result = TypeVar("_Result")
 
 
 class Watchdog:
@@ -63,6 +69,7 @@ class Watchdog:
         self._steps_seen, self._step_began = 0, time.monotonic()
         self._main = threading.main_thread().ident
         self._end = threading.Event()
+        self._heard_at, self._has_alarm = time.monotonic(), False
         if not shortest_seconds:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +79,7 @@ class Watchdog:
         self._store = clone_store() if process.world_size > 1 else None
         if self._store is not None:
             self._store.set(f"glm46/hang/process/{process.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+            threading.Thread(target=self._listen, name="alarm", daemon=True).start()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -106,11 +114,13 @@ class Watchdog:
         self._is_watched = True
 
     def limit_seconds(self) -> float:
-        """Silence that is a hang: five times the 99th percentile of the last step times, and not less than allowed."""
+        """Silence that is a hang: five times the 99th percentile of the last step times, not less than allowed, and
+        never more than at the start, however long an outage was that the run survived."""
         if len(self._times) < _TIMED_STEPS:
             return max(self._start_limit, self._shortest)
         times = sorted(self._times)
-        return max(_LIMIT_PER_P99 * times[math.ceil(0.99 * len(times)) - 1], self._shortest)
+        found = _LIMIT_PER_P99 * times[math.ceil(0.99 * len(times)) - 1]
+        return max(min(found, self._start_limit), self._shortest)
 
     def close(self) -> None:
         """Stop watching."""
@@ -126,70 +136,114 @@ class Watchdog:
             with contextlib.suppress(OSError):  # not empty, or another rank was faster
                 self._folder.rmdir()
 
+    def _listen(self) -> None:
+        """Ask the store for an alarm. A thread of its own: nothing bounds the wait for a store whose host has gone."""
+        while not self._end.wait(_ASK_SECONDS):
+            with contextlib.suppress(RuntimeError):  # the connection is broken: that is no answer either
+                self._has_alarm = self._store.check([_ALARM])
+                self._heard_at = time.monotonic()
+
     def _watch(self) -> None:
-        last, ticks = time.monotonic(), 0
+        last = time.monotonic()
         while not self._end.wait(_TICK_SECONDS):
             now = time.monotonic()
             # Time in which this thread did not run either is no silence of training: the machine, or the whole run,
             # was suspended.
-            self._since += max(now - last - 4 * _TICK_SECONDS, 0.0)
-            last, ticks = now, ticks + 1
-            if self._is_watched and now - self._since > self.limit_seconds():
+            pause = max(now - last - 4 * _TICK_SECONDS, 0.0)
+            self._since, self._heard_at, last = self._since + pause, self._heard_at + pause, now
+            if self._has_alarm or self._is_watched and now - self._since > self.limit_seconds():
                 self._end_run(now - self._since)
-            if self._store is not None and ticks % _ALARM_TICKS == 0 and self._store.check([_ALARM]):
-                self._end_run(now - self._since)
+            if self._store is not None and now - self._heard_at > _STORE_SECONDS:
+                self._end_alone(now - self._heard_at)
 
-    def _end_run(self, silent_seconds: float) -> None:
-        rank, size = self._process.rank, self._process.world_size
-        if self._store is not None and self._store.check([_TOLD]):
-            time.sleep(2 * _AWAKE_SECONDS)  # it was this rank, now woken, and the others are killing it
-            os._exit(EXIT_HANG)
+    def _end_alone(self, seconds: float) -> None:
+        """End this rank, which reaches nobody."""
+        self._end_for_sure()
+        rank, host = self._process.rank, socket.gethostname()
+        print(
+            f"error: rank {rank} on {host} has had no answer from the store of the run for {seconds:.0f} s, at step "
+            f"{self._step}: the first node, or the network to it, is gone. This rank ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        _within(_CALL_SECONDS, self._keep_stacks)
+        os._exit(EXIT_HANG)
+
+    def _end_for_sure(self) -> None:
+        """Whatever hangs from here on, the process ends: by the second way where the interpreter is blocked too."""
+        end = threading.Timer(_PATIENCE_SECONDS, os._exit, (EXIT_HANG,))
+        end.daemon = True
+        end.start()
+        faulthandler.dump_traceback_later(_PATIENCE_SECONDS + 1.0, exit=True, file=self._stacks)
+
+    def _keep_stacks(self) -> None:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.flush()
+
+    def _end_run(self, silent_seconds: float) -> None:
+        self._end_for_sure()
+        rank, size = self._process.rank, self._process.world_size
+        if self._store is not None and _within(_CALL_SECONDS, self._store.check, [_TOLD]):
+            time.sleep(2 * _AWAKE_SECONDS)  # it was this rank, now woken, and the others are killing it
+            os._exit(EXIT_HANG)
+        _within(_CALL_SECONDS, self._keep_stacks)
         collectives, recorder = collectives_here()
         if recorder:
-            (self._folder / f"flight-rank{rank}.json").write_text(recorder)
+            _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
         answer = {
             "operation": self._operation,
             "step": self._step,
             "place": place_of(sys._current_frames().get(self._main)),
             "collectives": collectives,
         }
-        # The store may hang too: then the process ends after this time, without an exit code of its own.
-        faulthandler.dump_traceback_later(_PATIENCE_SECONDS, exit=True, file=self._stacks)
-        answers = {rank: answer} if self._store is None else self._exchange(answer)
+        alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
+        found = None if self._store is None else _within(_ANSWER_SECONDS + _CALL_SECONDS, self._exchange, answer)
+        answers, processes = found or alone
         speaker = min(answers)
         if rank == speaker:
-            text = describe_silence(answers, find_culprits(answers, size), silent_seconds, str(self._folder))
-            (self._folder / "hang.txt").write_text(text + "\n")
+            hosts = {rank: host for rank, (host, _) in processes.items()}
+            text = describe_silence(answers, find_culprits(answers, size), hosts, silent_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
+            _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
         if self._store is not None:
-            self._store.set(_TOLD, "1")
-            self._kill_silent(answers)
+            _within(_CALL_SECONDS, self._store.set, _TOLD, "1")
+            _kill_silent([processes[silent] for silent in processes.keys() - answers.keys()])
             time.sleep(1.0 if rank == speaker else 0.2)  # the store may live in the first rank: it goes last
         os._exit(EXIT_HANG)
 
-    def _exchange(self, answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The answers of all ranks that give one."""
+    def _exchange(self, answer: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, int]]]:
+        """The answers of all ranks that give one; host and process id of all ranks."""
         self._store.set(_ALARM, "1")
         self._store.set(f"glm46/hang/answer/{self._process.rank}", json.dumps(answer))
         keys = {rank: f"glm46/hang/answer/{rank}" for rank in range(self._process.world_size)}
         end = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(0.1)
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        answers = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return answers, {rank: json.loads(self._store.get(f"glm46/hang/process/{rank}")) for rank in keys}
 
-    def _kill_silent(self, answers: dict[int, Any]) -> None:
-        """A stopped rank hears no SIGTERM, and torchrun would wait for it: get its stacks, and end it."""
-        silent = []
-        for rank in set(range(self._process.world_size)) - answers.keys():
-            host, process_id = json.loads(self._store.get(f"glm46/hang/process/{rank}"))
-            if host == socket.gethostname():
-                silent.append(process_id)
-        for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if silent else ():
-            for process_id in silent:
-                try:
-                    os.kill(process_id, number)
-                except ProcessLookupError:
-                    continue
-            time.sleep(_AWAKE_SECONDS if number == signal.SIGCONT else 0.0)
+
+def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
+    """What a call that may wait without end returns, made in a thread of its own; None if that takes too long, or the
+    store or the disk refuses."""
+    results = []
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            results.append(call(*arguments))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _kill_silent(processes: Collection[tuple[str, int]]) -> None:
+    """A stopped rank hears no SIGTERM, and torchrun would wait for it: get its stacks, and end it, if it is on this
+    host."""
+    silent = [process_id for host, process_id in processes if host == socket.gethostname()]
+    for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if silent else ():
+        for process_id in silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, number)
+        time.sleep(_AWAKE_SECONDS if number == signal.SIGCONT else 0.0)

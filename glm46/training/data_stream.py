@@ -13,9 +13,9 @@ from glm46.data.loader import Span, TrainSource, build_train_loader
 from glm46.data.mixing import integer_weights, taken
 from glm46.observe.report import Report
 from glm46.planner.curriculum import TextStage, plan_stages, stage_at
+from glm46.reliability.workers import begin_worker, starting_workers
 from glm46.training.build import Parts
 from glm46.training.state import Progress
-from glm46.training.workers import begin_worker, starting_workers
 
 
 class Portion(NamedTuple):

@@ -1,6 +1,6 @@
 """What a checkpoint of a run holds, and how a run starts: anew, from an earlier phase, or where it stopped."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.checkpoint.metadata import read_metadata
+from glm46.checkpoint.publish import step_folder
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_run
+from glm46.config.run_config import Run
 from glm46.data.tokenizer import TOKENIZER_KEY
+from glm46.distributed.collective_errors import once, together
+from glm46.reliability.stop import Diverged
 from glm46.training.build import Parts
 from glm46.training.data_stream import read
 from glm46.training.hf_weights import load_weights
+from glm46.training.origin import TENSOR_KEYS, TEXT_KEYS, differences
 from glm46.training.selection import names_left_out
 from glm46.training.state import Progress
+
+_FAULTS_SHOWN = 3
 
 
 def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
@@ -66,26 +73,14 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
         if step is not None:
             meta = _load(parts, step)
             if meta["stream"] != parts.stream_fingerprint():
-                raise UserError(
-                    f"{parts.checkpoints.folder}: the checkpoint of step {step} was trained on other data, or in "
-                    "another order (data.sources, data.stages, training.seq_len or debug.seed changed); restore them, "
-                    "or set another job.dump_folder and checkpoint.initial_load_path to this checkpoint"
-                )
+                raise UserError(*once(_other_text(parts.run, step_folder(parts.checkpoints.folder, step))))
             return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
-    if not path.is_dir():
-        kind = "Hugging Face" if config.initial_load_in_hf else "step"
-        raise UserError(f"checkpoint.initial_load_path = {str(path)!r}: no such folder; give a {kind} folder")
     if config.initial_load_in_hf:
-        load_weights(parts, path)
+        together(lambda: load_weights(parts, path))
         return fresh, None
-    if not path.resolve().name.removeprefix("step-").isdigit():
-        raise UserError(
-            f"checkpoint.initial_load_path = {str(path)!r}: not a step folder; give one such as "
-            "outputs/debug/checkpoint/step-000100, or set checkpoint.initial_load_in_hf = true for a Hugging Face one"
-        )
     meta = _load(parts, path.resolve(), ignored=_left_out(parts, path.resolve()))
     if not config.initial_load_model_only:
         # Text that the phase before has read does not come again.
@@ -94,26 +89,60 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
 
 
 def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any]]:
-    """Bring the parts back to the last good checkpoint before a row of skipped steps, whose samples are then left out;
-    collective.
+    """Bring the parts back to the last good checkpoint before a row of skipped steps, or before weights or states went
+    bad. The samples of the row are left out from then on, or those of all steps that may have spoilt the weights.
+    Collective.
 
     Raises:
-        UserError: the run may not, or no more, or there is no such checkpoint.
+        Diverged: the run may not, or no more, or there is no such checkpoint.
     """
     training = parts.run.training
-    cause = (
-        f"training.max_skipped_steps = {training.max_skipped_steps}: {counted(progress.skipped_in_a_row, 'step')} in a "
-        f"row, {progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
-    )
-    remedy = "lower optimizer.lr, or look at the samples named in log.txt"
+    parts.checkpoints.abandon_saves()
+    spoilt = parts.checkpoints.not_finite(checkpoint_tensors(parts))
+    causes = []
+    if progress.skipped_in_a_row:
+        causes.append(
+            f"training.max_skipped_steps = {training.max_skipped_steps}: {counted(progress.skipped_in_a_row, 'step')} in a "
+            f"row, {progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
+        )
+    if spoilt:
+        causes.append(f"after step {progress.step} {spoilt}")
+    cause = "; ".join(causes)
     if progress.rollbacks >= training.max_rollbacks:
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
-        raise UserError(f"{cause}{after if progress.rollbacks else ''}; {remedy}")
-    step = parts.checkpoints.newest(before=progress.bad_since_step) if parts.run.checkpoint.enable else None
+        raise Diverged(*once(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
+    before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
+    step = parts.checkpoints.newest(before=before) if parts.run.checkpoint.enable else None
     if step is None:
-        raise UserError(f"{cause}, and no checkpoint of an earlier step is there to go back to; {remedy}")
+        raise Diverged(
+            *once(f"{cause}, and no checkpoint of an earlier step is there to go back to; {Diverged.remedy}")
+        )
     meta = _load(parts, step)
-    return progress.roll_back(Progress(**meta["progress"])), meta
+    earlier = Progress(**meta["progress"])
+    return progress.roll_back(earlier, earlier.samples if spoilt else progress.bad_since_sample), meta
+
+
+def _explained(faults: Sequence[str], run: Run, folder: Path) -> list[str]:
+    """The keys behind faults of a load, with a remedy, then the first of the faults: a changed key has hundreds."""
+    text = "\n".join(faults)
+    parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
+    keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
+    if run.checkpoint.initial_load_path and Path(run.checkpoint.initial_load_path).resolve() == folder:
+        remedy = "restore it, or leave out what does not fit with checkpoint.initial_load_exclude"
+    else:
+        remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to take what fits"
+    more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
+    causes = [f"{line}; {remedy}" for line in differences(tuple(keys), run, folder)]
+    return [*causes, *faults[:_FAULTS_SHOWN], *more]
+
+
+def _other_text(run: Run, folder: Path) -> str:
+    changed = "; ".join(differences(TEXT_KEYS, run, folder))
+    return (
+        f"{changed or 'data.sources: the shards hold other text than before'}. The checkpoint of {folder} was trained "
+        "on other data, or in another order; restore it, or start anew from its weights: set another job.dump_folder "
+        f"and checkpoint.initial_load_path = {str(folder)!r}"
+    )
 
 
 def _left_out(parts: Parts, folder: Path) -> frozenset[str]:
@@ -133,7 +162,11 @@ def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> di
     tensors = {name: tensor for name, tensor in checkpoint_tensors(parts).items() if name not in ignored}
     load = parts.checkpoints.load if isinstance(source, int) else parts.checkpoints.load_from
     # Another number of ranks has other generators; nothing that decides a result draws from them.
-    meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+    try:
+        meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+    except UserError as error:
+        folder = source if isinstance(source, Path) else step_folder(parts.checkpoints.folder, source)
+        raise UserError(*once(*_explained(error.faults, parts.run, folder))) from None
     rank = parts.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

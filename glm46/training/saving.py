@@ -1,12 +1,25 @@
 """When a run saves, and what it does when a save fails: training is worth more than one checkpoint."""
 
+from typing import Any
+
+from glm46.checkpoint.finite import NotFiniteError
+from glm46.checkpoint.publish import complete_steps
 from glm46.checkpoint.saving import SaveOutcome
+from glm46.config.errors import UserError
+from glm46.distributed.collective_errors import once
 from glm46.distributed.ranks import CheckpointError
 from glm46.observe.report import Report
 from glm46.reliability.loss_spikes import SpikeDetector
+from glm46.reliability.stop import Diverged
 from glm46.training.build import Parts
 from glm46.training.resume import checkpoint_meta, checkpoint_tensors
 from glm46.training.state import Progress
+
+
+class SaveFailed(UserError):
+    """The last state of a run is not on the disk. Another start may find more space, so it is no refusal."""
+
+    exit_code = 1
 
 
 class Saver:
@@ -18,6 +31,8 @@ class Saver:
         self._saved_step = progress.step
         self._failed_saves = 0
         self._last: SaveOutcome | None = None
+        self.found_ruin = False
+        """Whether a save on this rank found values that are not finite; the ranks agree on it every step."""
 
     @property
     def has_died(self) -> bool:
@@ -46,28 +61,48 @@ class Saver:
         if not self._config.enable:
             return
         self._hear_of_saves(progress)
-        if progress.step % self._config.interval == 0:
+        if progress.step % self._config.interval:
+            return
+        if progress.skipped_in_a_row:
+            self._report.message(
+                f"step {progress.step}: not saved, {progress.skipped_in_a_row} steps in a row were skipped"
+            )
+        else:
             try:
                 self._save(progress, validation)
             except CheckpointError as error:
                 self._tell_failure(progress, error)
 
     def finish(self, progress: Progress, validation: dict[str, float]) -> None:
-        """Save the last step, unless that is done, and wait for all saves; collective.
+        """Save the last step, unless that is done, and wait for all saves; collective. A state within a row of skipped
+        steps is saved too, if it is finite: who starts again finds the row as it was.
 
         Raises:
-            CheckpointError: the last state of the run is not on the disk.
+            SaveFailed: the last state of the run is not on the disk.
+            Diverged: it holds values that are not finite.
         """
         if not self._config.enable:
             return
-        if self._saved_step != progress.step:
-            self._save_now(progress, validation)
         try:
-            self._tell(self._parts.checkpoints.close())
+            if self._saved_step != progress.step:
+                self._save_now(progress, validation)
+            try:
+                self._tell(self._parts.checkpoints.close())
+            except CheckpointError as error:
+                self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
+                self._save_now(progress, validation)
+                self._tell(self._parts.checkpoints.close())
+        except NotFiniteError as error:
+            fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._way_on()}"
+            raise Diverged(*once(fault)) from None
         except CheckpointError as error:
-            self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
-            self._save_now(progress, validation)
-            self._tell(self._parts.checkpoints.close())
+            raise SaveFailed(*once(f"step {progress.step} is not saved. {error}; {self._way_on()}")) from None
+
+    def _way_on(self) -> str:
+        folder = self._parts.checkpoints.folder
+        newest = max(complete_steps(folder), default=0)
+        where = f"goes on from the checkpoint of step {newest}" if newest else "starts anew, no step is saved"
+        return f"job.dump_folder = {self._parts.run.job.dump_folder!r}: the same command {where}"
 
     def _hear_of_saves(self, progress: Progress) -> None:
         # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is
@@ -80,7 +115,7 @@ class Saver:
     def _save(self, progress: Progress, validation: dict[str, float]) -> None:
         if self._config.async_mode == "disabled":
             self._save_now(progress, validation)
-        elif self._parts.checkpoints.save_in_background(*self._content(progress, validation), **_loss(validation)):
+        elif self._parts.checkpoints.save_in_background(**self._content(progress, validation)):
             self._saved_step = progress.step
         else:
             self._report.message(
@@ -89,16 +124,22 @@ class Saver:
             )
 
     def _save_now(self, progress: Progress, validation: dict[str, float]) -> None:
-        self._tell([self._parts.checkpoints.save(*self._content(progress, validation), **_loss(validation))])
+        self._tell([self._parts.checkpoints.save(**self._content(progress, validation))])
         self._saved_step = progress.step
 
-    def _content(self, progress: Progress, validation: dict[str, float]) -> tuple:
-        meta = checkpoint_meta(self._parts, progress, validation) | {"spikes": self._spikes.to_meta()}
-        return progress.step, checkpoint_tensors(self._parts), meta
+    def _content(self, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
+        return {
+            "step": progress.step,
+            "tensors": checkpoint_tensors(self._parts),
+            "meta": checkpoint_meta(self._parts, progress, validation) | {"spikes": self._spikes.to_meta()},
+            "validation_loss": validation.get("validation_loss"),
+            "is_good": not progress.skipped_in_a_row,
+        }
 
     def _tell_failure(self, progress: Progress, error: CheckpointError) -> None:
         self._failed_saves += 1
-        self._report.message(f"step {progress.step}: a checkpoint could not be saved, training goes on. {error}")
+        self.found_ruin |= isinstance(error, NotFiniteError)
+        self._report.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
 
     def _tell(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
@@ -107,7 +148,3 @@ class Saver:
                 f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "
                 f"training waited {outcome.stall_seconds:.2f} s"
             )
-
-
-def _loss(validation: dict[str, float]) -> dict[str, float]:
-    return {"validation_loss": validation["validation_loss"]} if validation else {}

@@ -62,9 +62,9 @@ class Progress:
             if self.samples < end and first < self.samples + sequences:
                 self.samples = end
 
-    def roll_back(self, earlier: "Progress") -> "Progress":
-        """The progress of an earlier checkpoint, with the samples of the last bad steps left out from then on."""
-        bad = [self.bad_since_sample, self.samples]
+    def roll_back(self, earlier: "Progress", first_bad_sample: int) -> "Progress":
+        """The progress of an earlier checkpoint, with the samples from the first bad one to here left out."""
+        bad = [first_bad_sample, self.samples]
         return replace(
             earlier,
             skipped_steps=self.skipped_steps,

@@ -101,6 +101,11 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
     lines += ["", format_role_table(whole_role_table(parts)), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
+        if progress.tokens >= (budget := budget_tokens(run, parts.rows_per_micro_batch)):
+            lines.append(
+                f"finished     the budget of {budget:,} tokens is spent, so no step is trained; "
+                "raise training.tokens, or training.steps, to go on"
+            )
         lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
         lines += _config_changes(meta["config"], dump_run(run))
     else:

@@ -18,7 +18,7 @@ from glm46.planner.budget import budget_tokens
 from glm46.planner.flops import batch_flops
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.reliability.loss_spikes import SpikeDetector
-from glm46.reliability.run_lock import lock_run
+from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import EXIT_STOPPED, STOPPED, StopRequest
 from glm46.reliability.stragglers import Stragglers
 from glm46.reliability.watchdog import Watchdog
@@ -29,6 +29,7 @@ from glm46.training.evaluate import evaluate
 from glm46.training.final_report import farewell
 from glm46.training.hf_weights import save_weights
 from glm46.training.loss import TokenCounts, count_half_pairs, count_tokens
+from glm46.training.origin import refuse_origin
 from glm46.training.saving import Saver
 from glm46.training.state import Progress
 from glm46.training.step import train_step
@@ -43,14 +44,17 @@ class NextStep(NamedTuple):
     """Tokens of the step over all ranks."""
     stop: bool
     """Some rank was asked to stop."""
+    is_ruined: bool
+    """A save on some rank found values that are not finite."""
     saver_died: bool
     """The thread that saves behind training has died on some rank."""
     paces: list[int]
     """What each rank has shared of its own times."""
 
 
-class _TooManyBadSteps(Exception):
-    """A row of skipped steps is longer than [training] max_skipped_steps; raised on all ranks together."""
+class _WentBad(Exception):
+    """A row of skipped steps is longer than [training] max_skipped_steps, or weights or states hold values that are not
+    finite; raised on all ranks together."""
 
 
 def train(run: Run, stop: StopRequest | None = None) -> int:
@@ -65,24 +69,28 @@ def train(run: Run, stop: StopRequest | None = None) -> int:
     die_with_parent()
     stop = stop or StopRequest()
     dump_folder = Path(run.job.dump_folder)
-    # Before the ranks meet: one that is refused then is no rank that the others wait for.
-    lock = lock_run(dump_folder) if launched_rank() == 0 else None
+    lock = None
+    if launched_rank() == 0:  # before the ranks meet: the others do not wait for one that is refused then
+        refuse_origin(run)
+        lock = lock_run(dump_folder)
     process = join(run.comm.init_timeout_seconds)
-    watchdog = Watchdog(
-        process,
-        dump_folder / "hang",
-        shortest_seconds=run.comm.hang_seconds,
-        start_seconds=run.comm.init_timeout_seconds,
-    )
+    with writing(dump_folder):
+        watchdog = Watchdog(
+            process,
+            dump_folder / "hang",
+            shortest_seconds=run.comm.hang_seconds,
+            start_seconds=run.comm.init_timeout_seconds,
+        )
     try:
         parts = build(run, process)
-        if process.is_main:
-            (dump_folder / "config.toml").write_text(dump_run(run), encoding="utf-8")
         progress, meta = resume.start(parts)
+        if process.is_main:
+            with writing(dump_folder):
+                (dump_folder / "config.toml").write_text(dump_run(run), encoding="utf-8")
         while True:
             try:
                 return _train_from(parts, progress, meta, stop, watchdog)
-            except _TooManyBadSteps:
+            except _WentBad:
                 progress, meta = resume.roll_back(parts, progress)
     finally:
         watchdog.close()
@@ -97,13 +105,14 @@ def _train_from(
 ) -> int:
     """Train from where the parts are; what the files say of later steps is cut."""
     run = parts.run
-    report = Report(
-        Path(run.job.dump_folder),
-        is_main=parts.process.is_main,
-        enable_tensorboard=run.metrics.enable_tensorboard,
-        total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
-        resumed_step=progress.step or None,
-    )
+    with writing(Path(run.job.dump_folder)):
+        report = Report(
+            Path(run.job.dump_folder),
+            is_main=parts.process.is_main,
+            enable_tensorboard=run.metrics.enable_tensorboard,
+            total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
+            resumed_step=progress.step or None,
+        )
     try:
         if run.job.print_config:
             report.message(dump_run(run))
@@ -147,6 +156,8 @@ def _train(
             stop.has_begun = True
             if parts.process.is_main:
                 _at_rest(run).unlink(missing_ok=True)
+        if coming.is_ruined:
+            raise _WentBad
         if coming.saver_died:
             saver.start_again(progress)
         if slow := stragglers.learn(coming.paces):
@@ -174,7 +185,7 @@ def _train(
             row = figures.training_row(progress, outcome, counts, lr_factor)
             report.train(row | saver.figures() | stragglers.figures())
         if progress.skipped_in_a_row > run.training.max_skipped_steps:
-            raise _TooManyBadSteps
+            raise _WentBad
         if progress.step % run.training.gc_freq == 0:
             gc.collect()
         with figures.meter.left_out(), watchdog.unwatched("validation and saves"):
@@ -231,21 +242,21 @@ def prepare_step(
     per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
     flat = torch.tensor(
         [
-            *(stop.signal_name is not None, saver.has_died, damage is not None),
+            *(stop.signal_name is not None, saver.found_ruin, saver.has_died, damage is not None),
             *(counts.targets, counts.real, half_pairs, *per_depth),
             *stragglers.to_share(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
-    wishes, deaths, damages = flat[:3].tolist()
+    wishes, ruins, deaths, damages = flat[:4].tolist()
     if damages:
         raise_together(damage)
-    tokens, paces = flat[3:].tensor_split([3 + 2 * depths])
+    tokens, paces = flat[4:].tensor_split([3 + 2 * depths])
     # Ranks that read the same sequences have counted them each.
     targets, real, half_pairs, *rest = (tokens // readers).tolist()
     summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real, half_pairs)
-    return NextStep(text, summed, wishes > 0, deaths > 0, paces.tolist())
+    return NextStep(text, summed, wishes > 0, ruins > 0, deaths > 0, paces.tolist())
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
-from glm46.training import trainer
+from glm46.training import trainer, watchdog
 from tests.conftest import small_run, write_source
+from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 
 HANGS = {
@@ -83,6 +84,33 @@ def run_hampered(base: Path, source: Path) -> dict:
     }
 
 
+def run_cut_off(base: Path, source: Path) -> dict:
+    """Two ranks whose store, which lives in this process, stops to answer, as that of a node behind a cut network."""
+    folder, log = base / "cut-off", base / "log-cut-off-"
+    run = small_run(
+        source, folder, training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0}
+    )
+    watchdog._STORE_SECONDS = 2.0
+    children = start_ranks(2, log, lambda rank: torch.set_num_threads(1) or trainer.train(run))
+    watchdog._STORE_SECONDS = 30.0
+    while not (folder / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    began, server = time.monotonic(), os.getpid()
+    helper = os.fork()
+    if helper == 0:
+        os.kill(server, signal.SIGSTOP)
+        while any(map(is_alive, children)) and time.monotonic() < began + 30:
+            time.sleep(0.05)
+        os.kill(server, signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(helper, 0)
+    return {
+        "codes": await_ranks(children, 5),
+        "seconds": time.monotonic() - began,
+        "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
+    }
+
+
 def work(rank: int, run, hang: str, victim: int, moment: Path) -> int:
     torch.set_num_threads(1)
     step, original = 0, trainer.train_step
@@ -117,6 +145,7 @@ def main(hang_seconds: float = 2.0, cases=CASES) -> None:
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
         print(json.dumps(run_hampered(base, source)), flush=True)
+        print(json.dumps(run_cut_off(base, source)), flush=True)
         for hang, victim in cases:
             folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
             run = small_run(

@@ -1,6 +1,7 @@
 """What happens before the first process is started, and how the end of the processes is said."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,8 +11,17 @@ import pytest
 
 from glm46.cli import _split_overrides
 from glm46.commands.environment import unfit_packages
-from glm46.commands.launch import End, _describe_exit, _refuse, choose_processes, describe_next, keep_running
+from glm46.commands.launch import (
+    End,
+    _describe_exit,
+    _refuse,
+    _refuse_start,
+    choose_processes,
+    describe_next,
+    keep_running,
+)
 from glm46.config.command_line import Start
+from glm46.config.errors import UserError
 from glm46.config.loader import dump_run, load_run
 from glm46.config.run_config import Run
 from glm46.planner.machine import Gpu, Machine
@@ -68,6 +78,21 @@ def test_large_run_says_what_it_needs_and_what_was_found():
         assert text in screen
     # One screen: of the usual 24 to 50 lines of a terminal.
     assert len(screen.splitlines()) <= 40
+
+
+def test_what_a_rank_would_refuse_at_its_start_the_launcher_refuses_before(make_run, tmp_path):
+    (tmp_path / "file").touch()
+    for tables, key in (
+        ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere'"),
+        ({"checkpoint": {"load_step": 3}}, "checkpoint.load_step = 3"),
+        ({"job": {"dump_folder": str(tmp_path / "file/out")}}, "job.dump_folder = "),
+    ):
+        run = make_run(**tables)
+        with pytest.raises(UserError, match=re.escape(key)):
+            _refuse_start(run)
+        assert not Path(run.job.dump_folder).exists()
+    _refuse_start(make_run())
+    assert not Path(make_run().job.dump_folder).exists()
 
 
 def test_refusal_names_the_command_that_plans_this_run(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,44 @@ def test_a_resumed_run_writes_each_step_once(tmp_path):
     assert _steps(tmp_path) == [1, 2, 3, 4, 5]
     assert [row["loss"] for row in read_history(tmp_path / "metrics.jsonl")][2:] == [1.0] * 3
     assert not (tmp_path / "metrics.tmp").exists()
+
+
+def test_a_damaged_line_is_left_out_of_a_resume(tmp_path):
+    report = _report(tmp_path)
+    for step in (1, 2, 3):
+        report.train(_row(step))
+    report.close()
+    path = tmp_path / "metrics.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    second = second.replace(b"tokens", b"\xff\xfeens", 1)
+    path.write_bytes(first + second + b"\0\0\0\n[1]\n17\n{}\n" + third)
+    _report(tmp_path, resumed_step=3).close()
+    assert _steps(tmp_path) == [1, 3]
+
+
+def test_a_full_disk_pauses_the_files_and_says_so_once(tmp_path, small_disk):
+    mount, resize = small_disk
+    report = Report(
+        mount, is_main=True, enable_tensorboard=False, total_tokens=1000,
+        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
+    )  # fmt: skip
+    report.train(_row(1))
+    (mount / "filler").touch()
+    with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
+        while file.write(b"x" * 4096) == 4096:
+            pass
+    for step in range(2, 60):  # the rest of a page is filled first
+        report.train(_row(step))
+    written = _steps(mount)
+    assert written == list(range(1, len(written) + 1)) and len(written) < 50
+    resize("2m")
+    report.train(_row(60))
+    report.close()
+    assert _steps(mount) == [*written, 60]  # whole lines, without a part of one
+    said = (tmp_path / "said").read_text()
+    for name in ("metrics.jsonl", "log.txt"):
+        assert said.count(f"{mount / name}: cannot be written (No space left on device)") == 1
+        assert said.count(f"{mount / name}: written again") == 1
 
 
 def test_a_new_run_keeps_the_earlier_rows_aside(tmp_path):

@@ -1,5 +1,7 @@
 """When silence is a hang."""
 
+import time
+
 import torch
 
 from glm46.distributed.process import Process
@@ -22,3 +24,13 @@ def test_a_step_of_another_size_gets_the_time_of_the_start_again(tmp_path):
     assert watchdog.limit_seconds() == 300.0
     run_steps(256)
     assert watchdog.limit_seconds() < 1.0
+
+
+def test_an_outage_that_was_survived_does_not_raise_the_limit_beyond_that_of_the_start(tmp_path, monkeypatch):
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in range(60):
+        watchdog.step_begins(step)
+        now += 131.0 if step == 40 else 1.0
+    assert watchdog.limit_seconds() == 300.0

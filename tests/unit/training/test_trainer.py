@@ -4,20 +4,24 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from glm46.checkpoint.inspection import summarise
 from glm46.checkpoint.manager import CheckpointManager
+from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
 from glm46.config.loader import load_run
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generate import continue_tokens
-from glm46.reliability.stop import StopRequest
+from glm46.reliability.stop import Diverged, StopRequest
 from glm46.training import final_report, trainer
 from glm46.training.loss import count_tokens
+from glm46.training.saving import SaveFailed
 from glm46.training.state import Progress
 from glm46.training.trainer import train
 
@@ -236,9 +240,65 @@ def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_run, monkeypatch)
 def test_too_many_bad_steps_in_a_row_end_the_run(make_run, monkeypatch):
     run = make_run(training={"steps": 9, "max_skipped_steps": 2})
     poison(monkeypatch, {2, 3, 5, 6, 7})
-    with pytest.raises(UserError, match="max_skipped_steps = 2: 3 steps in a row"):
+    with pytest.raises(Diverged, match="max_skipped_steps = 2: 3 steps in a row"):
         train(run)
     assert training_rows(run)[-1]["step"] == 7  # step 7 was the third in a row
+
+
+def spoil(monkeypatch, after_step: int) -> None:
+    """Put a NaN into a weight after a step whose figures are good, as an update that overflows does; once."""
+    original, calls = trainer.train_step, iter(range(1, 100))
+
+    def train_step(parts, *arguments):
+        outcome = original(parts, *arguments)
+        if next(calls) == after_step:
+            local(parts.parameters["layers.1.mlp.experts.down"].detach()).view(-1)[5] = float("nan")
+        return outcome
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+
+
+def saved_steps(run) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (Path(run.job.dump_folder) / "checkpoint").glob("step-*"))
+
+
+@pytest.mark.parametrize("async_mode", ["async", "disabled"])
+def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_run, monkeypatch, async_mode):
+    settings = dict(checkpoint={"interval": 1, "keep_latest_k": 1, "async_mode": async_mode}, training={"steps": 8})
+    run = make_run(**settings)
+    spoil(monkeypatch, after_step=3)
+    with pytest.raises(Diverged, match=r"layers\.1\.mlp\.experts\.down.* not finite.*optimizer\.lr") as caught:
+        train(run)
+    assert caught.value.exit_code == 77
+    (kept,) = saved_steps(run)
+    assert kept <= 2  # a save behind training may still have been under way
+    assert checkpoint_command(["verify", str(Path(run.job.dump_folder) / "checkpoint")]) == 0
+    # With a way back the same run goes on from there, past the text that ruined it.
+    settings["training"] |= {"max_rollbacks": 1}
+    assert train(make_run(**settings)) == 0
+    assert saved_steps(run)[-1] == 8
+
+
+def test_weights_that_go_bad_send_the_run_back_and_leave_its_text_out(make_run, monkeypatch):
+    run = make_run(
+        checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 8, "max_rollbacks": 1},
+    )  # fmt: skip
+    spoil(monkeypatch, after_step=4)
+    assert train(run) == 0
+    assert "left out     samples 4 to 7" in (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert saved_steps(run) == [2, 4, 6, 8]
+
+
+def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_run, monkeypatch):
+    run = make_run(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 7})
+    poison(monkeypatch, {3, 4, 5, 7})
+    assert train(run) == 0
+    assert saved_steps(run) == [2, 6, 7]
+    log = (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert "step 4: not saved, 2 steps in a row were skipped" in log
+    # The last state is kept for whoever goes on, and marked.
+    folder = Path(run.job.dump_folder) / "checkpoint"
+    assert [one.is_good for one in summarise(folder, read_contents=False)] == [True, True, False]
 
 
 def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_run):
@@ -248,10 +308,36 @@ def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_run):
     assert training_rows(run)[-1]["tokens"] == 256
 
 
-def test_other_data_under_the_same_checkpoint_is_refused(make_run):
+def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_run, monkeypatch, capsys):
     assert train(make_run(training={"steps": 2})) == 0
-    with pytest.raises(UserError, match="was trained on other data"):
-        train(make_run(training={"steps": 4}, debug={"seed": 1}))
+    capsys.readouterr()
+    assert train(make_run(training={"steps": 2})) == 0
+    assert "finished     the budget of 64 tokens is spent" in capsys.readouterr().out
+    config = Path(make_run().job.dump_folder) / "config.toml"
+    before = config.read_text()
+
+    def refusal(**tables) -> list[str]:
+        with pytest.raises(UserError) as caught:
+            train(make_run(**tables))
+        assert config.read_text() == before  # what is refused leaves no trace
+        return caught.value.faults
+
+    (fault,) = refusal(debug={"seed": 1})
+    assert fault.startswith("debug.seed = 1: ") and "was saved with 0" in fault and "initial_load_path" in fault
+    assert "seq_len" not in fault and "data.sources" not in fault
+    with monkeypatch.context() as patch:  # prepared again from another text
+        patch.setattr(trainer.resume.Parts, "stream_fingerprint", lambda self: "another")
+        (fault,) = refusal()
+        assert fault.startswith("data.sources: the shards hold other text than before")
+    for tables, key, value, saved in (
+        ({"model": {"moe_intermediate_size": 24}}, "model.moe_intermediate_size", 24, 16),
+        ({"optimizer": {"name": "Muon", "lr": 0.5}}, "optimizer.name", '"Muon"', '"AdamW"'),
+        ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype", '"bfloat16"', '"float32"'),
+        ({"moe": {"balance": "proportional"}}, "moe.balance", '"proportional"', '"sign"'),
+    ):
+        cause, *examples = refusal(**tables)
+        assert cause.startswith(f"{key} = {value}: ") and f"was saved with {saved}" in cause, cause
+        assert "another job.dump_folder" in cause and len(examples) <= 4, examples
 
 
 def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
@@ -271,6 +357,61 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
     with pytest.raises(UserError, match="not a step folder"):
         folder = str(Path(first.job.dump_folder) / "checkpoint")
         train(make_run(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
+
+
+def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_run, tmp_path):
+    first = make_run(training={"steps": 1})
+    assert train(first) == 0
+    with pytest.raises(UserError, match=r"checkpoint\.load_step = 7: .*steps there: 1; give one of them"):
+        train(make_run(checkpoint={"load_step": 7}))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/checkpoint").write_text("a file")
+    for name, checkpoint, reason in (
+        ("new", {"initial_load_path": "nowhere"}, "initial_load_path = 'nowhere': no such folder"),
+        ("new", {"initial_load_path": str(tmp_path / "llama"), "initial_load_in_hf": True}, "model_type"),
+        ("taken", {}, "checkpoint.folder = 'checkpoint': .* is a file"),
+    ):
+        folder = tmp_path / name
+        before = list(folder.iterdir()) if folder.exists() else None
+        with pytest.raises(UserError, match=reason):
+            train(make_run(job={"dump_folder": str(folder)}, checkpoint=checkpoint))
+        assert (list(folder.iterdir()) if folder.exists() else None) == before
+    with pytest.raises(UserError, match=r"job\.dump_folder = .*Not a directory"):
+        train(make_run(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
+
+
+def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_run, small_disk):
+    mount, resize = small_disk
+    resize("400m")
+    run = make_run(
+        job={"dump_folder": str(mount)}, checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4}
+    )
+    original, calls = trainer.train_step, iter(range(1, 100))
+
+    def train_step(*arguments):
+        number = next(calls)
+        if number == 3:
+            (mount / "filler").write_bytes(b"x")
+            with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
+                while file.write(bytes(1 << 16)) == 1 << 16:
+                    pass
+                while file.write(b"x"):
+                    pass
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        with pytest.raises(SaveFailed) as caught:
+            train(run)
+    (fault,) = caught.value.faults
+    assert caught.value.exit_code == 1 and "No space left on device" in fault
+    assert "goes on from the checkpoint of step 2" in fault
+    assert [row["step"] for row in training_rows(run)] == [1, 2]
+    (mount / "filler").unlink()
+    assert train(run) == 0
+    assert [row["step"] for row in training_rows(run)] == [1, 2, 3, 4]
 
 
 def test_a_phase_takes_what_its_patterns_say_and_no_more(make_run, tmp_path):

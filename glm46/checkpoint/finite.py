@@ -1,0 +1,96 @@
+"""Values that are not finite, in tensors to be saved and in checkpoints: no run can go on from them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from glm46.checkpoint.integrity import FileRecord
+from glm46.checkpoint.metadata import check_metadata, read_metadata
+from glm46.checkpoint.stored_values import StoredTensor
+from glm46.distributed.ranks import CheckpointError, Ranks
+
+_PIECE_BYTES = 64 << 20
+_NAMES_SHOWN = 3
+
+
+class NotFiniteError(CheckpointError):
+    """Tensors to be saved hold NaN or infinity, so nothing was published."""
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Collective.
+
+    Args:
+        tensors: this rank's parts.
+
+    Raises:
+        NotFiniteError: on all ranks, when those of any rank hold NaN or infinity.
+    """
+    with ranks.stage("looking for values that are not finite") as stage:
+        stage.value = names_not_finite(tensors)
+    if names := sorted({name for found in stage.values for name in found}):
+        raise NotFiniteError(describe(names))
+
+
+@torch.no_grad()
+def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors of which this rank's part holds NaN or infinity; one pass over the memory."""
+    bounds = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point() and local.numel():
+            local = local.float() if local.dtype.itemsize == 1 else local
+            bounds[name] = torch.stack(torch.aminmax(local)).double().cpu()  # the extremes of NaNs are NaN
+    return [name for name, extremes in bounds.items() if not extremes.isfinite().all()]
+
+
+def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
+    """Everything wrong with the values of a checkpoint, or with their index. Collective.
+
+    Args:
+        files: of the checkpoint, verified.
+    """
+    with ranks.stage(f"reading the values of {folder}") as stage:
+        metadata, faults = read_metadata(folder)
+        faults = faults if metadata is None else check_metadata(folder, metadata, files)
+        stage.value = faults, [] if faults else _stored_names(folder, metadata, ranks)
+    faults = sorted({fault for found, _ in stage.values for fault in found})
+    names = sorted(name for _, found in stage.values for name in found)
+    return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
+
+
+def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
+    """This rank's share of the tensors that hold values that are not finite."""
+    floating = [
+        name for name, entry in metadata.state_dict_metadata.items() if entry.properties.dtype.is_floating_point
+    ]
+    return [
+        name
+        for name in sorted(floating)[ranks.rank :: ranks.size]
+        if any(names_not_finite({name: piece}) for piece in _pieces(StoredTensor(folder, metadata, name)))
+    ]
+
+
+def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
+    whole = (slice(None),) * len(stored.shape)
+    if not stored.shape or stored.nbytes <= _PIECE_BYTES:
+        yield stored[whole]
+        return
+    rows = max(_PIECE_BYTES * stored.shape[0] // stored.nbytes, 1)
+    for first in range(0, stored.shape[0], rows):
+        yield stored[(slice(first, first + rows), *whole[1:])]
+
+
+def describe(names: Collection[str]) -> str:
+    """The names, or the first of many."""
+    shown = ", ".join(list(names)[:_NAMES_SHOWN])
+    more = (
+        f" and {len(names) - _NAMES_SHOWN} more tensors hold"
+        if len(names) > _NAMES_SHOWN
+        else (" hold" if len(names) > 1 else " holds")
+    )
+    return f"{shown}{more} values that are not finite"

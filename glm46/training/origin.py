@@ -1,0 +1,115 @@
+"""What a run starts from: refused before any rank starts where possible; the keys that a checkpoint differs in."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from glm46.checkpoint.integrity import META
+from glm46.checkpoint.publish import published_steps
+from glm46.config.errors import UserError
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import Run
+from glm46.config.validation import validate_table
+
+_SHAPE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "use_qk_norm", "attention_bias", "num_nextn_predict_layers",
+)  # fmt: skip
+TENSOR_KEYS = (
+    *(f"model.{name}" for name in _SHAPE), "training.dtype", "moe.balance", "optimizer.name", "optimizer.router",
+    "optimizer.lm_head", "optimizer.state_dtype",
+)  # fmt: skip
+"""Keys that decide which tensors a checkpoint holds, and their shapes and types."""
+TEXT_KEYS = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers")
+"""Keys that decide which text a sample number means."""
+
+
+def refuse_origin(run: Run) -> None:
+    """Look at everything that a run may start from, without a rank and without writing.
+
+    Raises:
+        UserError: it is absent, or of another kind or model.
+    """
+    config, folder = run.checkpoint, Path(run.job.dump_folder) / run.checkpoint.folder
+    if config.enable and folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"checkpoint.folder = {config.folder!r}: {folder} is a file; move it away, or name another folder"
+        )
+    saved = published_steps(folder) if config.enable else []
+    if config.enable and config.load_step != -1:
+        if config.load_step not in saved:
+            there = ", ".join(map(str, saved)) or "none"
+            raise UserError(
+                f"checkpoint.load_step = {config.load_step}: no such checkpoint in {folder}; steps there: {there}; "
+                "give one of them, or -1 for the newest"
+            )
+        return
+    local = Path(config.node_local_folder) if config.node_local_folder else None
+    is_local = local is not None and any(local.rglob("step-*"))  # what was not gathered yet
+    if not saved and not is_local and config.initial_load_path is not None:
+        _refuse_initial(run, Path(config.initial_load_path))
+
+
+def _refuse_initial(run: Run, path: Path) -> None:
+    key, in_hf = f"checkpoint.initial_load_path = {str(path)!r}", run.checkpoint.initial_load_in_hf
+    if not path.is_dir():
+        raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
+    if in_hf:
+        from glm46.huggingface.import_weights import check_folder  # loads torch, which the other checks do without
+
+        try:
+            check_folder(path, resolve_shape(run.model))
+        except UserError as error:
+            raise UserError(*(f"{key}: {fault}" for fault in error.faults)) from error
+        return
+    if not path.resolve().name.removeprefix("step-").isdigit():
+        raise UserError(
+            f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
+            "checkpoint.initial_load_in_hf = true for a Hugging Face one"
+        )
+
+
+def saved_run(folder: Path) -> Run | None:
+    """The run that a step folder was saved by; None for weights that no run has made, or that this version cannot
+    read."""
+    try:
+        return validate_table(tomli.loads(json.loads((folder / META).read_bytes())["config"]))[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def differences(keys: tuple[str, ...], run: Run, folder: Path) -> list[str]:
+    """For each key whose value a step folder was not saved with, one line."""
+    saved = saved_run(folder)
+    if saved is None:
+        return []
+    ours, theirs = _values(run), _values(saved)
+    return [
+        f"{key} = {_shown(ours[key])}: {folder} was saved with {_shown(theirs[key])}"
+        for key in keys
+        if ours[key] != theirs[key]
+    ]
+
+
+def _values(run: Run) -> Mapping[str, Any]:
+    values = dict(_flatten("", run.model_dump()))
+    values |= {f"model.{name}": value for name, value in resolve_shape(run.model).model_dump().items()}
+    # A source is its text, wherever it lies.
+    values["data.sources"] = [(source.name, source.weight, source.packing) for source in run.data.sources]
+    return values
+
+
+def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)
