@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from glm46.checkpoint.integrity import FileRecord
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.ranks import CheckpointError, Ranks
+from glm46.files.durable import FileRecord
 
 _PIECE_BYTES = 64 << 20
 _NAMES_SHOWN = 3
