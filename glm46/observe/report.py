@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -80,10 +81,10 @@ class Report:
         """Bring everything to the disk. Calling it again does nothing."""
         if self._is_main and not self._log.closed:
             self._console.close()
-            self._keep("metrics.jsonl", self._history.close)
-            if self._tensorboard is not None:
-                self._keep("tb", self._tensorboard.close)
-            self._keep("log.txt", self._log.close)
+            for file in (self._history, self._tensorboard, self._log):
+                with suppress(OSError):  # a disk that refuses has been told of
+                    if file is not None:
+                        file.close()
 
     def _write(self, kind: Kind, row: Mapping[str, int | float]) -> dict[str, int | float | None]:
         now = time.time()

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
-from glm46.training import trainer, watchdog
+from glm46.reliability import watchdog
+from glm46.training import trainer
 from tests.conftest import small_run, write_source
 from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks

@@ -408,7 +408,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_r
     (fault,) = caught.value.faults
     assert caught.value.exit_code == 1 and "No space left on device" in fault
     assert "goes on from the checkpoint of step 2" in fault
-    assert [row["step"] for row in training_rows(run)] == [1, 2]
+    assert [1, 2] <= [row["step"] for row in training_rows(run)] <= [1, 2, 3, 4]  # what fits into the last page
     (mount / "filler").unlink()
     assert train(run) == 0
     assert [row["step"] for row in training_rows(run)] == [1, 2, 3, 4]
