@@ -10,7 +10,7 @@ def test_a_silent_rank_is_found_named_and_ended(server):
     hampered, cut_off, *rows = server.rows("hangs.main", seconds=400)
     host = socket.gethostname()
     # The store's host answers nothing for as long as the ranks live: each ends on its own.
-    assert cut_off["codes"] == [76, 76] and 2.0 < cut_off["seconds"] < 15.0, cut_off
+    assert cut_off["codes"] == [76, 76] and cut_off["seconds"] < 15.0, cut_off
     for rank in range(2):
         assert f"rank {rank} on {host} has had no answer from the store" in cut_off["said"], cut_off
     check_saver(hampered)
