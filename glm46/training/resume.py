@@ -101,9 +101,10 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     spoilt = parts.checkpoints.not_finite(checkpoint_tensors(parts))
     causes = []
     if progress.skipped_in_a_row:
+        skipped = counted(progress.skipped_in_a_row, "step")
         causes.append(
-            f"training.max_skipped_steps = {training.max_skipped_steps}: {counted(progress.skipped_in_a_row, 'step')} in a "
-            f"row, {progress.bad_since_step} to {progress.step}, had a spike or a non-finite loss or gradient norm"
+            f"training.max_skipped_steps = {training.max_skipped_steps}: {skipped} in a row, {progress.bad_since_step} "
+            f"to {progress.step}, had a spike or a non-finite loss or gradient norm"
         )
     if spoilt:
         causes.append(f"after step {progress.step} {spoilt}")
