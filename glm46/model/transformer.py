@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glm46.config.model import ModelShape
 from glm46.model.attention import MaskBuilder, attention_mask
 from glm46.model.block import TransformerBlock
-from glm46.model.cross_entropy import chunked_cross_entropy
+from glm46.model.cross_entropy import HeadForm, HeadOutput, summed_loss
 from glm46.model.layers import Linear, RMSNorm
 from glm46.model.mtp import MTPLayer
 from glm46.model.rope import rotary_tables
@@ -19,8 +19,8 @@ class LossSums(NamedTuple):
     """What one forward pass over labelled tokens gives. Sums, not means: the caller divides by a token count that it
     alone knows, that of the whole optimizer step over all ranks."""
 
-    loss: Tensor
-    """FP32 scalar: negative log-likelihood summed over the labels."""
+    loss: Tensor | None
+    """FP32 scalar: negative log-likelihood summed over the labels; None where the form of the head is another one."""
     mtp_losses: Tensor
     """FP32 [K]: the same for each multi-token prediction depth."""
     aux_losses: Tensor
@@ -31,6 +31,9 @@ class LossSums(NamedTuple):
     """int64 [MoE layers]: assignments lost to the capacity."""
     predictions: Tensor
     """int64 [1 + K, B, S]: the most likely next token of the model, then of each prediction depth."""
+    logprobs: Tensor | None = None
+    """As in `HeadOutput`, of the model's own head; so is the next one."""
+    entropy: Tensor | None = None
 
 
 class StageOutput(NamedTuple):
@@ -47,8 +50,13 @@ class StageOutput(NamedTuple):
     overflow: Tensor
 
 
+def detached(output: "LossSums | StageOutput") -> "LossSums | StageOutput":
+    """The same numbers without their way back."""
+    return type(output)(*(None if x is None else x.detach() for x in output))
+
+
 class OutputHead(nn.Module):
-    """Projection to the vocabulary, or straight to the loss."""
+    """Projection to the vocabulary, or straight to what an objective needs of it."""
 
     def __init__(self, vocab_size: int, hidden_size: int):
         super().__init__()
@@ -56,11 +64,13 @@ class OutputHead(nn.Module):
 
     product = staticmethod(Linear.product)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None):
-        """Logits [B, S, V] of [B, S, D]; with labels, `chunked_cross_entropy` of them instead."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss
+    ) -> Tensor | HeadOutput:
+        """Logits [B, S, V] of [B, S, D]; with labels, what `form` makes of them chunk by chunk."""
         if labels is None:
             return self.product(hidden, self.weight, None)
-        return chunked_cross_entropy(hidden, self.weight, labels)
+        return form(hidden, self.weight, labels, None)
 
 
 class Transformer(nn.Module):
@@ -114,6 +124,7 @@ class Transformer(nn.Module):
         mtp_input_ids: Tensor | None = None,
         mtp_labels: Tensor | None = None,
         options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
+        form: HeadForm = summed_loss,
     ) -> "Tensor | LossSums | StageOutput":
         """Logits without labels, loss sums with them; of a part without the head, what the next part needs.
 
@@ -128,6 +139,7 @@ class Transformer(nn.Module):
             mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them, multi-token prediction layers
                 do not run.
             options: what training adds to the routing.
+            form: what the head gives for `labels`; for `mtp_labels` that is always `summed_loss`.
 
         Returns:
             Logits [B, S, V], or `LossSums`, or `StageOutput`.
@@ -154,21 +166,23 @@ class Transformer(nn.Module):
         if labels is None:
             return self.lm_head(hidden)
 
-        loss, predicted = self.lm_head(hidden, labels)
-        mtp_losses, predictions = [], [predicted]
+        head = self.lm_head(hidden, labels, form)
+        mtp_losses, predictions = [], [head.predictions]
         if mtp_input_ids is not None:
             for k, layer in enumerate(self.mtp.values()):
                 embedding = self.embed_tokens(mtp_input_ids[:, k]) if ahead is None else ahead[:, k]
                 hidden, of_layer = layer(hidden, embedding, rope, mask, is_real, options)
                 statistics.append(of_layer)
-                mtp_loss, predicted = self.lm_head(hidden, mtp_labels[:, k])
-                mtp_losses.append(mtp_loss)
-                predictions.append(predicted)
+                of_depth = self.lm_head(hidden, mtp_labels[:, k])
+                mtp_losses.append(of_depth.loss)
+                predictions.append(of_depth.predictions)
         return LossSums(
-            loss,
-            torch.stack(mtp_losses) if mtp_losses else loss.new_zeros(0),
+            head.loss,
+            torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
             *self._sums(statistics, hidden),
             torch.stack(predictions),
+            head.logprobs,
+            head.entropy,
         )
 
     def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

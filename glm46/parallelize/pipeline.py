@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.run_config import Run
-from glm46.model.transformer import LossSums, StageOutput, Transformer
+from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
 Batch = dict[str, Tensor]
@@ -163,13 +163,13 @@ def _adapted(stage: Stage, forward: Callable, arguments: dict[str, Any], finish:
     def adapted(*received: Tensor, **batch: Tensor):
         inputs = {"input_ids": received[0]} if stage.index == 0 else _received(received)
         output = forward(**inputs, **batch, **arguments)
-        stage.outputs.append(type(output)(*(None if x is None else x.detach() for x in _figures(output))))
+        stage.outputs.append(detached(_figures(output)))
         return finish(output)
 
     return adapted
 
 
-def _figures(output: LossSums | StageOutput) -> tuple:
+def _figures(output: LossSums | StageOutput) -> LossSums | StageOutput:
     """What is kept of an output: all but the tensors that are sent on."""
     return output if isinstance(output, LossSums) else output._replace(hidden=None, ahead=None)
 

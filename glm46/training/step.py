@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from glm46.compat import own_clock
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import LossSums, StageOutput
+from glm46.model.transformer import LossSums, StageOutput, detached
 from glm46.planner.schedule import schedule_value
 from glm46.reliability.loss_spikes import NOT_FINITE, sum_over_ranks
 from glm46.training.build import Parts
@@ -62,11 +62,16 @@ def train_step(
     weights = LossWeights(
         schedule_value(parts.run.mtp.loss_weight, clock), moe.sequence_aux_loss_weight, moe.z_loss_weight
     )
-    options = routing_options(parts, clock)
     parameters = parts.parameters.values()
 
     parts.optimizer.zero_grad()
-    outputs = forward_backward(parts, [to_device(batch, parts) for batch in micro_batches], counts, weights, options)
+    outputs = forward_backward(
+        parts,
+        [to_device(batch, parts) for batch in micro_batches],
+        {"options": routing_options(parts, clock)},
+        objective=lambda sums: objective(sums, counts, weights),
+        auxiliary=lambda aux_losses: auxiliary_objective(aux_losses, counts, weights),
+    )
     sums, counters = _figures(parts, outputs, micro_batches)
     sums, grad_norm = sum_over_ranks(sums, global_grad_norm(parameters, parts.meshes.pipeline))
     dist.all_reduce(counters)
@@ -92,27 +97,28 @@ def train_step(
 def forward_backward(
     parts: Parts,
     batches: list[dict[str, Tensor]],
-    counts: TokenCounts,
-    weights: LossWeights,
-    options: RoutingOptions,
+    arguments: dict[str, Any],
+    objective: Callable[[LossSums], Tensor],
+    auxiliary: Callable[[Tensor], Tensor],
 ) -> list[list[LossSums | StageOutput]]:
     """Gradients of the micro-batches of a step.
+
+    Args:
+        batches: arguments of the model that differ by micro-batch.
+        arguments: those that do not.
+        objective: what backward starts from, for the output of one micro-batch; called in their order.
+        auxiliary: its part that a pipeline stage adds which has not the head, see `auxiliary_objective`.
 
     Returns:
         For each pipeline stage of this rank, or for the whole model, what it gave for each micro-batch.
     """
     if parts.pipeline is not None:
-        return parts.pipeline.train(
-            batches,
-            {"options": options},
-            objective=lambda sums: objective(sums, counts, weights),
-            auxiliary=lambda aux_losses: auxiliary_objective(aux_losses, counts, weights),
-        )
+        return parts.pipeline.train(batches, arguments, objective, auxiliary)
     outputs = []
     for batch in batches:
-        sums: LossSums = parts.models[0](**batch, options=options)
-        objective(sums, counts, weights).backward()
-        outputs.append(LossSums(*(figure.detach() for figure in sums)))
+        sums: LossSums = parts.models[0](**batch, **arguments)
+        objective(sums).backward()
+        outputs.append(detached(sums))
     return [outputs]
 
 

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,14 @@ from glm46.config.run_config import Run
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.process import Process, join, leave
+from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import Transformer
+from glm46.model.transformer import LossSums, Transformer
 from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize.plan import initialise
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import LossWeights, count_tokens, objective
-from glm46.training.step import train_step
+from glm46.training.step import forward_backward, to_device, train_step
 from tests.ranks.forked_ranks import run_ranks
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
@@ -108,6 +110,7 @@ LAYOUTS = {
 ROWS, SEQ_LEN = 8, 24
 WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
+BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
 STEPS = 3
 LAYOUTS_AT_ONCE = 5
 """Then new ranks: each process group has threads that wake up a hundred times a second."""
@@ -145,20 +148,43 @@ def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
     }
 
 
+def make_token_weights() -> Tensor:
+    """Of the labels of any step: weights of log-probability and of entropy, [ROWS, 2, SEQ_LEN]."""
+    return torch.randn(ROWS, 2, SEQ_LEN, generator=torch.Generator().manual_seed(STEPS))
+
+
+def weighted(sums: LossSums, weights: Tensor) -> Tensor:
+    """What a policy gradient makes of the head's form by token; weights [B, 2, S]."""
+    return (weights[:, 0] * sums.logprobs + weights[:, 1] * sums.entropy).sum()
+
+
+def token_objective(sums: LossSums, weights: Tensor) -> Tensor:
+    """`weighted`, beside what the other layers add."""
+    return weighted(sums, weights) + 0.1 * sums.mtp_losses.sum() + sums.aux_losses.sum()
+
+
 def run_reference(run: Run) -> tuple:
-    """Losses, counts, norms, first gradients and weights of one process, in a plain loop without any transform."""
+    """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
+    losses, counts and norms, first gradients and last weights of some steps."""
     with torch.device("meta"):
         model = Transformer(resolve_shape(run.model))
     model.to_empty(device="cpu")
     initialise(model, run.debug.seed)
     parameters = dict(model.named_parameters())
     initial = {name: p.detach().clone() for name, p in parameters.items()}
+    unseen = () if run.data.document_mask else ("document_ids",)
+    first, token_weights = make_batch(0, run.data.document_mask), make_token_weights()
+    is_real = first["document_ids"] >= 0
+    sums = model(**{n: t for n, t in first.items() if n not in unseen}, is_real=is_real, **BY_TOKEN)
+    token_objective(sums, token_weights).backward()
+    size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
+    by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
     optimizer = build_optimizers(list(parameters.items()), run.optimizer)
     figures, gradients = [], {}
     for step in range(STEPS):
         batch = make_batch(step, run.data.document_mask)
         is_real = batch["document_ids"] >= 0
-        seen = batch if run.data.document_mask else {n: t for n, t in batch.items() if n != "document_ids"}
+        seen = {n: t for n, t in batch.items() if n not in unseen}
         optimizer.zero_grad()
         sums = model(**seen, is_real=is_real, options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
@@ -169,7 +195,7 @@ def run_reference(run: Run) -> tuple:
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
         figures.append((sums.loss.item(), sums.tokens_per_expert, norm.item()))
-    return initial, figures, gradients, {name: p.detach() for name, p in parameters.items()}
+    return initial, by_token, figures, gradients, {name: p.detach() for name, p in parameters.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -241,10 +267,34 @@ def make_run(layout: Layout) -> Run:
 
 def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    batch, readers = make_batch(step, parts.run.data.document_mask), parts.layout.batch_ranks
+    mask, readers = parts.run.data.document_mask, parts.layout.batch_ranks
+    batch = make_batch(step, mask) | {"weights": make_token_weights()}
     share = ROWS // count // readers
     first = [micro * (ROWS // count) + parts.batch_rank * share for micro in range(count)]
     return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
+
+
+def run_by_token(parts: Parts, layout: Layout) -> tuple[float, dict[str, Held]]:
+    """Value and gradients of `token_objective` over all rows, by the trainer's own forward and backward; collective."""
+    batches = micro_batches(parts, 0, layout.micro_batches)
+    fields = ("document_ids", "weights") if parts.run.data.document_mask else ("weights",)
+    weights = [{name: batch[name] for name in fields} for batch in batches]
+    if parts.meshes.sequence is not None:
+        weights = [parts.meshes.sequence.cut(rows, parts.shape.sliding_window) for rows in weights]
+    remaining = iter(weights)
+    *_, outputs = forward_backward(
+        parts,
+        [to_device(batch, parts) for batch in batches],
+        BY_TOKEN,
+        objective=lambda sums: token_objective(sums, next(remaining)["weights"]),
+        auxiliary=lambda aux_losses: aux_losses.sum(),
+    )
+    value = torch.zeros((), dtype=torch.float64)
+    for sums, rows in zip(outputs, weights, strict=True):
+        if isinstance(sums, LossSums):  # the ranks of tensor parallelism have the same
+            value += weighted(sums, rows["weights"]).double() / layout.tensor
+    dist.all_reduce(value)
+    return value.item(), {name: held(p.grad) for name, p in parts.parameters.items()}
 
 
 def run_layout(process: Process, layout: Layout) -> tuple:
@@ -252,37 +302,43 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     and of each kind the parts that this rank holds, with their places in the whole."""
     parts = assemble(make_run(layout), process, None, {})
     initial = {name: (whole(p).clone(), held(p)) for name, p in parts.parameters.items()}
+    by_token = run_by_token(parts, layout)
     figures, gradients = [], {}
     for step in range(STEPS):
         counts = count_tokens([make_batch(step, layout.document_mask)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
         gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
         figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm.item()))
-    return initial, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
+    return initial, by_token, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
+
+
+def gradient_errors(ranks: list[dict[tuple, tuple]], reference: dict[str, Tensor]) -> list[tuple[float, str]]:
+    """`distances` of gradients over their norms. Gradients that are zero in exact arithmetic (key biases) are pure
+    rounding: a floor of 1e-4 of the whole norm."""
+    total = math.sqrt(sum(g.double().square().sum() for g in reference.values()))
+    return [
+        (distance / (reference[name].norm().item() + 1e-4 * total), name)
+        for name, distance in distances(ranks, reference).items()
+    ]
 
 
 def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     """Relative differences between a layout and one process; collective, because ranks hold different layers."""
-    initial, figures, gradients, final = found
-    initial0, figures0, gradients0, final0 = reference
+    initial, by_token, figures, gradients, final = found
+    initial0, by_token0, figures0, gradients0, final0 = reference
     here = (
         all(
             torch.equal(whole, initial0[name]) and torch.equal(held.part, held.of(initial0[name]))
             for name, (whole, held) in initial.items()
         ),
         set(initial),
+        squares(by_token[1], by_token0[1]),
         squares(gradients, gradients0),
         squares(final, final0),
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
-    equal, names, gradient_squares, final_squares = zip(*ranks, strict=True)
-    total = math.sqrt(sum(g.double().square().sum() for g in gradients0.values()))
-    # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
-    errors = {
-        n: distance / (gradients0[n].norm().item() + 1e-4 * total)
-        for n, distance in distances(gradient_squares, gradients0).items()
-    }
+    equal, names, token_squares, gradient_squares, final_squares = zip(*ranks, strict=True)
     last = distances(final_squares, final0)
     moved = {
         n: distance / (final0[n] - initial0[n]).norm().item()
@@ -296,7 +352,9 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
         "loss_error": max(abs(a[0] / b[0] - 1.0) for a, b in zip(figures, figures0, strict=True)),
         "norm_error": max(abs(a[2] / b[2] - 1.0) for a, b in zip(figures, figures0, strict=True)),
         "counts_equal": all(torch.equal(a[1], b[1]) for a, b in zip(figures, figures0, strict=True)),
-        "gradient_error": max((error, name) for name, error in errors.items()),
+        "token_error": abs(by_token[0] - by_token0[0]) / by_token0[2],
+        "token_gradient_error": max(gradient_errors(token_squares, by_token0[1])),
+        "gradient_error": max(gradient_errors(gradient_squares, gradients0)),
         "update_error": max((error, name) for name, error in moved.items()),
         "weight_error": max((error, name) for name, error in apart.items()),
     }

@@ -14,6 +14,8 @@ def test_every_layout_equals_one_process(server, ranks):
         assert row["loss_error"] < 1e-6, row
         assert row["norm_error"] < 1e-6, row
         assert row["gradient_error"][0] < 1e-5, row
+        assert row["token_error"] < 1e-6, row
+        assert row["token_gradient_error"][0] < 1e-5, row
         # AdamW's first steps divide a gradient by its own size, which amplifies rounding where a gradient is tiny.
         assert row["update_error"][0] < 1e-3, row
         # Of the weights themselves; biases start at zero, so that they are nothing but their update.

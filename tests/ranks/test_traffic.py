@@ -6,7 +6,7 @@ import torch
 from glm46.config.presets import PRESETS
 from glm46.model.transformer import Transformer
 
-FP32, INT32, INT64 = 4, 4, 8
+FP32, FP64, INT32, INT64 = 4, 8, 4, 8
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -86,8 +86,9 @@ class Expected:
         around = 4 * size.num_layers + 2 * size.num_heads
         for name in ("all_gather", "reduce_scatter"):
             self._add(name, around, around * tokens * size.shape.hidden_size * FP32)
-        # Largest logit, prediction, and two sums, of each token and head.
-        self._add("all_reduce", 3 * size.num_heads, size.num_heads * tokens * (FP32 + INT64 + 2 * FP32))
+        # Of each token and head what every rank knows: largest logit, prediction, sum, the label's log-probability.
+        known = tokens * 4 * FP64 * self._case["tensor"]
+        self._add("all_gather", size.num_heads, size.num_heads * known)
         self._add("all_reduce", len(size.whole), sum(size.whole) * FP32)
         self._balance()
 

@@ -1,9 +1,12 @@
 """What a forward pass reports: the same under recomputation, additive over micro-batches, shaped without experts."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
 
 EVERYTHING = RoutingOptions(temperature=torch.tensor(1.3), capacity_factor=1.1, balance_loss=True, z_loss=True)
@@ -32,7 +35,8 @@ def test_recomputation_changes_no_bit_and_counts_no_token_twice(tiny_shape, rand
     batch = random_batch(shape) | dict(document_ids=torch.tensor([[0] * 8 + [1] * 8 + [-1] * 3] * 2))
     sums, grads = run(random_model(shape), batch)
     again, grads_again = run(checkpointed(random_model(shape)), batch)
-    for field in sums._fields:
+    assert sums.logprobs is None and sums.entropy is None and again.loss is not None
+    for field in set(sums._fields) - {"logprobs", "entropy"}:
         assert torch.equal(getattr(sums, field), getattr(again, field)), field
     for name in grads:
         assert torch.equal(grads[name], grads_again[name]), name
@@ -89,3 +93,15 @@ def test_temperature_flattens_the_weights_but_not_the_order(tiny_shape, random_m
     assert torch.equal(one.loss, model(**batch).loss)
     hot = model(**batch, options=RoutingOptions(temperature=torch.tensor(50.0)))
     assert abs((hot.loss - one.loss) / one.loss) > 1e-4
+
+
+def test_the_form_of_the_head_is_chosen_for_the_models_own_labels_alone(tiny_shape, random_model, random_batch):
+    shape = tiny_shape(num_nextn_predict_layers=2)
+    model, batch = random_model(shape), random_batch(shape)
+    sums, by_token = model(**batch), model(**batch, form=partial(token_logprobs, entropy=True))
+    assert by_token.loss is None and by_token.entropy.shape == batch["labels"].shape
+    torch.testing.assert_close(-by_token.logprobs.sum(), sums.loss, rtol=1e-6, atol=0)
+    assert torch.equal(by_token.predictions, sums.predictions) and torch.equal(by_token.mtp_losses, sums.mtp_losses)
+    no_mtp = {key: value for key, value in batch.items() if "mtp" not in key}
+    alone = model(**no_mtp, form=token_logprobs)
+    assert torch.equal(alone.logprobs, by_token.logprobs) and alone.entropy is None and alone.mtp_losses.shape == (0,)
