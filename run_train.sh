@@ -8,6 +8,9 @@
 # NGPU         processes to start; one per GPU, or two on a CPU, if not set
 # Any key of the file can be overridden: --section.key VALUE. `python -m glm46 launch --help` prints all of them.
 set -euo pipefail
+# Until Python has the signals: 75 asks a job system to start the same command again.
+trap 'exit 130' INT
+trap 'exit 75' TERM HUP USR1
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 use_environment ""

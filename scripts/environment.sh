@@ -4,9 +4,23 @@
 # This checkout's code is used whatever environment runs it, from any working directory.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
+# attended COMMAND: run it in a process group of its own, so that a signal ends it at once: bash waits for a command in the
+# foreground before it heeds a signal.
+trap 'if [ -n "${child:-}" ]; then kill -KILL -- "-$child" 2>/dev/null || true; fi' EXIT
+attended() {
+    local code=0
+    set -m
+    "$@" &
+    child=$!
+    set +m
+    wait "$child" || code=$?
+    child=
+    return "$code"
+}
+
 # has_everything INTERPRETER EXTRAS: whether it has every package that pyproject.toml asks for, in a fitting version.
 has_everything() {
-    command -v "$1" >/dev/null 2>&1 && "$1" -m glm46.commands.environment "$2" 2>/dev/null
+    command -v "$1" >/dev/null 2>&1 && attended "$1" -m glm46.commands.environment "$2" 2>/dev/null
 }
 
 # The newest Python that glm46 supports and that can make environments.
@@ -47,11 +61,11 @@ use_environment() {
     if [ ! -x "$python" ]; then
         base=$(find_base_python) || exit 2
         echo "Making an environment in $root/.venv with $("$base" --version)"
-        "$base" -m venv "$root/.venv"
+        attended "$base" -m venv "$root/.venv"
     fi
-    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null
+    "$python" -m pip --version >/dev/null 2>&1 || attended "$python" -m ensurepip >/dev/null
     echo "Installing glm46 and what it needs into $root/.venv; PyTorch is large, this takes minutes the first time"
     # The gpu extra only reads temperature and power; without a driver there is nothing to read.
     if [ -e /proc/driver/nvidia/version ]; then extras="${extras:+$extras,}gpu"; fi
-    install "$extras"
+    attended install "$extras"
 }

@@ -25,6 +25,12 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("builtin")
 
 
+def call_here(workers, start, arguments, function, items):
+    """In place of `call_in_workers`, in this process."""
+    start(*arguments)
+    yield from ((number, function(*item)) for number, item in enumerate(items))
+
+
 @pytest.fixture(scope="session")
 def source_folder(tokenizer, tmp_path_factory) -> Path:
     """Repeating sentences, cut into documents, a few of them held out."""

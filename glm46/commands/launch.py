@@ -10,13 +10,16 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from glm46.checkpoint.publish import published_steps
-from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes
+from glm46.commands.meeting import meeting_options, require_free_port, telling_who_is_missing, wait_for_first
+from glm46.commands.nodes import LAST_PORT, VARIABLES, detect_nodes
 from glm46.config.check import check_run
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
@@ -26,7 +29,18 @@ from glm46.planner.budget import budget_tokens
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.requirement import describe_requirement
-from glm46.reliability.stop import EXIT_DIVERGED, EXIT_HANG, EXIT_SIGNAL, EXIT_STOPPED, STOPPED
+from glm46.reliability.stop import (
+    EXIT_DIVERGED,
+    EXIT_HANG,
+    EXIT_SIGNAL,
+    EXIT_STOPPED,
+    SAME_WISH_SECONDS,
+    SIGNALS,
+    SignalListener,
+    code_before_training,
+    leave,
+    started_ranks,
+)
 
 _EXIT_USER_ERROR = 2
 _EXIT_FAILED_RANK = 1
@@ -35,16 +49,12 @@ _PROCESSES_WITHOUT_GPU = 2
 """Enough that sharding and collectives are real; more would only split the same cores further."""
 _SAVE_SECONDS = 600
 """How long ranks may take to save and leave after a signal before they are killed."""
-_PREPARE_SECONDS = 3600
-"""How long other nodes wait for the first, which may have data to prepare."""
-_REJOIN_SECONDS = 600
-"""How long a node that starts again waits for the others to do so."""
 _LONGER = 4
 """Factor on the budget of a run that is proposed after it."""
 _FRUITLESS_STARTS = 3
 """Starts in a row without a new checkpoint after which no other is tried."""
-_FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-_SIGNALS_OF_JOB_SYSTEMS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_END_SECONDS = 3
+"""How long ranks may take to leave after a second signal before they are killed."""
 
 
 class End(NamedTuple):
@@ -71,23 +81,60 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
     Raises:
         UserError: the run is not sound.
     """
-    with _stopping_at_once():
-        return _launch(config, overrides, processes, max_restarts)
-
-
-@contextmanager
-def _stopping_at_once() -> Iterator[None]:
-    """While torchrun does not listen to signals there is nothing to save: EXIT_STOPPED at once. Without an exception,
-    which is lost where the signal comes while the interpreter cleans up."""
-    handlers = {number: signal.signal(number, lambda *_: os._exit(EXIT_STOPPED)) for number in _SIGNALS_OF_JOB_SYSTEMS}
+    signals = _Signals()
     try:
-        yield
+        return _launch(config, overrides, processes, max_restarts, signals)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signals.close()
 
 
-def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int) -> int:
+class _Signals:
+    """Signals to the launcher. While it has no ranks there is nothing to save, and a signal ends it at once. Ranks are
+    told, and have time to save; a second signal leaves them a moment.
+
+    Attributes:
+        number: of the last signal that the ranks were told of; None while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._told_at = 0.0
+        self._deadlines: list[threading.Timer] = []
+        self._listener = SignalListener(self._hear, (*SIGNALS, signal.SIGQUIT))
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._listener.restore()
+        for deadline in self._deadlines:
+            deadline.cancel()
+
+    def exit_code(self, ranks: set[int]) -> int:
+        """Of a start that a signal ended, from the exit codes of the ranks of this node: EXIT_STOPPED if all have saved
+        or had nothing to save; a rank that a signal could kill had not begun to listen."""
+        at_rest = ranks <= {EXIT_STOPPED, -self.number, -signal.SIGTERM}
+        return code_before_training(self.number) if at_rest else EXIT_SIGNAL + self.number
+
+    def _hear(self, number: int) -> None:
+        name, ranks, now = signal.Signals(number).name, started_ranks(), time.monotonic()
+        if number == signal.SIGQUIT:
+            leave(EXIT_SIGNAL + number, f"{name}: ended at once, without a save")
+        if not ranks and self.number is None:
+            leave(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+        if self.number is not None and now - self._told_at <= SAME_WISH_SECONDS:
+            return
+        seconds = _SAVE_SECONDS if self.number is None else _END_SECONDS
+        self.number, self._told_at = number, now
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+        reason = f"{name}: the ranks did not leave within {seconds} s; killed"
+        deadline = threading.Timer(seconds, leave, (EXIT_SIGNAL + number, reason))
+        deadline.daemon = True
+        deadline.start()
+        self._deadlines.append(deadline)
+
+
+def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int, signals: _Signals) -> int:
     run = load_run(config, overrides, world_size=None)
     if max_restarts and not run.checkpoint.enable:
         raise UserError(
@@ -98,6 +145,12 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     from glm46.distributed.process import set_variables, share_cores, visible_gpus
 
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    if nodes.count > 1 and nodes.port + max_restarts > LAST_PORT:
+        raise UserError(
+            f"environment: MASTER_PORT = {nodes.port} with --max-restarts {max_restarts}: each start takes the next "
+            f"port, and the last is {LAST_PORT}; set MASTER_PORT to at most {LAST_PORT - max_restarts}"
+        )
+    require_free_port(nodes, 0)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
     start_of_run = Start(
         config,
@@ -120,26 +173,19 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
         _refuse_start(run)
         _prepare(run, processes * nodes.count)
     share_cores(machine.cores, processes)
-    mark = Path(run.job.dump_folder) / STOPPED
-    mark.parent.mkdir(parents=True, exist_ok=True)
     checkpoints = Path(run.job.dump_folder) / run.checkpoint.folder
 
     def start(number: int) -> End:
-        mark.write_text("0\n")  # the first rank removes it when training begins
-        return _start(_meeting(nodes, processes, number), ["train", "--config", str(config), *overrides])
+        require_free_port(nodes, number)
+        wait_for_first(nodes, number, _say)
+        with telling_who_is_missing(nodes, lambda: bool(started_ranks()), _say):
+            options = meeting_options(nodes, processes, number)
+            return _start(options, ["train", "--config", str(config), *overrides], signals)
 
-    code = keep_running(
-        start,
-        lambda: max(published_steps(checkpoints), default=0),
-        max_restarts,
-    )
-    # Who pressed Ctrl-C wants to hear of it; job systems want to hear whether to start the run again.
-    stopped_by_system = code - EXIT_SIGNAL in _SIGNALS_OF_JOB_SYSTEMS
-    is_at_rest = mark.exists()
-    mark.unlink(missing_ok=True)
+    code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
     if code == 0 and nodes.rank == 0:
         print(describe_next(run, start_of_run, processes * nodes.count))
-    return EXIT_STOPPED if stopped_by_system and is_at_rest else code
+    return code
 
 
 def _refuse_start(run: Run) -> None:
@@ -161,7 +207,7 @@ def _prepare(run: Run, world_size: int) -> None:
     from glm46.data.corpus import check_epochs, describe_sources
     from glm46.prepare.corpus import prepare_run
 
-    manifests = prepare_run(run, report=lambda line: print(line, flush=True))
+    manifests = prepare_run(run, report=_say)
     rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
     try:
         check_epochs(run, manifests, rows)
@@ -190,6 +236,10 @@ def describe_next(run: Run, start: Start, world_size: int) -> str:
     except UserError:
         pass
     return "\n".join(f"{'      ' if number else 'Next: '}{line}" for number, line in enumerate(lines))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], max_restarts: int) -> int:
@@ -225,24 +275,6 @@ def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], ma
     return end.code
 
 
-def _meeting(nodes: Nodes, processes: int, number: int) -> list[str]:
-    """Options of torchrun for the n-th start: how many processes, and where the nodes meet."""
-    options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
-    if nodes.count == 1:
-        return [*options, "--local-addr=localhost"]
-    seconds = _REJOIN_SECONDS if number else _PREPARE_SECONDS
-    patience = f"join_timeout={seconds},read_timeout={seconds}"
-    options += [
-        "--rdzv-backend=c10d",
-        # A node may be ahead of the first, which then still listens for the start before.
-        f"--rdzv-endpoint={nodes.host}:{nodes.port + number}",
-        f"--rdzv-id={nodes.job}",
-        f"--rdzv-conf=is_host={int(nodes.rank == 0)},{patience}",
-    ]
-    # Nodes on one machine, for a trial: its own name need not lead to it.
-    return [*options, f"--local-addr={nodes.host}"] if nodes.host in ("localhost", "127.0.0.1") else options
-
-
 def choose_processes(run: Run, machine: Machine) -> int:
     """Ranks that suit this machine: one for each GPU as far as the degrees allow, a few without GPUs."""
     wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
@@ -261,9 +293,8 @@ def _refuse(run: Run, machine: Machine, processes: int | None, remedies: Sequenc
     return None if fits else screen
 
 
-def _start(options: Sequence[str], command: Sequence[str]) -> End:
+def _start(options: Sequence[str], command: Sequence[str], signals: _Signals) -> End:
     """Run ``python -m glm46 COMMAND`` in each rank through torchrun and turn its end into an exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
@@ -272,22 +303,21 @@ def _start(options: Sequence[str], command: Sequence[str]) -> End:
     # Its loggers set their own levels, so logging is switched off for this process, which logs nothing else.
     logging.disable(logging.ERROR)
     arguments = get_args_parser().parse_args([*options, "--module", "glm46", *command])
-    arguments.signals_to_handle = _FORWARDED_SIGNALS
-    arguments.shutdown_timeout = _SAVE_SECONDS
-    before = {
-        number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _FORWARDED_SIGNALS.split(","))
-    }
+    # None of them: its handlers raise in the main thread, which may wait in code that no signal ends, and a second
+    # signal would end it while ranks save.
+    arguments.signals_to_handle = ""
     try:
         run(arguments)
     except RendezvousError as error:
         cause = f"the first node has gone, or another did not come: {error}"
         print(f"error: {cause}", file=sys.stderr)
         return End(_EXIT_FAILED_RANK, cause)
-    except SignalException as stop:
-        return End(EXIT_SIGNAL + stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if any(each.exitcode == EXIT_HANG for each in error.failures.values()):
+        codes = {each.exitcode for each in error.failures.values()}
+        if signals.number is not None:
+            return End(signals.exit_code(codes))
+        if EXIT_HANG in codes:
             return End(EXIT_HANG, "a rank went silent")  # the rank that found it has said what it found
         if failure.exitcode == EXIT_STOPPED:  # a signal was sent to a rank, not to this process
             return End(EXIT_STOPPED)
@@ -295,9 +325,6 @@ def _start(options: Sequence[str], command: Sequence[str]) -> End:
         print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
         is_final = failure.exitcode in (_EXIT_USER_ERROR, EXIT_DIVERGED)  # another start would end in the same way
         return End(failure.exitcode if is_final else _EXIT_FAILED_RANK, cause)
-    finally:
-        for number, handler in before.items():  # torchrun keeps them, for ranks that are no more
-            signal.signal(number, handler)
     return End(0)
 
 

@@ -18,6 +18,9 @@ _PORT = 29500
 """Where the first node listens unless MASTER_PORT says otherwise. Source: torchrun's default."""
 
 
+LAST_PORT = 2**16 - 1
+
+
 @dataclass(frozen=True)
 class Nodes:
     """The machines of a run as one of them sees them."""
@@ -61,7 +64,10 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
     host = variables.get("MASTER_ADDR", host)
     if not host:
         raise UserError(f"environment: NNODES = {count} without MASTER_ADDR; set it to the name of the first node")
-    return Nodes(count, rank, host, _number(variables, "MASTER_PORT", str(_PORT)), job)
+    port = _number(variables, "MASTER_PORT", str(_PORT))
+    if not 1 <= port <= LAST_PORT:
+        raise UserError(f"environment: MASTER_PORT = {port}: must be between 1 and {LAST_PORT}; set it so")
+    return Nodes(count, rank, host, port, job)
 
 
 def first_slurm_host(nodelist: str) -> str:

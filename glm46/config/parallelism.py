@@ -92,7 +92,7 @@ class Parallelism(Section):
 class Comm(Section):
     """[comm]: timeouts of the process group."""
 
-    init_timeout_seconds: int = Field(300, ge=1)
+    init_timeout_seconds: int = Field(300, ge=1, le=604_800)
     """Longest wait for all ranks to join and finish the first step."""
 
     hang_seconds: float = Field(10.0, ge=0.0)

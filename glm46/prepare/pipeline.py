@@ -8,13 +8,11 @@ on text, settings and tokenizer only, not on the number of processes or on inter
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -31,6 +29,7 @@ from glm46.prepare.fim import require_fim_tokens
 from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
 from glm46.prepare.readers import Part, find_files, parts_of, with_line
 from glm46.prepare.sharding import write_splits
+from glm46.prepare.workers import call_in_workers
 
 # Raised when the same text and settings would give other bytes than before.
 PIPELINE = 3
@@ -174,7 +173,7 @@ def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
 def _make_parts(
     parts: Sequence[Part], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
 ) -> tuple[list[Path], Tally]:
-    """Tokenise all parts in the processes of a pool; returns the files of their pieces in order.
+    """Tokenise all parts in worker processes; returns the files of their pieces in order.
 
     Raises:
         UserError: more bad documents than the recipe allows.
@@ -183,28 +182,18 @@ def _make_parts(
     folder.mkdir(exist_ok=True)
     stems = [folder / f"part-{number:06d}" for number in range(len(parts))]
     workers = max(1, min(recipe.processes or len(os.sched_getaffinity(0)), len(parts)))
-    # Spawned, because a fork of a process that runs threads (torch, a progress bar) may hang.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(recipe, key)
-    )
+    items = list(zip(parts, stems, strict=True))
+    results = call_in_workers(workers, start_worker, (recipe, key), make_part, items)
     tallies: dict[int, Tally] = {}
     bad = 0
     total = sum(part.size_bytes for part in parts)
-    with pool, bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
-        try:
-            jobs = {
-                pool.submit(make_part, part, stem): i for i, (part, stem) in enumerate(zip(parts, stems, strict=True))
-            }
-            for job in as_completed(jobs):
-                size, tallies[jobs[job]] = job.result()
-                advance(size)
-                bad += sum(number for number, _ in tallies[jobs[job]].bad.values())
-                if bad > recipe.max_bad:
-                    _refuse_bad(_sum(tallies).bad, recipe)
-        except BaseException:
-            # Leave at once on an error or Ctrl-C: what is done is kept, what waits is not started.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    # Closed at once on an error: what is done is kept, what waits is not started.
+    with closing(results), bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
+        for number, (size, tallies[number]) in results:
+            advance(size)
+            bad += sum(count for count, _ in tallies[number].bad.values())
+            if bad > recipe.max_bad:
+                _refuse_bad(_sum(tallies).bad, recipe)
     return [file for stem in stems for file in finished_pieces(stem, key)], _sum(tallies)
 
 

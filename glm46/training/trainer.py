@@ -1,6 +1,7 @@
 """The loop: one step after another until the budget is spent or somebody asks to stop."""
 
 import gc
+import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from glm46.planner.flops import batch_flops
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.run_lock import lock_run, writing
-from glm46.reliability.stop import EXIT_STOPPED, STOPPED, StopRequest
+from glm46.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, StopRequest
 from glm46.reliability.stragglers import Stragglers
 from glm46.reliability.watchdog import Watchdog
 from glm46.training import resume
@@ -64,7 +65,8 @@ def train(run: Run, stop: StopRequest | None = None) -> int:
         stop: made earlier, so that signals are heard from then on.
 
     Returns:
-        Exit code: 0 when the budget is spent, EXIT_STOPPED when a signal stopped the run after a save.
+        Exit code: 0 when the budget is spent, EXIT_STOPPED when a signal stopped the run after a save, 128 + n when
+        signal n stopped it and nothing was saved.
     """
     die_with_parent()
     stop = stop or StopRequest()
@@ -154,8 +156,6 @@ def _train(
         coming = prepare_step(parts, progress, feed, stop, saver, stragglers, watchdog)
         if not stop.has_begun:  # not before all ranks are here: who has to wait for another one has nothing to save
             stop.has_begun = True
-            if parts.process.is_main:
-                _at_rest(run).unlink(missing_ok=True)
         if coming.is_ruined:
             raise _WentBad
         if coming.saver_died:
@@ -201,16 +201,13 @@ def _train(
 def _end(parts: Parts, progress: Progress, stop: StopRequest, report: Report, *, is_finished: bool) -> int:
     """What a run leaves behind its last save, and its exit code; collective."""
     run = parts.run
-    if parts.process.is_main and run.checkpoint.enable:
-        _at_rest(run).write_text(f"{progress.step}\n")
+    stop.has_ended = not is_finished
     if run.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop, is_finished=is_finished))
-    return 0 if is_finished else EXIT_STOPPED
-
-
-def _at_rest(run: Run) -> Path:
-    return Path(run.job.dump_folder) / STOPPED
+    if is_finished:
+        return 0
+    return EXIT_STOPPED if run.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
 def prepare_step(

@@ -19,6 +19,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.tokenizer_files import tokenizer_files
 from glm46.prepare import duplicates, parts, sharding, sorting
 from glm46.prepare.pipeline import prepare_text
+from tests.conftest import call_here
 
 
 def write_lines(file, texts):
@@ -43,33 +44,10 @@ def prepare(tmp_path, target="out", report=print, **keys):
     return prepare_text(TextRecipe(**recipe), report=report)
 
 
-class _Here:
-    """A pool of no processes."""
-
-    def __init__(self, workers, context, initializer, initargs):
-        initializer(*initargs)
-
-    def submit(self, function, *arguments):
-        from concurrent.futures import Future
-
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def shutdown(self, **_):
-        return None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Input of a preparation in this process, which starts faster and sees patches."""
-    monkeypatch.setattr("glm46.prepare.pipeline.ProcessPoolExecutor", _Here)
+    monkeypatch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from glm46.config.loader import load_run
 from glm46.prepare import embedded
 from glm46.prepare.corpus import prepare_run
 from glm46.training.trainer import train
+from tests.conftest import call_here
 
 EXAMPLE = Path(__file__).parents[3] / "train_configs" / "data_example.toml"
 TINY = {
@@ -26,13 +26,10 @@ TINY = {
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """A function that loads the example with less text and a small model; it takes further overrides."""
-    # Less of the same text, and threads in place of processes, which cost a second each to start.
+    # Less of the same text, and no processes, which cost a second each to start.
     some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in embedded.EMBEDDED_SOURCES.items()}
     monkeypatch.setattr(embedded, "EMBEDDED_SOURCES", some)
-    monkeypatch.setattr(
-        "glm46.prepare.pipeline.ProcessPoolExecutor",
-        lambda workers, context, **options: ThreadPoolExecutor(1, **options),
-    )
+    monkeypatch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
     places = {"job.dump_folder": tmp_path / "out"} | {
         f"data.sources[{i}].path": tmp_path / f"source{i}" for i in range(4)
     }

@@ -1,0 +1,107 @@
+"""How the launchers of several nodes meet: at a port of the first node."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from glm46.commands.nodes import Nodes
+from glm46.config.errors import UserError
+
+_PREPARE_SECONDS = 3600
+"""How long other nodes wait for the first, which may have data to prepare."""
+_REJOIN_SECONDS = 600
+"""How long a node that starts again waits for the others to do so."""
+_TELL_SECONDS = 5.0
+"""Time between two lines about a node that is waited for."""
+_ANSWER_SECONDS = 2.0
+_RETRY_SECONDS = 0.2
+
+
+def meeting_options(nodes: Nodes, processes: int, start: int) -> list[str]:
+    """Options of torchrun for the n-th start: how many processes, and where the nodes meet."""
+    options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
+    if nodes.count == 1:
+        return [*options, "--local-addr=localhost"]
+    seconds = _seconds(start)
+    options += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={nodes.host}:{_port(nodes, start)}",
+        f"--rdzv-id={nodes.job}",
+        f"--rdzv-conf=is_host={int(nodes.rank == 0)},join_timeout={seconds},read_timeout={seconds}",
+    ]
+    # Nodes on one machine, for a trial: its own name need not lead to it.
+    return [*options, f"--local-addr={nodes.host}"] if nodes.host in ("localhost", "127.0.0.1") else options
+
+
+def require_free_port(nodes: Nodes, start: int) -> None:
+    """Refuse a port on which another process of the first node listens.
+
+    Raises:
+        UserError: on the first node.
+    """
+    if nodes.count == 1 or nodes.rank != 0:
+        return
+    port = _port(nodes, start)
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise UserError(
+            f"environment: MASTER_PORT = {nodes.port}: port {port} of this node cannot be used: {error.strerror}; "
+            "end the process that listens there, or set MASTER_PORT to another port on all nodes"
+        ) from error
+
+
+def wait_for_first(nodes: Nodes, start: int, report: Callable[[str], None]) -> None:
+    """Wait on another node until the first one listens, and say so every few seconds.
+
+    Raises:
+        UserError: it has not listened for as long as it may prepare data.
+    """
+    if nodes.rank == 0:
+        return
+    place, began, told = f"{nodes.host}:{_port(nodes, start)}", time.monotonic(), 0.0
+    while True:
+        try:
+            socket.create_connection((nodes.host, _port(nodes, start)), timeout=_ANSWER_SECONDS).close()
+            return
+        except OSError as error:
+            fault, waited = error.strerror or str(error), time.monotonic() - began
+        if waited > _seconds(start):
+            raise UserError(
+                f"environment: MASTER_ADDR = {nodes.host!r}: no answer from {place} for {waited:.0f} s ({fault}); set "
+                "MASTER_ADDR and MASTER_PORT to those of the first node, and start it"
+            )
+        if waited - told >= _TELL_SECONDS or not told:
+            told = max(waited, _RETRY_SECONDS)
+            report(f"node {nodes.rank} waits for the first node at {place}, {waited:.0f} s so far: {fault}")
+        time.sleep(_RETRY_SECONDS)
+
+
+@contextmanager
+def telling_who_is_missing(nodes: Nodes, has_met: Callable[[], bool], report: Callable[[str], None]) -> Iterator[None]:
+    """Say every few seconds that nodes are waited for, until they have met."""
+    end = threading.Event()
+
+    def tell() -> None:
+        began = time.monotonic()
+        while not end.wait(_TELL_SECONDS) and not has_met():
+            waited = time.monotonic() - began
+            report(f"node {nodes.rank} waits until all {nodes.count} nodes are at {nodes.host}, {waited:.0f} s so far")
+
+    if nodes.count > 1:
+        threading.Thread(target=tell, name="missing nodes", daemon=True).start()
+    try:
+        yield
+    finally:
+        end.set()
+
+
+def _port(nodes: Nodes, start: int) -> int:
+    # A node may be ahead of the first, which then still listens for the start before.
+    return nodes.port + start
+
+
+def _seconds(start: int) -> int:
+    return _REJOIN_SECONDS if start else _PREPARE_SECONDS

@@ -1,0 +1,100 @@
+"""Calls in worker processes that end with their parent, after an error, and on a signal to the parent."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from glm46.config.errors import UserError
+
+_ONLY_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a terminal or a job system sends to all processes: the parent ends the workers."""
+
+
+def call_in_workers(
+    workers: int, start: Callable[..., None], arguments: tuple, function: Callable[..., Any], items: Sequence[tuple]
+) -> Iterator[tuple[int, Any]]:
+    """Call ``function(*item)`` for each item in processes that have called ``start(*arguments)``.
+
+    Not through a pool of the library: its processes and threads outlive a parent that leaves at once.
+
+    Yields:
+        Number of an item and what the call has returned, in the order of completion.
+
+    Raises:
+        UserError: a process was killed, or what ``start`` or a call has raised. The other processes are killed.
+    """
+    processes: dict[Connection, multiprocessing.Process] = {}
+    waiting = iter(enumerate(items))
+    try:
+        for _, task in zip(range(workers), waiting, strict=False):
+            connection, process = _start_worker(start, arguments, function)
+            processes[connection] = process
+            connection.send(task)
+        busy = set(processes)
+        while busy:
+            for connection in wait(busy):
+                yield _result(connection, processes[connection])
+                if (task := next(waiting, None)) is None:
+                    busy.remove(connection)
+                else:
+                    connection.send(task)
+    finally:
+        for process in processes.values():
+            process.kill()
+        for process in processes.values():
+            process.join()
+
+
+def _start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
+    # Spawned, because a fork of a process that runs threads (torch, a progress bar) may hang.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, start, arguments, function), daemon=True)
+    resource_tracker.ensure_running()  # its own start would end the blocking
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ONLY_TO_THE_PARENT)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return ours, process
+
+
+def _result(connection: Connection, process: multiprocessing.Process) -> tuple[int, Any]:
+    try:
+        number, result, fault = connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        how = f"exit code {process.exitcode}" if process.exitcode >= 0 else signal.Signals(-process.exitcode).name
+        raise UserError(
+            f"a worker process was ended by {how}, as the system does when memory runs out; fewer processes need less, "
+            "and the same command goes on from what is finished"
+        ) from None
+    if fault:
+        raise result from RuntimeError(f"in a worker process:\n{fault}")
+    return number, result
+
+
+def _work(connection: Connection, start: Callable, arguments: tuple, function: Callable) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    number = None
+    try:
+        start(*arguments)
+        while True:
+            number, item = connection.recv()
+            connection.send((number, function(*item), None))
+    except EOFError:  # the parent has gone
+        pass
+    except Exception as error:
+        connection.send((number, error, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,156 @@
+"""Every signal, once and twice, at random moments of what a user starts; a program that prints JSON.
+
+PYTHONPATH=. python tests/ranks/interrupts.py --rounds 5 --seed 1
+
+Each row: what was started, the signals, the exit code, the seconds from the last signal to the end, what was said, and
+the processes that were left behind. The programs are real ones, from the first line of run_train.sh on.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.ranks.forked_launch import is_alive
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MARK = "GLM46_TEST"
+"""A variable that all descendants of a started program inherit, by which those left behind are found."""
+_LONGEST_SECONDS = 20
+
+
+class Phase(NamedTuple):
+    """What is started, when the signals come, and how it may end."""
+
+    command: list[str]
+    after: str = ""
+    """Text in the output from which on the signals come."""
+    within: float = 2.0
+    """Seconds in which they come."""
+    trains: bool = True
+    """Whether job systems may start it again: exit code 75."""
+    environment: dict[str, str] = {}
+
+
+def phases(base: Path) -> dict[str, Phase]:
+    """All phases before a rank trains; stops.py has those behind."""
+    start = ["bash", str(ROOT / "run_train.sh"), f"--job.dump_folder={base / 'out'}"]
+    source = f"--data.sources[0].path={base / 'source'}"
+    verb = [sys.executable, "-m", "glm46"]
+    text = base / "text.jsonl"
+    if not text.exists():
+        lines = (json.dumps({"text": " ".join(random.choices(["one", "two", "three", "four", "five"], k=400))}) + "\n"
+                 for _ in range(20_000))  # fmt: skip
+        text.write_text("".join(lines))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    other = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    folder = ["--input", str(text), "--output", str(base / "own")]
+    return {
+        "start": Phase([*start, source], within=3.0),
+        "prepare": Phase([*start, source], "preparing", within=4.0),
+        "prepare a source": Phase([*verb, "prepare", *folder], "preparing", within=4.0, trains=False),
+        "waiting": Phase([*start, source], "waits for the first node", environment=other),
+        "misspelt": Phase(
+            [*start, source], "waits for the first node", environment=other | {"MASTER_ADDR": "no-such-node"}
+        ),
+        "first": Phase(
+            [*start, source, "--data.sources[0].prepare=", f"--data.sources[0].path={base / 'none'}"],
+            environment=other | {"NODE_RANK": "0"},
+        ),
+        "plan": Phase(
+            [*verb, "plan", "--config", str(ROOT / "train_configs" / "debug.toml")], within=0.5, trains=False
+        ),
+        "benchmark": Phase([*verb, "benchmark", "model"], within=12.0, trains=False),
+    }
+
+
+def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Random, base: Path) -> dict:
+    """Start it and send the signals; the second one, as `timeout` and people do, 0 to 0.5 s after the first."""
+    mark, log = uuid.uuid4().hex, base / "log"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), MARK: mark} | phase.environment
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            phase.command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+    limit = time.monotonic() + 120
+    while phase.after not in log.read_text() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0.0, phase.within))
+    ended_before = process.poll() is not None
+    for i, number in enumerate(numbers):
+        if i:
+            time.sleep(chance.choice([0.0, chance.uniform(0.0, 0.5)]))
+        if process.poll() is None:
+            # Ctrl-C reaches all processes of the terminal, the others the one that a person or a job system knows.
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    sent = time.monotonic()
+    try:
+        code = process.wait(_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        code = None
+    seconds = time.monotonic() - sent
+    time.sleep(0.5)  # what ends with its parent needs a moment
+    left = left_behind(mark)
+    for other in left:
+        os.kill(other, signal.SIGKILL)
+    names = [signal.Signals(number).name for number in numbers]
+    return {
+        "phase": name, "signals": names, "code": code, "seconds": seconds, "left": len(left),
+        "ended_before": ended_before, "said": log.read_text()[-3000:], "right": is_right(phase, numbers[0], code),
+    }  # fmt: skip
+
+
+def is_right(phase: Phase, number: int, code: int | None) -> bool:
+    """Whether the exit code says which signal ended it. Until Python listens, which is before its first import, the
+    system ends it."""
+    if number == signal.SIGINT:
+        return code in (130, -number)
+    return code in ((75,) if phase.trains else (128 + number,)) or code in (-number, 128 + number)
+
+
+def left_behind(mark: str) -> list[int]:
+    """Living processes that inherited the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            has_mark = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if has_mark and is_alive(int(folder.name)):
+            found.append(int(folder.name))
+    return found
+
+
+def main(*given: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", help="a phase; all of them if not given")
+    arguments = parser.parse_args(given or None)
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        for _ in range(arguments.rounds):
+            for phase in arguments.only or phases(base):
+                number = chance.choice(SIGNALS)
+                for numbers in ((number,), (number, chance.choice([number, signal.SIGINT, signal.SIGTERM]))):
+                    row = attempt(phase, phases(base)[phase], numbers, chance, base)
+                    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
