@@ -4,7 +4,9 @@ Every verb that reads a run takes ``--config FILE`` and any key of the file as `
 """
 
 import argparse
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from glm46.config.errors import UserError
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141
+"""As of a command that SIGPIPE ends."""
 
 _OWN_COMMANDS = {
     "benchmark": "glm46.commands.benchmark:benchmark_command",
@@ -36,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 a mistake of the user, printed without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(argv)
-        # Here, and not when the interpreter ends: there nobody catches that the reader has gone.
-        if sys.stdout is not None:  # closed by the shell: >&-
-            sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            # Here, and not when the interpreter ends: nothing there catches a reader that has gone or a full disk.
+            if sys.stdout is not None:  # closed by the shell: >&-
+                sys.stdout.flush()
     except UserError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
@@ -54,10 +59,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _EXIT_INTERRUPTED
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich turns one into the other
+            return _end_without_output(argv)
+        raise
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Close before the interpreter tries to flush.
-        sys.stderr.close()
-        return 0
+        return _end_without_output(argv)
+    except OSError as error:
+        # Only the output has no name: `> /dev/full`.
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _end_without_output(argv)
+        print(
+            f"error: the output cannot be written: {error.strerror}; make room or write it elsewhere", file=sys.stderr
+        )
+        return _EXIT_USER_ERROR
+
+
+def _end_without_output(argv: Sequence[str]) -> int:
+    """Exit code where the reader, such as `head`, has left: 0 where the output is all there is to do."""
+    # Else the interpreter tries to write the rest when it ends, and fails with a code of its own.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    is_work = argv[0] in ("launch", "train", "prepare", "convert") and not {"--help", "-h"} & set(argv)
+    return _EXIT_BROKEN_PIPE if is_work else 0
 
 
 def _run(argv: list[str]) -> int:

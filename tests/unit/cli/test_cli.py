@@ -91,7 +91,38 @@ def test_refusing_a_file_loads_no_torch(tmp_path):
     assert end.stderr.startswith("error: ") and "there is no folder" not in end.stderr
 
 
-def test_reader_that_has_seen_enough_is_no_error():
-    command = f"'{sys.executable}' -m glm46 schema | head -1"
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("schema", 0),
+        (f"train --help --config {DEBUG}", 0),
+        (f"plan --config {DEBUG}", 0),
+        ("launch --config nowhere.toml", 2),
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(arguments, code):
+    command = f"exec 3>&1; ( '{sys.executable}' -m glm46 {arguments} 2>&3; echo $? >&3 ) | true"
+    # The reader has gone before the first line.
     end = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert (end.stdout.strip(), end.stderr) == ("{", "")
+    assert end.stdout.splitlines()[-1] == str(code)
+    assert "Traceback" not in end.stdout and "BrokenPipe" not in end.stdout
+    assert code or end.stdout == "0\n"
+
+
+@pytest.mark.parametrize("arguments", ["schema", "train --help", f"plan --config {DEBUG}"])
+def test_output_that_cannot_be_written_is_said(arguments):
+    command = f"'{sys.executable}' -m glm46 {arguments} > /dev/full"
+    end = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert end.returncode == 2
+    assert end.stderr == (
+        "error: the output cannot be written: No space left on device; make room or write it elsewhere\n"
+    )
+
+
+def test_work_whose_reader_has_gone_does_not_end_as_if_it_were_done(monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("glm46.cli._run", gone)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    assert [main([verb]) for verb in ("launch", "train", "prepare", "convert", "plan")] == [141, 141, 141, 141, 0]
