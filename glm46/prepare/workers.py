@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -83,16 +84,23 @@ def _result(connection: Connection, process: multiprocessing.Process) -> tuple[i
 
 def _work(connection: Connection, start: Callable, arguments: tuple, function: Callable) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    number = None
-    try:
+
+    def send_fault(_kind: type | None, error: BaseException | None, _trace: object) -> bool:
+        if error is not None:
+            connection.send((None, error, "".join(traceback.format_exception(error))))
+        return True
+
+    with ExitStack() as stack:
+        stack.push(send_fault)
         start(*arguments)
-        while True:
-            number, item = connection.recv()
+        for number, item in _tasks(connection):
             connection.send((number, function(*item), None))
-    except EOFError:  # the parent has gone
-        pass
-    except Exception as error:
-        connection.send((number, error, traceback.format_exc()))
+
+
+def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
+    with suppress(EOFError):  # the parent has gone
+        while True:
+            yield connection.recv()
 
 
 def _end_with_parent() -> None:

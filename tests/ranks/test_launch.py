@@ -199,11 +199,27 @@ def rows(run) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
 
 
-def test_two_nodes_train_as_two_ranks_of_one(make_run, start, tmp_path):
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    found = []
+        return str(probe.getsockname()[1])
+
+
+def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(make_run, start):
+    """As `srun` passes it on, which then takes the highest code."""
+    run = make_run(training={"steps": 100_000}, checkpoint={"interval": 100_000})
+    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    nodes = [start.by_fork(run, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
+    wait_for_step(run, 2, nodes[0])
+    for node in nodes:
+        os.kill(node.pid, signal.SIGUSR1)
+    outputs = [end(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], outputs
+    assert "Traceback" not in "".join(outputs)
+
+
+def test_two_nodes_train_as_two_ranks_of_one(make_run, start, tmp_path):
+    port, found = free_port(), []
     for folder, count in (("one", 1), ("two", 2)):
         run = make_run(job={"dump_folder": str(tmp_path / folder)}, training={"steps": 4})
         names = {"NNODES": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port} if count > 1 else {}

@@ -1,0 +1,68 @@
+"""Nodes wait for the first one and say so; a port that cannot be used is refused with its variable."""
+
+import socket
+import threading
+
+import pytest
+
+from glm46.commands import meeting
+from glm46.commands.nodes import Nodes
+from glm46.config.errors import UserError
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
+    with socket.create_server(("localhost", free_port)):
+        with pytest.raises(UserError, match=f"MASTER_PORT = {free_port}: .*in use.*another port"):
+            meeting.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
+        with pytest.raises(UserError, match=f"port {free_port} of this node"):  # of the second start
+            meeting.require_free_port(Nodes(2, 0, "localhost", free_port - 1), 1)
+        meeting.require_free_port(Nodes(2, 1, "localhost", free_port), 0)
+        meeting.require_free_port(Nodes(1, 0, "localhost", free_port), 0)
+    meeting.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
+
+
+def test_a_node_waits_until_the_first_listens_and_says_for_whom(free_port, monkeypatch):
+    monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "_RETRY_SECONDS", 0.01)
+    nodes, said, told = Nodes(2, 1, "localhost", free_port), [], threading.Event()
+
+    def report(line):
+        said.append(line)
+        if len(said) == 3:
+            told.set()
+
+    waiting = threading.Thread(target=meeting.wait_for_first, args=(nodes, 0, report), daemon=True)
+    waiting.start()
+    assert told.wait(30)
+    with socket.create_server(("localhost", free_port)):
+        waiting.join(30)
+        assert not waiting.is_alive()
+    assert all(f"node 1 waits for the first node at localhost:{free_port}" in line for line in said)
+    assert "refused" in said[0]
+
+
+def test_a_node_that_waits_too_long_names_address_and_fault(monkeypatch):
+    monkeypatch.setattr(meeting, "_PREPARE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"MASTER_ADDR = 'no-such-node\.invalid': .*start it"):
+        meeting.wait_for_first(Nodes(2, 1, "no-such-node.invalid", 29500), 0, print)
+
+
+def test_the_first_node_says_that_others_are_missing_until_they_are_there(monkeypatch):
+    monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.01)
+    said, told, met = [], threading.Event(), threading.Event()
+
+    def report(line):
+        said.append(line)
+        told.set()
+
+    with meeting.telling_who_is_missing(Nodes(3, 0, "a"), met.is_set, report):
+        assert told.wait(30)
+        met.set()
+    assert "all 3 nodes are at a" in said[0]
