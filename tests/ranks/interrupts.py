@@ -20,6 +20,9 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from glm46.config.loader import dump_run
+from glm46.data.tokenizer import load_tokenizer
+from tests.conftest import small_run, write_source
 from tests.ranks.forked_launch import is_alive
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +48,7 @@ class Phase(NamedTuple):
 def phases(base: Path) -> dict[str, Phase]:
     """All phases before a rank trains; stops.py has those behind."""
     start = ["bash", str(ROOT / "run_train.sh"), f"--job.dump_folder={base / 'out'}"]
-    source = f"--data.sources[0].path={base / 'source'}"
+    made = [f"--data.sources[{i}].path={base / f'source{i}'}" for i in range(2)]
     verb = [sys.executable, "-m", "glm46"]
     text = base / "text.jsonl"
     if not text.exists():
@@ -55,20 +58,22 @@ def phases(base: Path) -> dict[str, Phase]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    other = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    config = base / "run.toml"
+    if not config.exists():
+        (base / "ready").mkdir()
+        config.write_text(dump_run(small_run(write_source(base / "ready", load_tokenizer("builtin")), base / "out")))
+    node = {"CONFIG_FILE": str(config), "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NGPU": "1"}
+    first, other = node | {"NODE_RANK": "0"}, node | {"NODE_RANK": "1"}
     folder = ["--input", str(text), "--output", str(base / "own")]
     return {
-        "start": Phase([*start, source], within=3.0),
-        "prepare": Phase([*start, source], "preparing", within=4.0),
+        "start": Phase([*start, *made], within=3.0),
+        "prepare": Phase([*start, *made], "preparing", within=4.0),
         "prepare a source": Phase([*verb, "prepare", *folder], "preparing", within=4.0, trains=False),
-        "waiting": Phase([*start, source], "waits for the first node", environment=other),
+        "waiting": Phase(start, "waits for the first node", environment=other),
         "misspelt": Phase(
-            [*start, source], "waits for the first node", environment=other | {"MASTER_ADDR": "no-such-node"}
+            start, "waits for the first node", environment=other | {"MASTER_ADDR": "no-such-node.invalid"}
         ),
-        "first": Phase(
-            [*start, source, "--data.sources[0].prepare=", f"--data.sources[0].path={base / 'none'}"],
-            environment=other | {"NODE_RANK": "0"},
-        ),
+        "first": Phase(start, "waits until all 2 nodes", environment=first),
         "plan": Phase(
             [*verb, "plan", "--config", str(ROOT / "train_configs" / "debug.toml")], within=0.5, trains=False
         ),
