@@ -31,6 +31,10 @@ SAME_WISH_SECONDS = 1.0
 """Terminals, `timeout` and job systems may send one signal to a process and once more to its group."""
 
 
+# A forked process, such as a worker of a loader, must not tell its parent of its own signals.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 class SignalListener:
     """Calls a function in a thread of its own for each signal, at once, whatever the main thread does: it may wait in
     code that no signal ends. No exception is raised, because an exception can get lost in an import or a callback."""
