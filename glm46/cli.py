@@ -208,25 +208,25 @@ def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _prepare(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from glm46.config.loader import load_run
+    from glm46.config.loader import load_config
     from glm46.prepare.corpus import prepare_run
 
-    for name, manifest in prepare_run(load_run(arguments.config, overrides), report=print).items():
+    for name, manifest in prepare_run(load_config(arguments.config, overrides), report=print).items():
         held, train = manifest.splits["validation"], manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {held.tokens:,} held out")
     return 0
 
 
 def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from glm46.config.loader import load_run
+    from glm46.config.loader import load_config
     from glm46.planner.report import plan_text
 
     options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
-    run = load_run(arguments.config, overrides, world_size=arguments.nproc)
+    config = load_config(arguments.config, overrides, world_size=arguments.nproc)
     if arguments.gpu is None:
         options["machine"] = _this_machine()
     try:
-        print(plan_text(run, **{name: value for name, value in options.items() if value is not None}))
+        print(plan_text(config, **{name: value for name, value in options.items() if value is not None}))
     except ValueError as error:
         raise UserError(f"command line: {error}") from error
     return 0
@@ -263,19 +263,19 @@ def _init(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from glm46.config.loader import load_run
+    from glm46.config.loader import load_config
     from glm46.reliability.stop import StopRequest
 
     stop = StopRequest()
-    load_run(arguments.config, overrides)
+    load_config(arguments.config, overrides)
     # Torch takes seconds to import: only now, and the rules about the number of processes with it.
     from glm46.distributed.process import launched_world_size
     from glm46.training.trainer import train
 
-    run = load_run(arguments.config, overrides, world_size=launched_world_size() or 1)
-    code = train(run, stop)
+    config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
+    code = train(config, stop)
     if code == 0 and launched_world_size() is None:
         from glm46.commands.launch import describe_next
 
-        print(describe_next(run, Start(arguments.config, tuple(overrides), verb="train"), 1))
+        print(describe_next(config, Start(arguments.config, tuple(overrides), verb="train"), 1))
     return code

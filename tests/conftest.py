@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.manifest import Manifest, save_manifest
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.prepare.sharding import SplitWriter
@@ -52,7 +52,7 @@ def write_source(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-def small_run(source: Path, dump_folder: Path, **tables) -> Run:
+def small_config(source: Path, dump_folder: Path, **tables) -> RunConfig:
     """A small run; keyword arguments are whole or partial tables of the TOML."""
     content = {
         "job": {"dump_folder": str(dump_folder)},
@@ -64,15 +64,15 @@ def small_run(source: Path, dump_folder: Path, **tables) -> Run:
     }
     for table, keys in tables.items():
         content[table] = {**content.get(table, {}), **keys}
-    return Run.model_validate_json(json.dumps(content))
+    return RunConfig.model_validate_json(json.dumps(content))
 
 
 @pytest.fixture
-def make_run(source_folder, tmp_path):
+def make_config(source_folder, tmp_path):
     """A function that makes a small run; keyword arguments are whole or partial tables of the TOML."""
 
-    def make(**tables) -> Run:
-        return small_run(source_folder, tmp_path / "out", **tables)
+    def make(**tables) -> RunConfig:
+        return small_config(source_folder, tmp_path / "out", **tables)
 
     return make
 

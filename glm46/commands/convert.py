@@ -15,10 +15,10 @@ from torch import Tensor
 from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices
 from glm46.distributed.ranks import CheckpointError
@@ -136,7 +136,7 @@ def _from_hf(arguments: argparse.Namespace) -> int:
             raise_if([f"{arguments.model}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
             report(tensor.nbytes)
 
-        meta = {"config": dump_run(Run(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
+        meta = {"config": dump_config(RunConfig(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from glm46.checkpoint.publish import published_steps
 from glm46.commands.meeting import meeting_options, require_free_port, telling_who_is_missing, wait_for_first
 from glm46.commands.nodes import LAST_PORT, VARIABLES, detect_nodes
-from glm46.config.check import check_run
+from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
-from glm46.config.loader import load_run
-from glm46.config.run_config import Run
+from glm46.config.loader import load_config
+from glm46.config.run_config import RunConfig
 from glm46.planner.budget import budget_tokens
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
@@ -69,7 +69,7 @@ def launch(config: Path, overrides: Sequence[str], processes: int | None, max_re
     """Train the run of a TOML file on this node.
 
     Args:
-        overrides: tokens of the command line, see `load_run`.
+        overrides: tokens of the command line, see `load_config`.
         processes: ranks to start on this node; None takes one for each GPU, or a few without GPUs.
         max_restarts: how often all ranks are started again after one failed or went silent.
 
@@ -134,9 +134,11 @@ class _Signals:
         self._deadlines.append(deadline)
 
 
-def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_restarts: int, signals: _Signals) -> int:
-    run = load_run(config, overrides, world_size=None)
-    if max_restarts and not run.checkpoint.enable:
+def _launch(
+    config_file: Path, overrides: Sequence[str], processes: int | None, max_restarts: int, signals: _Signals
+) -> int:
+    config = load_config(config_file, overrides, world_size=None)
+    if max_restarts and not config.checkpoint.enable:
         raise UserError(
             f"command line: --max-restarts {max_restarts} with checkpoint.enable = false: every start would begin "
             "anew; enable checkpoints, or leave it out"
@@ -153,7 +155,7 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
     require_free_port(nodes, 0)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
     start_of_run = Start(
-        config,
+        config_file,
         tuple(overrides),
         options=("--max-restarts", str(max_restarts)) if max_restarts else (),
         processes=processes,
@@ -163,73 +165,73 @@ def _launch(config: Path, overrides: Sequence[str], processes: int | None, max_r
         f"see what it needs in detail:  {start_of_run.plan_command(nodes.count)}",
         f"train something that fits:    {start_of_run.small_command()}",
     )
-    refusal = _refuse(run, machine, processes and processes * nodes.count, remedies)
+    refusal = _refuse(config, machine, processes and processes * nodes.count, remedies)
     if refusal:
         print(refusal, file=sys.stderr)
         return _EXIT_USER_ERROR
-    processes = processes or max(choose_processes(run, machine) // nodes.count, 1)
-    run = load_run(config, overrides, world_size=processes * nodes.count)
+    processes = processes or max(choose_processes(config, machine) // nodes.count, 1)
+    config = load_config(config_file, overrides, world_size=processes * nodes.count)
     if nodes.rank == 0:
-        _refuse_start(run)
-        _prepare(run, processes * nodes.count)
+        _refuse_start(config)
+        _prepare(config, processes * nodes.count)
     share_cores(machine.cores, processes)
-    checkpoints = Path(run.job.dump_folder) / run.checkpoint.folder
+    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
 
     def start(number: int) -> End:
         require_free_port(nodes, number)
         wait_for_first(nodes, number, _say)
         with telling_who_is_missing(nodes, lambda: bool(started_ranks()), _say):
             options = meeting_options(nodes, processes, number)
-            return _start(options, ["train", "--config", str(config), *overrides], signals)
+            return _start(options, ["train", "--config", str(config_file), *overrides], signals)
 
     code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
     if code == 0 and nodes.rank == 0:
-        print(describe_next(run, start_of_run, processes * nodes.count))
+        print(describe_next(config, start_of_run, processes * nodes.count))
     return code
 
 
-def _refuse_start(run: Run) -> None:
+def _refuse_start(config: RunConfig) -> None:
     """What a rank would find wrong at its start with the folders of the run, once and before any work."""
     from glm46.reliability.run_lock import writing
     from glm46.training.origin import refuse_origin
 
-    refuse_origin(run)
-    folder = Path(run.job.dump_folder)
+    refuse_origin(config)
+    folder = Path(config.job.dump_folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with writing(folder), tempfile.TemporaryFile(dir=there) as file:
         file.write(b"\0" * 4096)
 
 
-def _prepare(run: Run, world_size: int) -> None:
+def _prepare(config: RunConfig, world_size: int) -> None:
     """Make the shards that are missing, and refuse a run that would read one too often, with what it would read; a run
     that goes on says so itself. The other nodes find the shards in the same place: they wait where all ranks meet."""
     # Not before: it loads the whole program, and a refusal needs little of it.
     from glm46.data.corpus import check_epochs, describe_sources
     from glm46.prepare.corpus import prepare_run
 
-    manifests = prepare_run(run, report=_say)
-    rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
+    manifests = prepare_run(config, report=_say)
+    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).batch_ranks
     try:
-        check_epochs(run, manifests, rows)
+        check_epochs(config, manifests, rows)
     except UserError:
-        print("\n".join(describe_sources(run, manifests, rows)), flush=True)
+        print("\n".join(describe_sources(config, manifests, rows)), flush=True)
         raise
 
 
-def describe_next(run: Run, start: Start, world_size: int) -> str:
+def describe_next(config: RunConfig, start: Start, world_size: int) -> str:
     """What to type after a run that is finished: a longer one, if the rules and the text allow it, and the help."""
     # Not before: it loads the data's libraries.
     from glm46.data.corpus import check_epochs
     from glm46.data.manifest import load_manifest
 
-    rows = run.training.local_batch_size * resolve_layout(run.parallelism, world_size).batch_ranks
+    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).batch_ranks
     values = {
-        "training.tokens": str(_LONGER * budget_tokens(run, rows)),
-        "job.dump_folder": f"{run.job.dump_folder}_longer",
+        "training.tokens": str(_LONGER * budget_tokens(config, rows)),
+        "job.dump_folder": f"{config.job.dump_folder}_longer",
     }
     lines = [f"all keys      {module_command()} train --help"]
     try:
-        longer = load_run(start.config, replace_overrides(start.overrides, values), world_size=world_size)
+        longer = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in longer.data.sources}
         check_epochs(longer, manifests, rows)
         lines.insert(0, f"train longer  {start.command(values)}")
@@ -275,21 +277,21 @@ def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], ma
     return end.code
 
 
-def choose_processes(run: Run, machine: Machine) -> int:
+def choose_processes(config: RunConfig, machine: Machine) -> int:
     """Ranks that suit this machine: one for each GPU as far as the degrees allow, a few without GPUs."""
     wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
-    if run.parallelism.data_parallel_shard_degree != -1:
-        return fixed_processes(run.parallelism)
-    smallest = smallest_world(run.parallelism)
+    if config.parallelism.data_parallel_shard_degree != -1:
+        return fixed_processes(config.parallelism)
+    smallest = smallest_world(config.parallelism)
     return max(wanted - wanted % smallest, smallest)
 
 
-def _refuse(run: Run, machine: Machine, processes: int | None, remedies: Sequence[str] = ()) -> str | None:
+def _refuse(config: RunConfig, machine: Machine, processes: int | None, remedies: Sequence[str] = ()) -> str | None:
     """One screen that says why this machine cannot train the run, and what to do; None when it can."""
-    fits, screen = describe_requirement(run, machine, remedies=remedies)
+    fits, screen = describe_requirement(config, machine, remedies=remedies)
     # A number of processes that the degrees do not allow is a fault of its own, and said as such after this.
-    if fits and processes is not None and not check_run(run, world_size=processes):
-        fits, screen = describe_requirement(run, machine, world_size=processes, remedies=remedies)
+    if fits and processes is not None and not check_config(config, world_size=processes):
+        fits, screen = describe_requirement(config, machine, world_size=processes, remedies=remedies)
     return None if fits else screen
 
 

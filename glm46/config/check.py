@@ -14,32 +14,32 @@ from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_optimizer import OPTIMIZER_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 
-def check_run(run: Run, *, world_size: int | None) -> list[str]:
+def check_config(config: RunConfig, *, world_size: int | None) -> list[str]:
     """Messages of every broken rule; an empty list is a sound run.
 
     Args:
         world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
     """
-    return [fault.message for fault in find_faults(run, world_size)]
+    return [fault.message for fault in find_faults(config, world_size)]
 
 
-def find_faults(run: Run, world_size: int | None) -> list[Fault]:
-    """As `check_run`, with the keys that each fault is about."""
-    faults = [fault for rule in SECTION_RULES for fault in rule(run)]
-    if run.model.flavor not in PRESETS:
+def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
+    """As `check_config`, with the keys that each fault is about."""
+    faults = [fault for rule in SECTION_RULES for fault in rule(config)]
+    if config.model.flavor not in PRESETS:
         return faults
-    shape = resolve_shape(run.model)
-    faults += [fault for rule in MODEL_RULES for fault in rule(run, shape)]
+    shape = resolve_shape(config.model)
+    faults += [fault for rule in MODEL_RULES for fault in rule(config, shape)]
     rules = (*LAYOUT_RULES, *PIPELINE_RULES, *OPTIMIZER_RULES)
-    return faults + [fault for rule in rules for fault in rule(run, shape, world_size)]
+    return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
 
-def flavor_is_a_preset(run: Run) -> Faults:
+def flavor_is_a_preset(config: RunConfig) -> Faults:
     """A preset that does not exist has no shape; the message lists those that do."""
-    flavor = run.model.flavor
+    flavor = config.model.flavor
     if flavor not in PRESETS:
         near = nearest(flavor, PRESETS, 0.6)
         remedy = f"did you mean '{near}'? " if near else ""
@@ -48,23 +48,23 @@ def flavor_is_a_preset(run: Run) -> Faults:
         )
 
 
-def budget_is_given_once(run: Run) -> Faults:
+def budget_is_given_once(config: RunConfig) -> Faults:
     """Tokens or steps: two budgets would contradict each other, none would never end."""
     keys = ("training.tokens", "training.steps")
-    tokens, steps = run.training.tokens, run.training.steps
+    tokens, steps = config.training.tokens, config.training.steps
     if tokens is None and steps is None:
         yield Fault(keys, "training.tokens, training.steps: both absent; state how long to train, in one of them")
     if tokens is not None and steps is not None:
         yield Fault(keys, f"training.tokens = {tokens}, training.steps = {steps}: both given; state one of them")
 
 
-def schedules_keep_their_range(run: Run) -> Faults:
+def schedules_keep_their_range(config: RunConfig) -> Faults:
     """Every point of a schedule lies where its key has a meaning."""
     for key, schedule, lowest, inclusive in (
-        ("moe.bias_update_rate", run.moe.bias_update_rate, 0, True),
-        ("moe.router_temperature", run.moe.router_temperature, 0, False),
-        ("mtp.loss_weight", run.mtp.loss_weight, 0, True),
-        ("training.global_batch_size", run.training.global_batch_size, 1, True),
+        ("moe.bias_update_rate", config.moe.bias_update_rate, 0, True),
+        ("moe.router_temperature", config.moe.router_temperature, 0, False),
+        ("mtp.loss_weight", config.mtp.loss_weight, 0, True),
+        ("training.global_batch_size", config.training.global_batch_size, 1, True),
     ):
         wrong = [value for value in values_of(schedule) if value < lowest or (value == lowest and not inclusive)]
         if wrong:
@@ -73,10 +73,10 @@ def schedules_keep_their_range(run: Run) -> Faults:
             yield Fault((key,), f"{key} = {show(schedule)}{point}: {rule} {lowest}")
 
 
-def warmup_ends_before_decay(run: Run) -> Faults:
+def warmup_ends_before_decay(config: RunConfig) -> Faults:
     """The rate reaches its peak before it falls."""
-    scheduler = run.lr_scheduler
-    total = _curriculum_tokens(run)
+    scheduler = config.lr_scheduler
+    total = _curriculum_tokens(config)
     if total is None:
         return
     decay_start = total if scheduler.decay_ratio is None else total * (1 - scheduler.decay_ratio)
@@ -95,12 +95,12 @@ def warmup_ends_before_decay(run: Run) -> Faults:
         )
 
 
-def run_fits_into_its_schedule(run: Run) -> Faults:
+def run_fits_into_its_schedule(config: RunConfig) -> Faults:
     """A run that outlives its schedule would train at the lowest rate, most likely by a slip in the tokens."""
-    scheduler = run.lr_scheduler
+    scheduler = config.lr_scheduler
     if scheduler.total_tokens is None:
         return
-    end = scheduler.start_tokens + (run.training.tokens or 1)
+    end = scheduler.start_tokens + (config.training.tokens or 1)
     if end > scheduler.total_tokens:
         yield Fault(
             ("lr_scheduler.total_tokens", "lr_scheduler.start_tokens", "training.tokens"),
@@ -109,30 +109,30 @@ def run_fits_into_its_schedule(run: Run) -> Faults:
         )
 
 
-def _curriculum_tokens(run: Run) -> int | None:
+def _curriculum_tokens(config: RunConfig) -> int | None:
     """Where the schedule ends. None under a budget in steps: that is how a person tries a run out, and a trial may end
     inside its warm-up."""
-    if run.lr_scheduler.total_tokens is not None:
-        return run.lr_scheduler.total_tokens
-    if run.training.tokens is not None:
-        return run.lr_scheduler.start_tokens + run.training.tokens
+    if config.lr_scheduler.total_tokens is not None:
+        return config.lr_scheduler.total_tokens
+    if config.training.tokens is not None:
+        return config.lr_scheduler.start_tokens + config.training.tokens
     return None
 
 
-def hugging_face_folder_can_say_it(run: Run) -> Faults:
+def hugging_face_folder_can_say_it(config: RunConfig) -> Faults:
     """What is written for Hugging Face's readers computes the same there."""
-    checkpoint = run.checkpoint
-    if checkpoint.last_save_in_hf and run.model.sliding_window is not None:
+    checkpoint = config.checkpoint
+    if checkpoint.last_save_in_hf and config.model.sliding_window is not None:
         yield Fault(
             ("checkpoint.last_save_in_hf", "model.sliding_window"),
             f"checkpoint.last_save_in_hf = true: Hugging Face's GLM has no model.sliding_window = "
-            f"{run.model.sliding_window}, so its readers would attend to everything; set one of them only",
+            f"{config.model.sliding_window}, so its readers would attend to everything; set one of them only",
         )
 
 
-def checkpoint_folder_is_inside(run: Run) -> Faults:
+def checkpoint_folder_is_inside(config: RunConfig) -> Faults:
     """Retention deletes step folders, so they lie where only this run writes."""
-    folder = run.checkpoint.folder
+    folder = config.checkpoint.folder
     if not folder or folder.startswith(("/", "~")) or ".." in folder.replace("\\", "/").split("/"):
         yield Fault(
             ("checkpoint.folder",),
@@ -140,7 +140,7 @@ def checkpoint_folder_is_inside(run: Run) -> Faults:
         )
 
 
-SECTION_RULES: tuple[Callable[[Run], Faults], ...] = (
+SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     flavor_is_a_preset,
     budget_is_given_once,
     *DATA_RULES,

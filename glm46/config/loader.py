@@ -17,11 +17,11 @@ from glm46.config.errors import UserError
 from glm46.config.faults import Fault, nearest
 from glm46.config.overrides import apply_overrides, dotted, key_parts, parse_overrides
 from glm46.config.rules_effect import idle_keys
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 
 
-def load_run(path: Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Run:
+def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """Read a run from its TOML file.
 
     Args:
@@ -36,26 +36,26 @@ def load_run(path: Path, overrides: Sequence[str] = (), *, world_size: int | Non
     parsed, faults = parse_overrides(overrides)
     faults += apply_overrides(table, parsed)
     overridden = [override.key for override in parsed]
-    run, invalid = validate_table(table)
-    for idle in idle_keys(run):
+    config, invalid = validate_table(table)
+    for idle in idle_keys(config):
         # What the command line switches off, the file need not take out.
         if _any_touches([idle.switch], overridden) and not _any_touches([dotted(idle.place)], overridden):
             _take_out(table, idle.place)
-    run, invalid = validate_table(table)
+    config, invalid = validate_table(table)
     faults += invalid
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
     # A rule that reads a key in doubt would judge a default that nobody wrote.
-    faults += [fault for fault in find_faults(run, world_size) if not _any_touches(fault.keys, in_doubt)]
+    faults += [fault for fault in find_faults(config, world_size) if not _any_touches(fault.keys, in_doubt)]
     if faults:
         raise UserError(*(f"{_origin(fault, path, written, overridden)}: {fault.message}" for fault in faults))
-    return run
+    return config
 
 
-def dump_run(run: Run) -> str:
+def dump_config(config: RunConfig) -> str:
     """The run as TOML, defaults included; it loads again to an equal run. Left out are absent keys, and those without
     effect, because stating them is a fault."""
-    table = run.model_dump(exclude_none=True)
-    for idle in idle_keys(run):
+    table = config.model_dump(exclude_none=True)
+    for idle in idle_keys(config):
         _take_out(table, idle.place)
     return tomli_w.dumps(table)
 

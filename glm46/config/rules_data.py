@@ -5,22 +5,22 @@ from itertools import combinations
 
 from glm46.config.data import Stage
 from glm46.config.faults import Fault, Faults, show
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 
-def there_is_a_source(run: Run) -> Faults:
+def there_is_a_source(config: RunConfig) -> Faults:
     """Training reads something."""
-    if not run.data.sources:
+    if not config.data.sources:
         yield Fault(
             ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
         )
 
 
-def source_names_and_paths_are_unique(run: Run) -> Faults:
+def source_names_and_paths_are_unique(config: RunConfig) -> Faults:
     """Metrics are named after sources, and a path read twice would show its tokens twice."""
     for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
         seen: dict[str, int] = {}
-        for index, source in enumerate(run.data.sources):
+        for index, source in enumerate(config.data.sources):
             value = getattr(source, key)
             if value in seen:
                 where = f"data.sources[{index}].{key}"
@@ -29,19 +29,19 @@ def source_names_and_paths_are_unique(run: Run) -> Faults:
             seen.setdefault(value, index)
 
 
-def sources_are_made_one_way(run: Run) -> Faults:
+def sources_are_made_one_way(config: RunConfig) -> Faults:
     """A recipe beside ``prepare`` would say other things about the same shards."""
-    for index, source in enumerate(run.data.sources):
+    for index, source in enumerate(config.data.sources):
         if source.prepare is not None and source.recipe is not None:
             keys = (f"data.sources[{index}].prepare", f"data.sources[{index}].recipe")
             remedy = f'input = ["builtin:{source.prepare}"]'
             yield Fault(keys, f"{keys[0]} = {show(source.prepare)}: there is a recipe too; put {remedy} there instead")
 
 
-def stages_follow_each_other(run: Run) -> Faults:
+def stages_follow_each_other(config: RunConfig) -> Faults:
     """Every token of the run lies in one stage."""
-    starts = [stage.start_tokens for stage in run.data.stages]
-    begin = run.lr_scheduler.start_tokens
+    starts = [stage.start_tokens for stage in config.data.stages]
+    begin = config.lr_scheduler.start_tokens
     if starts and starts[0] > begin:
         yield Fault(
             ("data.stages[0].start_tokens", "lr_scheduler.start_tokens"),
@@ -54,32 +54,33 @@ def stages_follow_each_other(run: Run) -> Faults:
             yield Fault((key,), f"{key} = {starts[index]}: must be greater than that of the stage before")
 
 
-def stages_weigh_the_sources(run: Run) -> Faults:
+def stages_weigh_the_sources(config: RunConfig) -> Faults:
     """One weight per source, and text in every stage."""
-    for index, stage in enumerate(run.data.stages):
+    for index, stage in enumerate(config.data.stages):
         if stage.weights is None:
             continue
         key = f"data.stages[{index}].weights"
-        if len(stage.weights) != len(run.data.sources):
+        if len(stage.weights) != len(config.data.sources):
             yield Fault(
                 (key, "data.sources"),
-                f"{key} = {show(stage.weights)}: must have one weight for each of the {len(run.data.sources)} sources; "
+                f"{key} = {show(stage.weights)}: must have one weight for each of the "
+                f"{len(config.data.sources)} sources; "
                 "0 leaves one out",
             )
         elif min(stage.weights) < 0 or not sum(stage.weights):
             yield Fault((key,), f"{key} = {show(stage.weights)}: none may be negative, and one must be above 0")
 
 
-def stages_fit_the_longest_sequence(run: Run) -> Faults:
+def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
     """Memory, positions and validation are planned for training.seq_len; what the mesh splits, it splits evenly."""
-    context, tensor = run.parallelism.context_parallel_degree, run.parallelism.tensor_parallel_degree
+    context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     pieces = (2 * context if context > 1 else 1) * tensor
-    for index, stage in enumerate(run.data.stages):
+    for index, stage in enumerate(config.data.stages):
         key = f"data.stages[{index}].seq_len"
-        if stage.seq_len is not None and stage.seq_len > run.training.seq_len:
+        if stage.seq_len is not None and stage.seq_len > config.training.seq_len:
             yield Fault(
                 (key, "training.seq_len"),
-                f"{key} = {stage.seq_len}: longer than training.seq_len = {run.training.seq_len}, which memory is "
+                f"{key} = {stage.seq_len}: longer than training.seq_len = {config.training.seq_len}, which memory is "
                 "planned for; raise training.seq_len to the longest stage",
             )
         elif stage.seq_len is not None and stage.seq_len % pieces:
@@ -90,22 +91,22 @@ def stages_fit_the_longest_sequence(run: Run) -> Faults:
             )
 
 
-def stages_read_apart(run: Run) -> Faults:
+def stages_read_apart(config: RunConfig) -> Faults:
     """A document is cut one way only: two lengths, or two selections, would show it twice."""
-    for index, stage in enumerate(run.data.stages):
+    for index, stage in enumerate(config.data.stages):
         low, high = stage.documents
         if not 0.0 <= low < high <= 1.0:
             key = f"data.stages[{index}].documents"
             yield Fault(
                 (key,), f"{key} = {show(stage.documents)}: must be a range [low, high] with 0 <= low < high <= 1"
             )
-    for (one, first), (other, second) in combinations(enumerate(run.data.stages), 2):
-        is_same_grid = (first.seq_len or run.training.seq_len, first.documents) == (
-            second.seq_len or run.training.seq_len,
+    for (one, first), (other, second) in combinations(enumerate(config.data.stages), 2):
+        is_same_grid = (first.seq_len or config.training.seq_len, first.documents) == (
+            second.seq_len or config.training.seq_len,
             second.documents,
         )
         overlap = max(first.documents[0], second.documents[0]) < min(first.documents[1], second.documents[1])
-        shared = [run.data.sources[i].name for i in _read(run, first) & _read(run, second)]
+        shared = [config.data.sources[i].name for i in _read(config, first) & _read(config, second)]
         if overlap and shared and not is_same_grid:
             yield Fault(
                 (f"data.stages[{one}]", f"data.stages[{other}]"),
@@ -115,13 +116,13 @@ def stages_read_apart(run: Run) -> Faults:
             )
 
 
-def _read(run: Run, stage: Stage) -> set[int]:
+def _read(config: RunConfig, stage: Stage) -> set[int]:
     """Numbers of the sources that a stage draws from."""
-    weights = stage.weights or [1.0] * len(run.data.sources)
-    return {i for i, weight in enumerate(weights[: len(run.data.sources)]) if weight > 0}
+    weights = stage.weights or [1.0] * len(config.data.sources)
+    return {i for i, weight in enumerate(weights[: len(config.data.sources)]) if weight > 0}
 
 
-DATA_RULES: tuple[Callable[[Run], Faults], ...] = (
+DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     there_is_a_source,
     source_names_and_paths_are_unique,
     sources_are_made_one_way,

@@ -23,9 +23,9 @@ class IdleKey(NamedTuple):
     """That key with a value that gives it."""
 
 
-def stated_keys_have_an_effect(run: Section) -> Faults:
+def stated_keys_have_an_effect(config: Section) -> Faults:
     """No key is stated in vain."""
-    for idle in idle_keys(run):
+    for idle in idle_keys(config):
         key = dotted(idle.place)
         if idle.is_stated:
             message = f"{key} = {show(idle.value)}: has no effect without {idle.remedy}; set that, or take {key} out"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.section import Schedule
 
 
-def data_parallel_degree(run: Run, world_size: int | None) -> int | None:
+def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | None:
     """Ranks that read different sequences; None when it follows from a world size that is not known or does not fit."""
-    layout = run.parallelism
+    layout = config.parallelism
     shard = layout.data_parallel_shard_degree
     if shard == -1:
         if world_size is None or world_size % layout.stated_ranks:
@@ -29,18 +29,18 @@ def values_of(schedule: Schedule | None) -> tuple[float, ...]:
     return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)
 
 
-def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """What an axis splits, it splits evenly."""
-    layout = run.parallelism
+    layout = config.parallelism
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     for degree_key, degree, key, size, factor in (
         ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
         ("tensor_parallel_degree", tensor, "model.num_key_value_heads", shape.num_key_value_heads, 1),
         ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
         # Tensor parallelism splits what context parallelism leaves of a sequence.
-        ("tensor_parallel_degree", tensor, "training.seq_len", run.training.seq_len, context),
+        ("tensor_parallel_degree", tensor, "training.seq_len", config.training.seq_len, context),
         # Head and tail of the sequence go to one rank, so that causal attention costs each the same.
-        ("context_parallel_degree", context, "training.seq_len", run.training.seq_len, 2),
+        ("context_parallel_degree", context, "training.seq_len", config.training.seq_len, 2),
         ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),
     ):
         if degree > 1 and size % (degree * factor):
@@ -51,12 +51,12 @@ def layout_divides_the_model(run: Run, shape: ModelShape, world_size: int | None
             )
 
 
-def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """A step is a whole number of micro-batches on every rank, as far as the ranks are known."""
-    local, batch = run.training.local_batch_size, run.training.global_batch_size
-    degree = data_parallel_degree(run, world_size)
+    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    degree = data_parallel_degree(config, world_size)
     # Without the number of processes, every divisor of the true degree that is known must divide already.
-    divisor = local * (degree or run.parallelism.data_parallel_replicate_degree)
+    divisor = local * (degree or config.parallelism.data_parallel_replicate_degree)
     keys = ("training.global_batch_size", "training.local_batch_size", "parallelism")
     explained = f"training.local_batch_size = {local} times {counted(divisor // local, 'data-parallel rank')}"
     if isinstance(batch, tuple):
@@ -76,11 +76,11 @@ def batch_divides(run: Run, shape: ModelShape, world_size: int | None) -> Faults
         )
 
 
-def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """Every process has one place in the mesh."""
     if world_size is None:
         return
-    layout = run.parallelism
+    layout = config.parallelism
     keys = ("parallelism",)
     fixed, shard = layout.stated_ranks, layout.data_parallel_shard_degree
     spelled = "replicate * tensor * pipeline * context"
@@ -99,18 +99,18 @@ def degrees_multiply_to_the_processes(run: Run, shape: ModelShape, world_size: i
         )
 
 
-def _ranks_to_borrow(run: Run, world_size: int | None) -> int | None:
+def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
     """Ranks that the experts' axis is borrowed from; None when `data_parallel_degree` is."""
-    layout, degree = run.parallelism, data_parallel_degree(run, world_size)
+    layout, degree = config.parallelism, data_parallel_degree(config, world_size)
     if degree is None:
         return None
     shard = degree // layout.data_parallel_replicate_degree
     return shard * layout.context_parallel_degree * layout.tensor_parallel_degree
 
 
-def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The experts' axis is made of whole shard, context and tensor axes."""
-    layout, ranks = run.parallelism, _ranks_to_borrow(run, world_size)
+    layout, ranks = config.parallelism, _ranks_to_borrow(config, world_size)
     if ranks is not None and ranks % layout.expert_parallel_degree:
         yield Fault(
             ("parallelism",),
@@ -119,9 +119,9 @@ def experts_borrow_whole_ranks(run: Run, shape: ModelShape, world_size: int | No
         )
 
 
-def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """FSDP2 spreads whole experts over its ranks, or else equal parts of each expert."""
-    ranks, ep = _ranks_to_borrow(run, world_size), run.parallelism.expert_parallel_degree
+    ranks, ep = _ranks_to_borrow(config, world_size), config.parallelism.expert_parallel_degree
     width = 2 * shape.moe_intermediate_size
     if not ranks or ranks % ep or shape.n_routed_experts % ep:
         return  # not known, or told by the rules before
@@ -133,7 +133,7 @@ def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) 
 
     if is_even(ranks, ep):
         return
-    layout, key = run.parallelism, "parallelism.expert_parallel_degree"
+    layout, key = config.parallelism, "parallelism.expert_parallel_degree"
     both = range(1, min(ranks, shape.n_routed_experts) + 1)
     degrees = [d for d in both if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(ranks, d)]
     remedies = [f"set {key} = {' or '.join(map(str, degrees))}"] if degrees else ["take another number of ranks"]
@@ -157,7 +157,7 @@ def expert_shards_are_even(run: Run, shape: ModelShape, world_size: int | None) 
     )
 
 
-LAYOUT_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
+LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     layout_divides_the_model,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 
-def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:
+def heads_group_evenly(config: RunConfig, shape: ModelShape) -> Faults:
     """Each key and value head serves the same number of query heads."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         yield Fault(
@@ -17,7 +17,7 @@ def heads_group_evenly(run: Run, shape: ModelShape) -> Faults:
         )
 
 
-def rotated_part_is_even(run: Run, shape: ModelShape) -> Faults:
+def rotated_part_is_even(config: RunConfig, shape: ModelShape) -> Faults:
     """Rotary positions turn pairs of dimensions."""
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
@@ -28,7 +28,7 @@ def rotated_part_is_even(run: Run, shape: ModelShape) -> Faults:
         )
 
 
-def dense_layers_exist(run: Run, shape: ModelShape) -> Faults:
+def dense_layers_exist(config: RunConfig, shape: ModelShape) -> Faults:
     """Dense layers are some of the layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
         yield Fault(
@@ -38,7 +38,7 @@ def dense_layers_exist(run: Run, shape: ModelShape) -> Faults:
         )
 
 
-def expert_groups_are_even(run: Run, shape: ModelShape) -> Faults:
+def expert_groups_are_even(config: RunConfig, shape: ModelShape) -> Faults:
     """Groups hold the same number of experts, and a group is scored by its best two."""
     experts, groups = shape.n_routed_experts, shape.n_group
     if experts % groups:
@@ -58,7 +58,7 @@ def expert_groups_are_even(run: Run, shape: ModelShape) -> Faults:
         )
 
 
-def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
+def token_finds_enough_experts(config: RunConfig, shape: ModelShape) -> Faults:
     """Top-k needs k experts inside the groups that a token may use."""
     reachable = shape.n_routed_experts * min(shape.topk_group, shape.n_group) // shape.n_group
     if shape.num_experts_per_tok > reachable:
@@ -69,38 +69,38 @@ def token_finds_enough_experts(run: Run, shape: ModelShape) -> Faults:
         )
 
 
-def expert_rows_are_aligned(run: Run, shape: ModelShape) -> Faults:
+def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Grouped matmul reads rows that begin at multiples of 16 bytes; torch refuses others only at the first step."""
-    entries = 16 // {"bfloat16": 2, "float32": 4}[run.training.mixed_precision_param]
+    entries = 16 // {"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param]
     for key in ("hidden_size", "moe_intermediate_size"):
         width = getattr(shape, key)
         if width % entries and shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
             yield Fault(
                 (f"model.{key}", "training.mixed_precision_param"),
                 f"model.{key} = {width}: must be a multiple of {entries} for experts in "
-                f"{run.training.mixed_precision_param}, whose rows begin at multiples of 16 bytes; "
+                f"{config.training.mixed_precision_param}, whose rows begin at multiples of 16 bytes; "
                 f"take {-(-width // entries) * entries}",
             )
 
 
-def sequence_fits_the_positions(run: Run, shape: ModelShape) -> Faults:
+def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
     """A sequence beyond the positions that the weights are meant for is asked for, not slipped into."""
-    if run.training.seq_len > shape.max_position_embeddings:
+    if config.training.seq_len > shape.max_position_embeddings:
         yield Fault(
             ("training.seq_len", "model.max_position_embeddings"),
-            f"training.seq_len = {run.training.seq_len}: longer than model.max_position_embeddings = "
+            f"training.seq_len = {config.training.seq_len}: longer than model.max_position_embeddings = "
             f"{shape.max_position_embeddings}; shorten it, or raise max_position_embeddings (and rope_theta with it)",
         )
 
 
-def yarn_knows_the_original_length(run: Run, shape: ModelShape) -> Faults:
+def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
     """YaRN tells fast frequencies from slow ones by their turns inside the length trained on before."""
     key, scaling = "model.rope_scaling.original_max_position_embeddings", shape.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
         yield Fault((key,), f'{key}: required for rope_type = "yarn", but absent; state the length trained on before')
 
 
-MODEL_RULES: tuple[Callable[[Run, ModelShape], Faults], ...] = (
+MODEL_RULES: tuple[Callable[[RunConfig, ModelShape], Faults], ...] = (
     heads_group_evenly,
     rotated_part_is_even,
     dense_layers_exist,

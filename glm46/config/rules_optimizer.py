@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 DEEPSEEK_V4_STEPS = 10
 """Newton-Schulz steps of the set; a test holds it to `optim/newton_schulz.py`."""
@@ -14,9 +14,9 @@ STATE_BLOCK, STATE_LEAST_ENTRIES = 64, 4096
 `optim/compact_state.py`."""
 
 
-def coefficients_fit_the_steps(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def coefficients_fit_the_steps(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The last two steps of deepseek_v4 settle what the first eight leave; without them it is another set."""
-    optimizer = run.optimizer
+    optimizer = config.optimizer
     uses_muon = optimizer.name == "Muon"
     if uses_muon and optimizer.ns_coefficients == "deepseek_v4" and optimizer.ns_steps < DEEPSEEK_V4_STEPS:
         yield Fault(
@@ -26,10 +26,10 @@ def coefficients_fit_the_steps(run: Run, shape: ModelShape, world_size: int | No
         )
 
 
-def state_blocks_are_not_cut(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """Tensor parallelism cuts the columns of some matrices; the blocks of their 8-bit states must stay whole."""
-    tensor = run.parallelism.tensor_parallel_degree
-    if run.optimizer.state_dtype != "8bit" or tensor == 1:
+    tensor = config.parallelism.tensor_parallel_degree
+    if config.optimizer.state_dtype != "8bit" or tensor == 1:
         return
     cut = [("model.num_attention_heads * head_dim", shape.num_attention_heads * shape.head_dim)]
     if shape.first_k_dense_replace:
@@ -48,7 +48,7 @@ def state_blocks_are_not_cut(run: Run, shape: ModelShape, world_size: int | None
             )
 
 
-OPTIMIZER_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
+OPTIMIZER_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     coefficients_fit_the_steps,
     state_blocks_are_not_cut,
 )

@@ -6,12 +6,12 @@ from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import data_parallel_degree, values_of
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 
-def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """A pipeline stage without layers would only pass tensors on."""
-    layout = run.parallelism
+    layout = config.parallelism
     if layout.pipeline_parallel_degree > 1 and layout.stages > shape.num_hidden_layers:
         each = f" with {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
         yield Fault(
@@ -21,11 +21,11 @@ def every_stage_has_a_layer(run: Run, shape: ModelShape, world_size: int | None)
         )
 
 
-def stages_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def stages_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """Some schedules have one stage per rank, those shaped like a V exactly two."""
     key = "parallelism.pipeline_parallel_stages_per_rank"
-    name = run.parallelism.pipeline_parallel_schedule
-    schedule, stated = PIPELINE_SCHEDULES[name], run.parallelism.pipeline_parallel_stages_per_rank
+    name = config.parallelism.pipeline_parallel_schedule
+    schedule, stated = PIPELINE_SCHEDULES[name], config.parallelism.pipeline_parallel_stages_per_rank
     if stated not in (None, schedule.stages_per_rank) and (schedule.has_one_stage or schedule.is_v_shaped):
         several = "Interleaved1F1B or InterleavedZeroBubble"
         yield Fault(
@@ -34,10 +34,10 @@ def stages_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None)
         )
 
 
-def split_backward_finds_what_it_needs(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def split_backward_finds_what_it_needs(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """A backward in two halves looks for the weights that forward used: freed ones get no gradient, and no error. And
     it goes twice through a region of selective checkpointing, which torch lets go through once."""
-    layout = run.parallelism
+    layout = config.parallelism
     name = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
         return
@@ -48,7 +48,7 @@ def split_backward_finds_what_it_needs(run: Run, shape: ModelShape, world_size: 
             f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
             'after forward; take "default" or "never"',
         )
-    if run.activation_checkpoint.mode == "selective":
+    if config.activation_checkpoint.mode == "selective":
         key = "activation_checkpoint.mode"
         yield Fault(
             (key,),
@@ -57,20 +57,20 @@ def split_backward_finds_what_it_needs(run: Run, shape: ModelShape, world_size: 
         )
 
 
-def micro_batches_fit_the_schedule(run: Run, shape: ModelShape, world_size: int | None) -> Faults:
+def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """Every step has as many micro-batches as the schedule can order."""
-    ranks, degree = run.parallelism.pipeline_parallel_degree, data_parallel_degree(run, world_size)
+    ranks, degree = config.parallelism.pipeline_parallel_degree, data_parallel_degree(config, world_size)
     if ranks == 1 or degree is None:
         return
-    rows, name = run.training.local_batch_size * degree, run.parallelism.pipeline_parallel_schedule
+    rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
     # A ramp passes through every multiple of a micro-batch between its values.
-    counts = [int(value // rows) for value in values_of(run.training.global_batch_size)] or [1]
+    counts = [int(value // rows) for value in values_of(config.training.global_batch_size)] or [1]
     first = max(min(counts), 1)
     # Of numbers one after the other the least is too small, or a wrong one comes within two rounds of the ranks.
     for count in range(first, min(max(counts), first + 2 * ranks) + 1):
         wanted = _wanted(name, ranks, count)
         if wanted:
-            key, batch = "training.global_batch_size", run.training.global_batch_size
+            key, batch = "training.global_batch_size", config.training.global_batch_size
             stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
             yield Fault(
                 (key, "training.local_batch_size", "parallelism"),
@@ -90,7 +90,7 @@ def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
     return None
 
 
-PIPELINE_RULES: tuple[Callable[[Run, ModelShape, int | None], Faults], ...] = (
+PIPELINE_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     every_stage_has_a_layer,
     stages_fit_the_schedule,
     split_backward_finds_what_it_needs,

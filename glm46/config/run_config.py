@@ -13,7 +13,7 @@ from glm46.config.section import Section
 from glm46.config.training import Debug, Training, Validation
 
 
-class Run(Section):
+class RunConfig(Section):
     """One TOML file = one run = one phase."""
 
     job: Job = Field(default_factory=Job)

@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from glm46.config.faults import show
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
 from glm46.config.validation import choices_in, holds_schedule, section_of
 
@@ -41,7 +41,7 @@ class SectionRows:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a TOML file, which editors use to complete and check it."""
-    schema = Run.model_json_schema()
+    schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "A glm46 run"
     flavor = schema["$defs"]["Model"]["properties"]["flavor"]
@@ -51,7 +51,7 @@ def json_schema() -> dict[str, Any]:
 
 def describe_keys() -> list[SectionRows]:
     """Every section and key, in the order of the file."""
-    return [rows for name, field in Run.model_fields.items() for rows in _describe(name, section_of(field))]
+    return [rows for name, field in RunConfig.model_fields.items() for rows in _describe(name, section_of(field))]
 
 
 def _describe(name: str, section: type[Section]) -> list[SectionRows]:

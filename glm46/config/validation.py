@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from glm46.config.faults import Fault, nearest, show, show_type
 from glm46.config.overrides import dotted
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.section import Schedule, Section
 from glm46.config.text_recipe import TextRecipe
 
@@ -34,7 +34,7 @@ _BOUNDS = {
 }
 
 
-def validate_table(table: dict) -> tuple[Run | None, list[Fault]]:
+def validate_table(table: dict) -> tuple[RunConfig | None, list[Fault]]:
     """Build the run that a TOML table means.
 
     Returns:
@@ -47,9 +47,9 @@ def validate_table(table: dict) -> tuple[Run | None, list[Fault]]:
     # required key that is now missing, which takes its section out in the next round.
     while True:
         try:
-            return Run.model_validate(remaining), faults
+            return RunConfig.model_validate(remaining), faults
         except ValidationError as error:
-            found = _translate(error, Run)
+            found = _translate(error, RunConfig)
         if not faults:
             faults = [fault for fault, _ in found]
         for _, place in found:
@@ -195,7 +195,7 @@ def _conversion(kind: str, value: Any) -> str:
 def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     """The key that an unknown one stands for (its whole section if that cannot be told), and how to say so."""
     wanted = str(place[-1])
-    fields = Run.model_fields.items() if section is not TextRecipe else ()  # a recipe alone has no other sections
+    fields = RunConfig.model_fields.items() if section is not TextRecipe else ()  # a recipe alone has no other sections
     elsewhere = [name for name, field in fields if wanted in section_of(field).model_fields]
     if elsewhere and wanted not in _EVERYDAY_NAMES:
         meant = f"{elsewhere[0]}.{wanted}"
@@ -203,7 +203,7 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     near = nearest(wanted, section.model_fields, 0.7)
     if near:
         return dotted((*place[:-1], near)), f"did you mean '{near}'?"
-    kind = "sections" if section is Run else "keys"
+    kind = "sections" if section is RunConfig else "keys"
     return dotted(place[:-1]) or wanted, f"valid {kind} are {', '.join(section.model_fields)}"
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -22,32 +22,32 @@ class SourcePlan(NamedTuple):
     """Most passes over any of its documents, reckoned in tokens; infinite if there is no whole row."""
 
 
-def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
+def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
     """The tokenizer and the manifests of all sources, checked against each other and the model.
 
     Raises:
         UserError: all faults of the data at once.
     """
-    tokenizer = load_tokenizer(run.model.tokenizer_path)
-    vocab_size = resolve_shape(run.model).vocab_size
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    vocab_size = resolve_shape(config.model).vocab_size
     manifests, faults = {}, []
     if tokenizer.vocab_size > vocab_size:
         faults.append(
-            f"model.vocab_size = {vocab_size}: the tokenizer {run.model.tokenizer_path!r} has ids up to "
+            f"model.vocab_size = {vocab_size}: the tokenizer {config.model.tokenizer_path!r} has ids up to "
             f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
-    prompt = len(tokenizer.encode(run.inference.prompt))
-    positions = resolve_shape(run.model).max_position_embeddings
-    if prompt and prompt + run.inference.max_new_tokens > positions:
+    prompt = len(tokenizer.encode(config.inference.prompt))
+    positions = resolve_shape(config.model).max_position_embeddings
+    if prompt and prompt + config.inference.max_new_tokens > positions:
         faults.append(
-            f"inference.max_new_tokens = {run.inference.max_new_tokens}: with {prompt} of inference.prompt more than "
-            f"model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+            f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} of inference.prompt more "
+            f"than model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
         )
-    for source in run.data.sources:
+    for source in config.data.sources:
         try:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
-            if run.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
+            if config.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
                 faults.append(f"{source.path}: no document is held out, but validation.enable = true; prepare it again")
         except UserError as error:
             faults += error.faults
@@ -56,20 +56,20 @@ def load_text(run: Run) -> tuple[Tokenizer, dict[str, Manifest]]:
     return tokenizer, manifests
 
 
-def plan_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
+def plan_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
     """What the budget of this run takes from each source, in the order of data.sources."""
-    depth = resolve_shape(run.model).num_nextn_predict_layers
-    tokens = [0.0] * len(run.data.sources)
+    depth = resolve_shape(config.model).num_nextn_predict_layers
+    tokens = [0.0] * len(config.data.sources)
     # Stages of one length and selection go on in the same passes; others pass over documents of their own.
-    rows: list[dict[tuple, float]] = [{} for _ in run.data.sources]
-    for stage, here in stage_tokens(run, budget_tokens(run, rows_per_micro_batch)):
+    rows: list[dict[tuple, float]] = [{} for _ in config.data.sources]
+    for stage, here in stage_tokens(config, budget_tokens(config, rows_per_micro_batch)):
         for i, weight in enumerate(stage.weights):
             share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
             tokens[i] += share
             if share:
                 rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
-    for i, source in enumerate(run.data.sources):
+    for i, source in enumerate(config.data.sources):
         held = manifests[source.name].splits["train"].tokens
         epochs = 0.0
         for (seq_len, (low, high)), count in rows[i].items():
@@ -79,10 +79,10 @@ def plan_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch:
     return plans
 
 
-def describe_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[str]:
+def describe_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[str]:
     """One line per source: what it holds, and what this run will take from it."""
     lines = []
-    for plan in plan_sources(run, manifests, rows_per_micro_batch):
+    for plan in plan_sources(config, manifests, rows_per_micro_batch):
         split = manifests[plan.name].splits["train"]
         lines.append(
             f"source       {plan.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
@@ -91,7 +91,7 @@ def describe_sources(run: Run, manifests: dict[str, Manifest], rows_per_micro_ba
     return lines
 
 
-def check_epochs(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
+def check_epochs(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
     """Refuse a run that would read a source more often than its ``max_epochs`` allows.
 
     Raises:
@@ -99,12 +99,12 @@ def check_epochs(run: Run, manifests: dict[str, Manifest], rows_per_micro_batch:
     """
     faults = []
     for index, (source, plan) in enumerate(
-        zip(run.data.sources, plan_sources(run, manifests, rows_per_micro_batch), strict=True)
+        zip(config.data.sources, plan_sources(config, manifests, rows_per_micro_batch), strict=True)
     ):
         if source.max_epochs is not None and plan.epochs > source.max_epochs:
             faults.append(
                 f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read "
-                f"{plan.epochs:.3g} times in {budget_tokens(run, rows_per_micro_batch):,} tokens; train on fewer "
+                f"{plan.epochs:.3g} times in {budget_tokens(config, rows_per_micro_batch):,} tokens; train on fewer "
                 "tokens, lower its weight, or add text"
             )
     if faults:

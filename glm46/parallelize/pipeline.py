@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
@@ -32,10 +32,10 @@ class Stage:
         self.outputs: list[LossSums | StageOutput] = []
 
 
-def split_model(shape: ModelShape, run: Run, group: dist.ProcessGroup) -> list[Stage]:
+def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup) -> list[Stage]:
     """The stages of this rank of the pipeline `group`, on the meta device."""
-    parallelism = run.parallelism
-    split = split_layers(shape, parallelism.stages, run.training.seq_len)
+    parallelism = config.parallelism
+    split = split_layers(shape, parallelism.stages, config.training.seq_len)
     stages = []
     for index in stages_of_rank(parallelism, dist.get_rank(group)):
         with torch.device("meta"):
@@ -48,10 +48,10 @@ def split_model(shape: ModelShape, run: Run, group: dist.ProcessGroup) -> list[S
 class Pipeline:
     """The stages of this rank at work with those of the others; every method is a collective of the pipeline."""
 
-    def __init__(self, stages: list[Stage], run: Run, group: dist.ProcessGroup):
+    def __init__(self, stages: list[Stage], config: RunConfig, group: dist.ProcessGroup):
         """``stages`` are those of this rank, made ready by `parallelize`."""
-        self.stages, self._parallelism, self._group = stages, run.parallelism, group
-        self._hidden_type = getattr(torch, run.training.mixed_precision_param)
+        self.stages, self._parallelism, self._group = stages, config.parallelism, group
+        self._hidden_type = getattr(torch, config.training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
 
     def train(

@@ -3,7 +3,7 @@
 import torch
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Meshes
 from glm46.model.init import fill_parameter
@@ -11,33 +11,34 @@ from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
 
 
-def parallelize(model: Transformer, meshes: Meshes, run: Run, device: torch.device) -> Transformer:
+def parallelize(model: Transformer, meshes: Meshes, config: RunConfig, device: torch.device) -> Transformer:
     """Make `model`, or the part of it that this rank holds, built on the meta device, ready to train on this rank.
 
     Returns:
         The same model, its parameters sharded over `meshes`, on `device`, with their initial values.
     """
-    model.cast(getattr(torch, run.training.dtype))  # before sharding: the shards are the master weights
+    model.cast(getattr(torch, config.training.dtype))  # before sharding: the shards are the master weights
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, for the same reason
     if meshes.tensor is not None:
         tensor.apply(model, meshes.tensor)  # after context parallelism: the router's sums go over both
-    if run.compile.enable:
+    if config.compile.enable:
         # Inside checkpointing: the recomputation runs the compiled code too.
-        schedule = PIPELINE_SCHEDULES[run.parallelism.pipeline_parallel_schedule]
+        schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
         compile.apply(
             model,
             whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
             splits_backward=meshes.pipeline is not None and schedule.splits_backward,
         )
-    if run.activation_checkpoint.mode != "none":
+    if config.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
-        activation_checkpoint.apply(model, run.activation_checkpoint.mode)
-    fsdp.apply(model, meshes, run.parallelism, run.training)  # last of the transforms: it shards what the others made
+        activation_checkpoint.apply(model, config.activation_checkpoint.mode)
+    # Last of the transforms: it shards what the others made.
+    fsdp.apply(model, meshes, config.parallelism, config.training)
     model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
-    initialise(model, run.debug.seed)
+    initialise(model, config.debug.seed)
     return model
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.schedule import batch_sequences
@@ -12,16 +12,16 @@ from glm46.planner.schedule import batch_sequences
 SECONDS_PER_DAY = 86_400
 
 
-def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
+def budget_tokens(config: RunConfig, rows_per_micro_batch: int) -> int:
     """Tokens of this run, from its first step on: [training] tokens, or what its steps come to.
 
     Args:
         rows_per_micro_batch: sequences that all ranks together take in one micro-batch.
     """
-    training = run.training
+    training = config.training
     if training.tokens is not None:
         return training.tokens
-    total, samples, start, stages = 0, 0, run.lr_scheduler.start_tokens, plan_stages(run)
+    total, samples, start, stages = 0, 0, config.lr_scheduler.start_tokens, plan_stages(config)
     batch, left = training.global_batch_size, training.steps
     ramp_ends = batch[-1][0] if isinstance(batch, tuple) else 0
     while left:
@@ -35,9 +35,9 @@ def budget_tokens(run: Run, rows_per_micro_batch: int) -> int:
     return total
 
 
-def stage_tokens(run: Run, total: int) -> Iterator[tuple[TextStage, int]]:
+def stage_tokens(config: RunConfig, total: int) -> Iterator[tuple[TextStage, int]]:
     """Each stage of a run, and what it takes of its tokens."""
-    for stage in plan_stages(run):
+    for stage in plan_stages(config):
         here = total if stage.stop is None else min(total, (stage.stop - stage.first) * stage.seq_len)
         total -= here
         yield stage, here
@@ -53,20 +53,20 @@ class Budget:
     flops: float
 
 
-def plan_budget(run: Run, batch_ranks: int) -> Budget:
+def plan_budget(config: RunConfig, batch_ranks: int) -> Budget:
     """Tokens and FLOPs of the whole run.
 
     Args:
         batch_ranks: ranks that read different sequences.
     """
-    rows, batch = run.training.local_batch_size * batch_ranks, run.training.global_batch_size
-    tokens, shape = budget_tokens(run, rows), resolve_shape(run.model)
-    lengths = {stage.seq_len for stage in plan_stages(run)}
+    rows, batch = config.training.local_batch_size * batch_ranks, config.training.global_batch_size
+    tokens, shape = budget_tokens(config, rows), resolve_shape(config.model)
+    lengths = {stage.seq_len for stage in plan_stages(config)}
     differ = isinstance(batch, tuple) or len(lengths) > 1
     return Budget(
         tokens,
         None if differ else batch_sequences(batch, 0, rows) * lengths.pop(),
-        sum(here * training_flops_per_token(shape, stage.seq_len) for stage, here in stage_tokens(run, tokens)),
+        sum(here * training_flops_per_token(shape, stage.seq_len) for stage, here in stage_tokens(config, tokens)),
     )
 
 

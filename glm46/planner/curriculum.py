@@ -7,7 +7,7 @@ resumes cannot move it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 
 
 class TextStage(NamedTuple):
@@ -25,17 +25,17 @@ class TextStage(NamedTuple):
     """The share of every source's documents that is read."""
 
 
-def plan_stages(run: Run) -> list[TextStage]:
+def plan_stages(config: RunConfig) -> list[TextStage]:
     """The stages of a run in their order, those without a sample left out."""
-    weights = tuple(source.weight for source in run.data.sources)
-    if not run.data.stages:
-        return [TextStage(0, None, run.training.seq_len, weights, (0.0, 1.0))]
+    weights = tuple(source.weight for source in config.data.sources)
+    if not config.data.stages:
+        return [TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0))]
     stages: list[TextStage] = []
-    clock, first = run.lr_scheduler.start_tokens, 0
-    for number, stage in enumerate(run.data.stages):
-        seq_len, stop = stage.seq_len or run.training.seq_len, None
-        if number + 1 < len(run.data.stages):
-            samples = max(0, -(-(run.data.stages[number + 1].start_tokens - clock) // seq_len))
+    clock, first = config.lr_scheduler.start_tokens, 0
+    for number, stage in enumerate(config.data.stages):
+        seq_len, stop = stage.seq_len or config.training.seq_len, None
+        if number + 1 < len(config.data.stages):
+            samples = max(0, -(-(config.data.stages[number + 1].start_tokens - clock) // seq_len))
             clock, stop = clock + samples * seq_len, first + samples
         if stop != first:
             stages.append(TextStage(first, stop, seq_len, stage.weights or weights, stage.documents))

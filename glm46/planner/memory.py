@@ -11,7 +11,7 @@ from glm46.config.optimizer import Optimizer
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.presets import resolve_shape
 from glm46.config.rules_layout import values_of
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.activations import (
     FP32,
     INDEX,
@@ -94,7 +94,7 @@ class _Layer:
     """Whether it has attention; embedding and head have none."""
 
 
-def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan:
+def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
     """Bytes per rank for a run on this many processes.
 
     Args:
@@ -103,26 +103,26 @@ def plan_memory(run: Run, world_size: int, *, device: str = "gpu") -> MemoryPlan
     Raises:
         UserError: the degrees do not multiply to `world_size`.
     """
-    shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, world_size)
-    ranks = _layers_of_ranks(run, shape, layout)
-    plans = [_rank_plan(run, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
+    shape, layout = resolve_shape(config.model), resolve_layout(config.parallelism, world_size)
+    ranks = _layers_of_ranks(config, shape, layout)
+    plans = [_rank_plan(config, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
     largest = max(plans, key=lambda plan: plan.total)
     if device == "cpu":
         # There is one memory: states that wait in it, and text, take their place too.
-        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=step_text(run, layout))
+        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=step_text(config, layout))
     return replace(largest, process=PROCESS_BYTES[device])
 
 
-def step_text(run: Run, layout: Layout) -> float:
+def step_text(config: RunConfig, layout: Layout) -> float:
     """The text of one step, which a rank reads at once: four numbers of a token, and two for each prediction layer."""
-    rows = max(values_of(run.training.global_batch_size), default=0) / layout.batch_ranks
-    numbers = INDEX * (4 + 2 * resolve_shape(run.model).num_nextn_predict_layers)
-    return max(rows, run.training.local_batch_size) * run.training.seq_len * numbers
+    rows = max(values_of(config.training.global_batch_size), default=0) / layout.batch_ranks
+    numbers = INDEX * (4 + 2 * resolve_shape(config.model).num_nextn_predict_layers)
+    return max(rows, config.training.local_batch_size) * config.training.seq_len * numbers
 
 
-def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
+def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
     """What each rank of a pipeline holds: its stages, the ends with embedding, head and MTP layers."""
-    width = int(_BYTES[run.training.mixed_precision_param])
+    width = int(_BYTES[config.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
     of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width)
@@ -133,7 +133,7 @@ def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout) -> list[list[_
     mtp = _Layer(mtp_layer_kinds(shape), of_mtp, both + of_mtp - of_moe)
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
-    split = split_layers(shape, run.parallelism.stages, run.training.seq_len) if layout.pp > 1 else [slice(None)]
+    split = split_layers(shape, config.parallelism.stages, config.training.seq_len) if layout.pp > 1 else [slice(None)]
     stages = [layers[part.start : part.stop] for part in split]
     hidden = 2 * shape.hidden_size * width
     stages[0] = [_Layer(embedding_kinds(shape), INDEX, attends=False), *stages[0]]
@@ -145,31 +145,31 @@ def _layers_of_ranks(run: Run, shape: ModelShape, layout: Layout) -> list[list[_
     if layout.pp == 1:
         return stages
     return [
-        [layer for stage in stages_of_rank(run.parallelism, rank) for layer in stages[stage]]
+        [layer for stage in stages_of_rank(config.parallelism, rank) for layer in stages[stage]]
         for rank in range(layout.pp)
     ]
 
 
-def _rank_plan(run: Run, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
+def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
     kinds = [kind for layer in layers for kind in layer.kinds]
     held = sum(_held(kind, layout) for kind in kinds)
-    width = _BYTES[run.optimizer.state_dtype]
-    sizes = [_held(kind, layout) * _states(kind, run.optimizer) * width for kind in kinds if kind.trained]
+    width = _BYTES[config.optimizer.state_dtype]
+    sizes = [_held(kind, layout) * _states(kind, config.optimizer) * width for kind in kinds if kind.trained]
     on_device = sum(sizes)
-    if run.optimizer.state_offload == "cpu":
+    if config.optimizer.state_offload == "cpu":
         # AdamW takes whole tensors, of which embedding and head may be larger than any item of Muon.
         on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
-    master = _BYTES[run.training.dtype]
+    master = _BYTES[config.training.dtype]
     return MemoryPlan(
         weights=held * master,
         gradients=held * master,
         optimizer=on_device,
-        gathered=_gathered(run, layout, layers),
-        activations=_activations(run, shape, layout, rank, layers),
-        masks=_masks(run, shape, layout, rank, layers),
-        loss=_loss(run, shape, layout) if any(kind.name == "lm_head.weight" for kind in kinds) else 0.0,
+        gathered=_gathered(config, layout, layers),
+        activations=_activations(config, shape, layout, rank, layers),
+        masks=_masks(config, shape, layout, rank, layers),
+        loss=_loss(config, shape, layout) if any(kind.name == "lm_head.weight" for kind in kinds) else 0.0,
         process=0.0,
-        host=sum(sizes) if run.optimizer.state_offload == "cpu" else 0.0,
+        host=sum(sizes) if config.optimizer.state_offload == "cpu" else 0.0,
     )
 
 
@@ -202,16 +202,16 @@ def _states(kind: TensorKind, optimizer: Optimizer) -> int:
     return 1 if choice == "muon" else 2
 
 
-def _gathered(run: Run, layout: Layout, stage: list[_Layer]) -> float:
-    param, reduce = _BYTES[run.training.mixed_precision_param], _BYTES[run.training.mixed_precision_reduce]
-    if layout.world_size == 1 and run.training.mixed_precision_param == run.training.dtype:
+def _gathered(config: RunConfig, layout: Layout, stage: list[_Layer]) -> float:
+    param, reduce = _BYTES[config.training.mixed_precision_param], _BYTES[config.training.mixed_precision_reduce]
+    if layout.world_size == 1 and config.training.mixed_precision_param == config.training.dtype:
         return 0.0
     ends = ("embed_tokens.weight", "lm_head.weight")
     root = sum(_whole(kind, layout) for layer in stage for kind in layer.kinds if kind.name in ends)
     blocks = [layer.kinds for layer in stage if not any(kind.name in ends for kind in layer.kinds)]
     layers = [sum(_whole(kind, layout) for kind in kinds) for kinds in blocks]
     largest = max(layers, default=0.0)
-    policy = run.parallelism.fsdp_reshard_after_forward
+    policy = config.parallelism.fsdp_reshard_after_forward
     keeps_all = policy == "never" or (policy == "default" and layout.pp > 1)
     # The layer at work and the one that is fetched ahead; a whole gradient, and its copy in the type of the sum.
     weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
@@ -219,13 +219,13 @@ def _gathered(run: Run, layout: Layout, stage: list[_Layer]) -> float:
     return (weights + root) * param + gradient
 
 
-def _in_flight(run: Run, layout: Layout, rank: int) -> float:
+def _in_flight(config: RunConfig, layout: Layout, rank: int) -> float:
     """Micro-batches whose activations a rank of a pipeline holds at once, averaged over its stages."""
-    ranks, each = layout.pp, run.parallelism.stages_per_rank
-    schedule = PIPELINE_SCHEDULES[run.parallelism.pipeline_parallel_schedule]
-    batch = max(values_of(run.training.global_batch_size), default=0.0)
-    micro_batches = max(batch // (run.training.local_batch_size * layout.batch_ranks), 1.0)
-    if run.parallelism.pipeline_parallel_schedule == "GPipe":
+    ranks, each = layout.pp, config.parallelism.stages_per_rank
+    schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    batch = max(values_of(config.training.global_batch_size), default=0.0)
+    micro_batches = max(batch // (config.training.local_batch_size * layout.batch_ranks), 1.0)
+    if config.parallelism.pipeline_parallel_schedule == "GPipe":
         most = micro_batches
     elif schedule.is_v_shaped:
         most = ranks  # the stage at the start of the V keeps most, the one at its end least
@@ -236,35 +236,37 @@ def _in_flight(run: Run, layout: Layout, rank: int) -> float:
     return min(most, micro_batches)
 
 
-def _activations(run: Run, shape: ModelShape, layout: Layout, rank: int, stage: list[_Layer]) -> float:
-    tokens = run.training.local_batch_size * run.training.seq_len / (layout.cp * layout.tp)
-    in_flight = _in_flight(run, layout, rank) if layout.pp > 1 else 1
-    if run.activation_checkpoint.mode == "none":
+def _activations(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, stage: list[_Layer]) -> float:
+    tokens = config.training.local_batch_size * config.training.seq_len / (layout.cp * layout.tp)
+    in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1
+    if config.activation_checkpoint.mode == "none":
         return in_flight * tokens * sum(layer.activation for layer in stage)
-    kept = len(stage) * shape.hidden_size * _BYTES[run.training.mixed_precision_param]
-    if run.activation_checkpoint.mode == "selective":
+    kept = len(stage) * shape.hidden_size * _BYTES[config.training.mixed_precision_param]
+    if config.activation_checkpoint.mode == "selective":
         kept += sum(layer.selective for layer in stage)
     return tokens * (in_flight * kept + max(layer.activation for layer in stage))
 
 
-def _masks(run: Run, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
+def _masks(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
     """Each stage makes one mask per micro-batch, over all keys of its queries, and each layer a copy of it."""
-    if not run.data.document_mask and shape.sliding_window is None and layout.cp == 1:
+    if not config.data.document_mask and shape.sliding_window is None and layout.cp == 1:
         return 0.0
     # Without document masks all rows have the same one.
-    rows = run.training.local_batch_size if run.data.document_mask else 1
-    mask = mask_bytes(rows, run.training.seq_len / layout.cp, run.training.seq_len)
-    copy = mask * _BYTES[run.training.mixed_precision_param]
-    in_flight, stages = (_in_flight(run, layout, rank), run.parallelism.stages_per_rank) if layout.pp > 1 else (1, 1)
-    if run.activation_checkpoint.mode == "none":
+    rows = config.training.local_batch_size if config.data.document_mask else 1
+    mask = mask_bytes(rows, config.training.seq_len / layout.cp, config.training.seq_len)
+    copy = mask * _BYTES[config.training.mixed_precision_param]
+    in_flight, stages = 1, 1
+    if layout.pp > 1:
+        in_flight, stages = _in_flight(config, layout, rank), config.parallelism.stages_per_rank
+    if config.activation_checkpoint.mode == "none":
         # Backward needs the copies only; the mask itself is there while a micro-batch goes through the layers.
         return in_flight * sum(layer.attends for layer in layers) * copy + mask
     return in_flight * stages * mask + copy
 
 
-def _loss(run: Run, shape: ModelShape, layout: Layout) -> float:
-    width = _BYTES[run.training.mixed_precision_param]
-    tokens = run.training.local_batch_size * run.training.seq_len / layout.cp
+def _loss(config: RunConfig, shape: ModelShape, layout: Layout) -> float:
+    width = _BYTES[config.training.mixed_precision_param]
+    tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     rows = shape.vocab_size / layout.tp
     logits = min(LOSS_CHUNK_TOKENS, tokens) * rows * (FP32 + (width if width != FP32 else 0.0))
     head_gradient = rows * shape.hidden_size * (FP32 + (width if width != FP32 else 0.0))

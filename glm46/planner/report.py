@@ -4,7 +4,7 @@ import sys
 
 from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.budget import days, plan_budget
 from glm46.planner.flops import training_flops
 from glm46.planner.layout import resolve_layout, smallest_world
@@ -20,7 +20,7 @@ DEFAULT_MFU = 0.35
 
 
 def plan_text(
-    run: Run,
+    config: RunConfig,
     *,
     world_size: int | None = None,
     gpu: str = DEFAULT_GPU,
@@ -46,21 +46,21 @@ def plan_text(
         raise ValueError(
             f"gpu = {gpu!r}, mfu = {mfu}: a name in glm46/planner/peaks.py and a share in (0, 1] are needed"
         )
-    world = world_size or smallest_world(run.parallelism)
-    layout = resolve_layout(run.parallelism, world)
-    shape, plan = resolve_shape(run.model), plan_memory(run, world, device=device)
-    count, flops = count_parameters(shape), training_flops(shape, run.training.seq_len)
-    budget = plan_budget(run, layout.batch_ranks)
-    at_most = "  (a row as one document: less with several)" if run.data.document_mask else ""
+    world = world_size or smallest_world(config.parallelism)
+    layout = resolve_layout(config.parallelism, world)
+    shape, plan = resolve_shape(config.model), plan_memory(config, world, device=device)
+    count, flops = count_parameters(shape), training_flops(shape, config.training.seq_len)
+    budget = plan_budget(config, layout.batch_ranks)
+    at_most = "  (a row as one document: less with several)" if config.data.document_mask else ""
     lines = [
-        f"{run.job.description} ({run.model.flavor})",
+        f"{config.job.description} ({config.model.flavor})",
         "",
         "parameters",
         f"  {'total':<22} {count.total:>22,}  (main {count.main:,}, MTP {count.mtp:,})",
         f"  {'active per token':<22} {count.active:>22,}  (embedding and head included)",
         f"  {'tensors':<22} {count.tensors:>22,}  (as Hugging Face counts them)",
         "",
-        f"FLOPs per token, forward and backward, at {run.training.seq_len:,} tokens",
+        f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens",
         f"  {'weights':<22} {flops.matrices / 1e9:>22,.3f}  GFLOP",
         f"  {'causal attention':<22} {flops.attention / 1e9:>22,.3f}  GFLOP{at_most}",
         f"  {'MTP':<22} {flops.mtp / 1e9:>22,.3f}  GFLOP",
@@ -83,8 +83,8 @@ def plan_text(
         lines.append(f"  {'tokens per second':<22} {rate:>22,.0f}")
     devices = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
     lines += ["", f"does it fit on {world:,} x {accelerator.name}"]
-    lines += [f"  {line}" for line in verdict_lines(run, devices, world)]
+    lines += [f"  {line}" for line in verdict_lines(config, devices, world)]
     if machine is not None:
         lines += ["", f"does it fit on this machine ({machine.describe()})"]
-        lines += [f"  {line}" for line in verdict_lines(run, machine, world_size)]
+        lines += [f"  {line}" for line in verdict_lines(config, machine, world_size)]
     return "\n".join(lines)

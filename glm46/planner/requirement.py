@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from glm46.config.faults import counted
 from glm46.config.parallelism import ActivationCheckpoint
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine
 from glm46.planner.memory import MemoryPlan, plan_memory, step_text
@@ -33,7 +33,7 @@ class _Verdict:
 
 
 def describe_requirement(
-    run: Run, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
+    config: RunConfig, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
 ) -> tuple[bool, str]:
     """Whether this machine can hold the run, and one screen that says why.
 
@@ -44,32 +44,32 @@ def describe_requirement(
     Raises:
         UserError: `world_size` is given and the degrees do not multiply to it.
     """
-    verdict = _judge(run, machine, world_size)
-    lines = [*_needs(run, machine, verdict), "", *_found(machine), ""]
+    verdict = _judge(config, machine, world_size)
+    lines = [*_needs(config, machine, verdict), "", *_found(machine), ""]
     if not verdict.faults:
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
-    text = step_text(run, resolve_layout(run.parallelism, verdict.world_size))
-    advice = _smallest_that_fits(run, machine)
+    text = step_text(config, resolve_layout(config.parallelism, verdict.world_size))
+    advice = _smallest_that_fits(config, machine)
     if 2 * text > verdict.plan.total:
         advice = f"lower training.global_batch_size: the text of a step, which a rank reads at once, takes {_gib(text)}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
-def verdict_lines(run: Run, machine: Machine, world_size: int | None) -> list[str]:
+def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -> list[str]:
     """Whether a run fits on a machine, and by how much."""
-    verdict = _judge(run, machine, world_size)
+    verdict = _judge(config, machine, world_size)
     return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
 
 
-def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
-    needed, gpus = smallest_world(run.parallelism), len(machine.gpus) * machine.nodes
+def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verdict:
+    needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
     if world_size is not None:
-        resolve_layout(run.parallelism, world_size)
+        resolve_layout(config.parallelism, world_size)
         needed = world_size
-    elif gpus > needed and run.parallelism.data_parallel_shard_degree == -1:
-        needed = gpus - gpus % fixed_processes(run.parallelism)
-    plan = plan_memory(run, needed, device="gpu" if machine.gpus else "cpu")
+    elif gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
+        needed = gpus - gpus % fixed_processes(config.parallelism)
+    plan = plan_memory(config, needed, device="gpu" if machine.gpus else "cpu")
     faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
     if gpus and needed > gpus:
         faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
@@ -79,7 +79,7 @@ def _judge(run: Run, machine: Machine, world_size: int | None) -> _Verdict:
             fits, margin = _compare("each GPU needs", plan.total, min(sizes) * _USABLE_GPU_RATIO, min(sizes))
             faults += [] if fits else [margin]
         who = f"optimizer states and text of {counted(here, 'process')} need"
-        beside = plan.host + step_text(run, resolve_layout(run.parallelism, needed))
+        beside = plan.host + step_text(config, resolve_layout(config.parallelism, needed))
         fits, host = _compare(who, beside * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
@@ -98,9 +98,9 @@ def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool,
     return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"
 
 
-def _needs(run: Run, machine: Machine, verdict: _Verdict) -> list[str]:
-    count, plan = count_parameters(resolve_shape(run.model)), verdict.plan
-    layout = resolve_layout(run.parallelism, verdict.world_size)
+def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
+    count, plan = count_parameters(resolve_shape(config.model)), verdict.plan
+    layout = resolve_layout(config.parallelism, verdict.world_size)
     kind = "GPUs" if machine.gpus or verdict.faults else "processes"
     degrees = {
         "pipeline": layout.pp,
@@ -113,7 +113,7 @@ def _needs(run: Run, machine: Machine, verdict: _Verdict) -> list[str]:
     experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
-        f"What this run needs ({run.model.flavor}: {active})",
+        f"What this run needs ({config.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
         *memory_lines(plan),
@@ -150,7 +150,7 @@ def _found(machine: Machine) -> list[str]:
     return lines if names else [*lines, f"  {'GPUs':<18} none"]
 
 
-def _smallest_that_fits(run: Run, machine: Machine) -> str | None:
+def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
     """The least number of GPUs, by doubling the shards that the config leaves open, whose memory is enough."""
     reference = find_accelerator(_REFERENCE_GPU)
     assert reference is not None
@@ -158,10 +158,11 @@ def _smallest_that_fits(run: Run, machine: Machine) -> str | None:
     name = _REFERENCE_GPU
     if machine.gpus and machine.gpus[0].memory_bytes is not None:
         capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
-    world, is_open = smallest_world(run.parallelism), run.parallelism.data_parallel_shard_degree == -1
+    world, is_open = smallest_world(config.parallelism), config.parallelism.data_parallel_shard_degree == -1
     sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
     less = ActivationCheckpoint(mode="full")
-    for candidate, remark in ((run, ""), (run.model_copy(update={"activation_checkpoint": less}), _WITH_CHECKPOINTING)):
+    smaller = config.model_copy(update={"activation_checkpoint": less})
+    for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
         for size in sizes:
             if plan_memory(candidate, size).total <= capacity * _USABLE_GPU_RATIO:
                 return f"run it on {counted(size, 'GPU')} of {_gib(capacity)} ({name}) or more{remark}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.corpus import check_epochs, load_text
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from glm46.training.balance import ExpertBalance
 class Parts:
     """What a run consists of. It holds; the functions of this room act."""
 
-    run: Run
+    config: RunConfig
     shape: ModelShape
     process: Process
     layout: Layout
@@ -52,7 +52,7 @@ class Parts:
     @property
     def rows_per_micro_batch(self) -> int:
         """Sequences that all ranks together take in one micro-batch."""
-        return self.run.training.local_batch_size * self.layout.batch_ranks
+        return self.config.training.local_batch_size * self.layout.batch_ranks
 
     @property
     def batch_rank(self) -> int:
@@ -70,46 +70,46 @@ class Parts:
 
     def stream_fingerprint(self) -> str:
         """Changes exactly when the same sample number would mean other text."""
-        run = self.run
+        config = self.config
         # The depth counts: a row that needs one more token behind it may be one row less of a source.
-        identity: list = [run.debug.seed, run.training.seq_len, self.shape.num_nextn_predict_layers]
-        for source in run.data.sources:
+        identity: list = [config.debug.seed, config.training.seq_len, self.shape.num_nextn_predict_layers]
+        for source in config.data.sources:
             manifest = self.manifests[source.name]
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
             identity.append([source.name, source.weight, source.packing, shards])
-        if run.data.stages:
-            identity.append([stage._asdict() for stage in plan_stages(run)])
+        if config.data.stages:
+            identity.append([stage._asdict() for stage in plan_stages(config)])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def build(run: Run, process: Process) -> Parts:
+def build(config: RunConfig, process: Process) -> Parts:
     """Build all parts of a run on this rank; collective.
 
     Raises:
         UserError: the data, the layout or the checkpoint folder do not fit the configuration.
     """
-    layout = resolve_layout(run.parallelism, process.world_size)
-    tokenizer, manifests = together(lambda: load_text(run))
-    check_epochs(run, manifests, run.training.local_batch_size * layout.batch_ranks)
-    return assemble(run, process, tokenizer, manifests)
+    layout = resolve_layout(config.parallelism, process.world_size)
+    tokenizer, manifests = together(lambda: load_text(config))
+    check_epochs(config, manifests, config.training.local_batch_size * layout.batch_ranks)
+    return assemble(config, process, tokenizer, manifests)
 
 
-def assemble(run: Run, process: Process, tokenizer: Tokenizer, manifests: dict[str, Manifest]) -> Parts:
+def assemble(config: RunConfig, process: Process, tokenizer: Tokenizer, manifests: dict[str, Manifest]) -> Parts:
     """`build` once the text is there; collective."""
-    if run.debug.deterministic:
+    if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
-    shape, layout = resolve_shape(run.model), resolve_layout(run.parallelism, process.world_size)
+    shape, layout = resolve_shape(config.model), resolve_layout(config.parallelism, process.world_size)
     meshes = build_meshes(layout, process.device.type)
-    stages = [] if meshes.pipeline is None else split_model(shape, run, meshes.pipeline)
+    stages = [] if meshes.pipeline is None else split_model(shape, config, meshes.pipeline)
     models = [stage.model for stage in stages]
     if not stages:
         with torch.device("meta"):
             models = [Transformer(shape)]
     for model in models:
-        parallelize(model, meshes, run, process.device)
+        parallelize(model, meshes, config, process.device)
     parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
     return Parts(
-        run=run,
+        config=config,
         shape=shape,
         process=process,
         layout=layout,
@@ -117,15 +117,15 @@ def assemble(run: Run, process: Process, tokenizer: Tokenizer, manifests: dict[s
         tokenizer=tokenizer,
         manifests=manifests,
         models=models,
-        pipeline=Pipeline(stages, run, meshes.pipeline) if stages else None,
+        pipeline=Pipeline(stages, config, meshes.pipeline) if stages else None,
         parameters=parameters,
-        optimizer=build_optimizers(list(parameters.items()), run.optimizer),
-        balance=ExpertBalance(shape, models, run.moe, process.device),
+        optimizer=build_optimizers(list(parameters.items()), config.optimizer),
+        balance=ExpertBalance(shape, models, config.moe, process.device),
         checkpoints=CheckpointManager(
-            Path(run.job.dump_folder) / run.checkpoint.folder,
-            keep_latest_k=run.checkpoint.keep_latest_k,
-            keep_every=run.checkpoint.keep_every,
-            keep_best_k=run.checkpoint.keep_best_k,
-            node_local_folder=Path(local) if (local := run.checkpoint.node_local_folder) else None,
+            Path(config.job.dump_folder) / config.checkpoint.folder,
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            keep_every=config.checkpoint.keep_every,
+            keep_best_k=config.checkpoint.keep_best_k,
+            node_local_folder=Path(local) if (local := config.checkpoint.node_local_folder) else None,
         ),
     )

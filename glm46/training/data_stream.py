@@ -34,7 +34,7 @@ class Feed:
 
     def __init__(self, parts: Parts, report: Report):
         self._parts, self._report = parts, report
-        self._stages = plan_stages(parts.run)
+        self._stages = plan_stages(parts.config)
         self._loader: Iterator[dict[str, Tensor]] | None = None
         self._stage: TextStage | None = None
         self._next = -1
@@ -54,7 +54,7 @@ class Feed:
         return Portion(micro_batches, left, stage.seq_len, time.perf_counter() - began)
 
     def _open(self, stage: TextStage, progress: Progress) -> None:
-        run, parts = self._parts.run, self._parts
+        config, parts = self._parts.config, self._parts
         if stage != self._stage and len(self._stages) > 1:
             number, last = self._stages.index(stage) + 1, "on" if stage.stop is None else f"to {stage.stop - 1:,}"
             self._report.message(
@@ -64,8 +64,8 @@ class Feed:
         self._stage = stage
         chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
         before = rows_before(parts, self._stages, stage, progress.read_before)
-        sources = [run.data.sources[i] for i in chosen]
-        plans = Path(run.data.plan_folder) if run.data.plan_folder is not None else None
+        sources = [config.data.sources[i] for i in chosen]
+        plans = Path(config.data.plan_folder) if config.data.plan_folder is not None else None
         with starting_workers():
             self._loader = iter(
                 build_train_loader(
@@ -73,14 +73,14 @@ class Feed:
                      for i, s in zip(chosen, sources, strict=True)],
                     seq_len=stage.seq_len,
                     mtp_depth=parts.shape.num_nextn_predict_layers,
-                    local_batch_size=run.training.local_batch_size,
+                    local_batch_size=config.training.local_batch_size,
                     dp_rank=parts.batch_rank,
                     dp_degree=parts.layout.batch_ranks,
-                    seed=run.debug.seed,
-                    document_mask=run.data.document_mask,
+                    seed=config.debug.seed,
+                    document_mask=config.data.document_mask,
                     start_sample=progress.samples,
-                    num_workers=run.data.num_workers,
-                    prefetch_factor=run.data.prefetch_factor,
+                    num_workers=config.data.num_workers,
+                    prefetch_factor=config.data.prefetch_factor,
                     span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
                     begin_worker=begin_worker,
                 )
@@ -94,7 +94,7 @@ def read(parts: Parts, progress: Progress) -> list[list]:
         Lists of source identity, sequence length, the range of documents (two numbers), and rows.
     """
     counts = {tuple(entry[:-1]): entry[-1] for entry in progress.read_before}
-    for stage in plan_stages(parts.run):
+    for stage in plan_stages(parts.config):
         stop = progress.samples if stage.stop is None else min(stage.stop, progress.samples)
         if stop <= stage.first:
             continue
@@ -126,14 +126,14 @@ def _taken(stage: TextStage, samples: int) -> dict[int, int]:
 
 def _grid(parts: Parts, source: int, stage: TextStage) -> tuple:
     """What must be equal for rows to be counted on: text, packing and order of the source, and how it is cut."""
-    described = parts.run.data.sources[source]
+    described = parts.config.data.sources[source]
     shards = [shard.sha256 for shard in parts.manifests[described.name].splits["train"].shards]
-    facts = [described.name, described.packing, parts.run.debug.seed, parts.shape.num_nextn_predict_layers, shards]
+    facts = [described.name, described.packing, parts.config.debug.seed, parts.shape.num_nextn_predict_layers, shards]
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     return (f"{described.name}:{identity}", stage.seq_len, *stage.documents)
 
 
 def _mixture(parts: Parts, stage: TextStage) -> str:
     total = sum(stage.weights)
-    pairs = zip(parts.run.data.sources, stage.weights, strict=True)
+    pairs = zip(parts.config.data.sources, stage.weights, strict=True)
     return ", ".join(f"{source.name} {weight / total:.1%}" for source, weight in pairs if weight > 0)

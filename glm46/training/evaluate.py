@@ -39,16 +39,16 @@ def evaluate(parts: Parts) -> dict[str, float]:
 
 def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
     """FP64 [5] on the CPU, summed over ranks: loss, targets, bytes of the targets' text, accepted drafts, drafts."""
-    run, layout = parts.run, parts.layout
+    config, layout = parts.config, parts.layout
     loader = build_validation_loader(
         manifest,
-        seq_len=run.training.seq_len,
+        seq_len=config.training.seq_len,
         mtp_depth=parts.shape.num_nextn_predict_layers,
-        local_batch_size=run.validation.local_batch_size or run.training.local_batch_size,
+        local_batch_size=config.validation.local_batch_size or config.training.local_batch_size,
         dp_rank=parts.batch_rank,
         dp_degree=layout.batch_ranks,
-        document_mask=run.data.document_mask,
-        max_batches=None if run.validation.steps == -1 else run.validation.steps,
+        document_mask=config.data.document_mask,
+        max_batches=None if config.validation.steps == -1 else config.validation.steps,
     )
     token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
     loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)

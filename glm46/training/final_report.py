@@ -14,26 +14,28 @@ from glm46.training.state import Progress
 
 def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
     """The last message of a run; collective, because the model computes the continuation on all ranks."""
-    run = parts.run
-    folder = Path(run.job.dump_folder)
-    checkpoint = folder / run.checkpoint.folder / f"step-{progress.step:06d}"
-    saved = f"checkpoint   {checkpoint}" if run.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
+    config = parts.config
+    folder = Path(config.job.dump_folder)
+    checkpoint = folder / config.checkpoint.folder / f"step-{progress.step:06d}"
+    saved = (
+        f"checkpoint   {checkpoint}" if config.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
+    )
     lines = []
     if not is_finished:
         reason = f"{stop.signal_name} " if stop.signal_name else ""
         lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
-    elif run.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
+    elif config.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
         # The ranks hold parts of a sequence or of the layers, which generation does not work with.
-        if run.checkpoint.enable:
+        if config.checkpoint.enable:
             lines.append(f"To see text: {module_command()} generate --checkpoint {checkpoint} --prompt '...'")
-    elif run.inference.prompt:
+    elif config.inference.prompt:
         lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts, stop), ""]
     lines += [
         saved,
         f"metrics      {folder / 'metrics.jsonl'}",
         f"log          {folder / 'log.txt'}",
     ]
-    if run.metrics.enable_tensorboard:
+    if config.metrics.enable_tensorboard:
         lines.append(f"TensorBoard  tensorboard --logdir {folder / 'tb'}")
     return "\n".join(lines)
 
@@ -45,16 +47,16 @@ def _continuation(parts: Parts, stop: StopRequest) -> str:
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         return bool(asked)
 
-    run, tokenizer = parts.run, parts.tokenizer
-    prompt = tokenizer.encode(run.inference.prompt).tolist()
+    config, tokenizer = parts.config, parts.tokenizer
+    prompt = tokenizer.encode(config.inference.prompt).tolist()
     new = continue_tokens(
         parts.models[0],
         prompt,
-        max_new_tokens=run.inference.max_new_tokens,
-        temperature=run.inference.temperature,
+        max_new_tokens=config.inference.max_new_tokens,
+        temperature=config.inference.temperature,
         stop=frozenset({tokenizer.eos_id}),
         vocab_size=tokenizer.vocab_size,
         device=parts.process.device,
         is_stopped=is_stopped,
     )
-    return run.inference.prompt + "│" + tokenizer.decode(new)
+    return config.inference.prompt + "│" + tokenizer.decode(new)

@@ -39,16 +39,16 @@ def save_weights(parts: Parts, progress: Progress) -> Path:
     Returns:
         The folder.
     """
-    run = parts.run
-    folder = Path(run.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
+    config = parts.config
+    folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     raw, with_copies = None, False
-    if run.checkpoint.initial_load_in_hf:
-        origin = Path(run.checkpoint.initial_load_path)
+    if config.checkpoint.initial_load_in_hf:
+        origin = Path(config.checkpoint.initial_load_path)
         raw, with_copies = read_config(origin), has_copies(find_tensors(origin), parts.shape)
-    config = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
+    config_json = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
     files = files_beside_weights(parts.tokenizer, max_length=parts.shape.max_position_embeddings)
     layout = Layout(dtype=torch.bfloat16, with_copies=with_copies, other_files=files)
-    export_weights(folder, parts.shape, config, _tensors(parts), layout=layout)
+    export_weights(folder, parts.shape, config_json, _tensors(parts), layout=layout)
     return folder
 
 

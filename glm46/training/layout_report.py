@@ -44,7 +44,7 @@ def whole_role_table(parts: Parts) -> list[RoleRow]:
 
 
 def _schedule(parts: Parts) -> str:
-    parallelism = parts.run.parallelism
+    parallelism = parts.config.parallelism
     several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
     return parallelism.pipeline_parallel_schedule + several
 

@@ -11,7 +11,7 @@ from glm46.checkpoint.integrity import META
 from glm46.checkpoint.publish import published_steps
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 
 _SHAPE = (
@@ -28,41 +28,41 @@ TEXT_KEYS = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "m
 """Keys that decide which text a sample number means."""
 
 
-def refuse_origin(run: Run) -> None:
+def refuse_origin(config: RunConfig) -> None:
     """Look at everything that a run may start from, without a rank and without writing.
 
     Raises:
         UserError: it is absent, or of another kind or model.
     """
-    config, folder = run.checkpoint, Path(run.job.dump_folder) / run.checkpoint.folder
-    if config.enable and folder.exists() and not folder.is_dir():
+    checkpoint, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
+    if checkpoint.enable and folder.exists() and not folder.is_dir():
         raise UserError(
             f"checkpoint.folder = {config.folder!r}: {folder} is a file; move it away, or name another folder"
         )
-    saved = published_steps(folder) if config.enable else []
-    if config.enable and config.load_step != -1:
-        if config.load_step not in saved:
+    saved = published_steps(folder) if checkpoint.enable else []
+    if checkpoint.enable and checkpoint.load_step != -1:
+        if checkpoint.load_step not in saved:
             there = ", ".join(map(str, saved)) or "none"
             raise UserError(
                 f"checkpoint.load_step = {config.load_step}: no such checkpoint in {folder}; steps there: {there}; "
                 "give one of them, or -1 for the newest"
             )
         return
-    local = Path(config.node_local_folder) if config.node_local_folder else None
+    local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
     is_local = local is not None and any(local.rglob("step-*"))  # what was not gathered yet
-    if not saved and not is_local and config.initial_load_path is not None:
-        _refuse_initial(run, Path(config.initial_load_path))
+    if not saved and not is_local and checkpoint.initial_load_path is not None:
+        _refuse_initial(config, Path(checkpoint.initial_load_path))
 
 
-def _refuse_initial(run: Run, path: Path) -> None:
-    key, in_hf = f"checkpoint.initial_load_path = {str(path)!r}", run.checkpoint.initial_load_in_hf
+def _refuse_initial(config: RunConfig, path: Path) -> None:
+    key, in_hf = f"checkpoint.initial_load_path = {str(path)!r}", config.checkpoint.initial_load_in_hf
     if not path.is_dir():
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
     if in_hf:
         from glm46.huggingface.import_weights import check_folder  # loads torch, which the other checks do without
 
         try:
-            check_folder(path, resolve_shape(run.model))
+            check_folder(path, resolve_shape(config.model))
         except UserError as error:
             raise UserError(*(f"{key}: {fault}" for fault in error.faults)) from error
         return
@@ -73,7 +73,7 @@ def _refuse_initial(run: Run, path: Path) -> None:
         )
 
 
-def saved_run(folder: Path) -> Run | None:
+def saved_run(folder: Path) -> RunConfig | None:
     """The run that a step folder was saved by; None for weights that no run has made, or that this version cannot
     read."""
     try:
@@ -82,12 +82,12 @@ def saved_run(folder: Path) -> Run | None:
         return None
 
 
-def differences(keys: tuple[str, ...], run: Run, folder: Path) -> list[str]:
+def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[str]:
     """For each key whose value a step folder was not saved with, one line."""
     saved = saved_run(folder)
     if saved is None:
         return []
-    ours, theirs = _values(run), _values(saved)
+    ours, theirs = _values(config), _values(saved)
     return [
         f"{key} = {_shown(ours[key])}: {folder} was saved with {_shown(theirs[key])}"
         for key in keys
@@ -95,11 +95,11 @@ def differences(keys: tuple[str, ...], run: Run, folder: Path) -> list[str]:
     ]
 
 
-def _values(run: Run) -> Mapping[str, Any]:
-    values = dict(_flatten("", run.model_dump()))
-    values |= {f"model.{name}": value for name, value in resolve_shape(run.model).model_dump().items()}
+def _values(config: RunConfig) -> Mapping[str, Any]:
+    values = dict(_flatten("", config.model_dump()))
+    values |= {f"model.{name}": value for name, value in resolve_shape(config.model).model_dump().items()}
     # A source is its text, wherever it lies.
-    values["data.sources"] = [(source.name, source.weight, source.packing) for source in run.data.sources]
+    values["data.sources"] = [(source.name, source.weight, source.packing) for source in config.data.sources]
     return values
 
 

@@ -13,8 +13,8 @@ from glm46.checkpoint.metadata import read_metadata
 from glm46.checkpoint.publish import step_folder
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.loader import dump_run
-from glm46.config.run_config import Run
+from glm46.config.loader import dump_config
+from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.distributed.collective_errors import once, together
 from glm46.reliability.stop import Diverged
@@ -49,7 +49,7 @@ def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, floa
     """Everything beside the tensors, as JSON."""
     return {
         "progress": asdict(progress),
-        "config": dump_run(parts.run),
+        "config": dump_config(parts.config),
         "stream": parts.stream_fingerprint(),
         TOKENIZER_KEY: parts.tokenizer.fingerprint,
         "read": read(parts, progress),
@@ -66,14 +66,14 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     Raises:
         UserError: the checkpoint does not fit the model, or the data is not the data it was trained on.
     """
-    config = parts.run.checkpoint
-    fresh = Progress(curriculum_tokens=parts.run.lr_scheduler.start_tokens)
+    config = parts.config.checkpoint
+    fresh = Progress(curriculum_tokens=parts.config.lr_scheduler.start_tokens)
     if config.enable:
         step = parts.checkpoints.newest() if config.load_step == -1 else config.load_step
         if step is not None:
             meta = _load(parts, step)
             if meta["stream"] != parts.stream_fingerprint():
-                raise UserError(*once(_other_text(parts.run, step_folder(parts.checkpoints.folder, step))))
+                raise UserError(*once(_other_text(parts.config, step_folder(parts.checkpoints.folder, step))))
             return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
@@ -96,7 +96,7 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     Raises:
         Diverged: the run may not, or no more, or there is no such checkpoint.
     """
-    training = parts.run.training
+    training = parts.config.training
     parts.checkpoints.abandon_saves()
     spoilt = parts.checkpoints.not_finite(checkpoint_tensors(parts))
     causes = []
@@ -113,7 +113,7 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
         raise Diverged(*once(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
-    step = parts.checkpoints.newest(before=before) if parts.run.checkpoint.enable else None
+    step = parts.checkpoints.newest(before=before) if parts.config.checkpoint.enable else None
     if step is None:
         raise Diverged(
             *once(f"{cause}, and no checkpoint of an earlier step is there to go back to; {Diverged.remedy}")
@@ -123,22 +123,22 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     return progress.roll_back(earlier, earlier.samples if spoilt else progress.bad_since_sample), meta
 
 
-def _explained(faults: Sequence[str], run: Run, folder: Path) -> list[str]:
+def _explained(faults: Sequence[str], config: RunConfig, folder: Path) -> list[str]:
     """The keys behind faults of a load, with a remedy, then the first of the faults: a changed key has hundreds."""
     text = "\n".join(faults)
     parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
     keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
-    if run.checkpoint.initial_load_path and Path(run.checkpoint.initial_load_path).resolve() == folder:
+    if config.checkpoint.initial_load_path and Path(config.checkpoint.initial_load_path).resolve() == folder:
         remedy = "restore it, or leave out what does not fit with checkpoint.initial_load_exclude"
     else:
         remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to take what fits"
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
-    causes = [f"{line}; {remedy}" for line in differences(tuple(keys), run, folder)]
+    causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
     return [*causes, *faults[:_FAULTS_SHOWN], *more]
 
 
-def _other_text(run: Run, folder: Path) -> str:
-    changed = "; ".join(differences(TEXT_KEYS, run, folder))
+def _other_text(config: RunConfig, folder: Path) -> str:
+    changed = "; ".join(differences(TEXT_KEYS, config, folder))
     return (
         f"{changed or 'data.sources: the shards hold other text than before'}. The checkpoint of {folder} was trained "
         "on other data, or in another order; restore it, or start anew from its weights: set another job.dump_folder "
@@ -155,7 +155,7 @@ def _left_out(parts: Parts, folder: Path) -> frozenset[str]:
         raise UserError(*faults)
     ours = {name for names in held for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    return names_left_out(ours, theirs, parts.run.checkpoint)
+    return names_left_out(ours, theirs, parts.config.checkpoint)
 
 
 def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> di
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         folder = source if isinstance(source, Path) else step_folder(parts.checkpoints.folder, source)
-        raise UserError(*once(*_explained(error.faults, parts.run, folder))) from None
+        raise UserError(*once(*_explained(error.faults, parts.config, folder))) from None
     rank = parts.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

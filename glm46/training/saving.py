@@ -26,7 +26,7 @@ class Saver:
     """Saves every `[checkpoint] interval` steps, behind training if so configured, and once at the end."""
 
     def __init__(self, parts: Parts, report: Report, progress: Progress, spikes: SpikeDetector):
-        self._parts, self._report, self._config = parts, report, parts.run.checkpoint
+        self._parts, self._report, self._config = parts, report, parts.config.checkpoint
         self._spikes = spikes
         self._saved_step = progress.step
         self._failed_saves = 0
@@ -102,7 +102,7 @@ class Saver:
         folder = self._parts.checkpoints.folder
         newest = max(complete_steps(folder), default=0)
         where = f"goes on from the checkpoint of step {newest}" if newest else "starts anew, no step is saved"
-        return f"job.dump_folder = {self._parts.run.job.dump_folder!r}: the same command {where}"
+        return f"job.dump_folder = {self._parts.config.job.dump_folder!r}: the same command {where}"
 
     def _hear_of_saves(self, progress: Progress) -> None:
         # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is

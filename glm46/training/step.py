@@ -58,9 +58,9 @@ def train_step(
         lr_factor: learning rate relative to its peak.
         judge: says of mean loss and gradient norm why the step must be skipped. Figures that are not finite always are.
     """
-    moe = parts.run.moe
+    moe = parts.config.moe
     weights = LossWeights(
-        schedule_value(parts.run.mtp.loss_weight, clock), moe.sequence_aux_loss_weight, moe.z_loss_weight
+        schedule_value(parts.config.mtp.loss_weight, clock), moe.sequence_aux_loss_weight, moe.z_loss_weight
     )
     parameters = parts.parameters.values()
 
@@ -84,7 +84,7 @@ def train_step(
     experts = parts.shape.n_routed_experts
     tokens_per_expert, overflow = counters[:, :experts], counters[:, experts]
     if fault is None:
-        scale_gradients(parameters, (parts.run.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+        scale_gradients(parameters, (parts.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         parts.optimizer.step(lr_factor)
         parts.balance.update(tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
     depths = parts.shape.num_nextn_predict_layers
@@ -124,7 +124,7 @@ def forward_backward(
 
 def routing_options(parts: Parts, clock: int) -> RoutingOptions:
     """What [moe] asks of the routers at this point of the curriculum."""
-    moe = parts.run.moe
+    moe = parts.config.moe
     temperature = None
     if moe.router_temperature != 1.0:
         temperature = torch.tensor(schedule_value(moe.router_temperature, clock), device=parts.process.device)
@@ -139,7 +139,7 @@ def routing_options(parts: Parts, clock: int) -> RoutingOptions:
 def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
     """The arguments of the model out of a batch of the loader, on this rank's device."""
     names = ["input_ids", "positions", "labels"]
-    if parts.run.data.document_mask:
+    if parts.config.data.document_mask:
         names.append("document_ids")
     if parts.shape.num_nextn_predict_layers:
         names += ["mtp_input_ids", "mtp_labels"]
@@ -158,7 +158,7 @@ def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Te
         return result.mtp_losses.new_zeros(0, dtype=torch.float64)
     predictions, labels = result.predictions, batch["mtp_labels"].to(result.predictions.device)
     if parts.meshes.sequence is not None:
-        document_ids = batch["document_ids"] if parts.run.data.document_mask else None
+        document_ids = batch["document_ids"] if parts.config.data.document_mask else None
         predictions = parts.meshes.sequence.restore(predictions, document_ids, parts.shape.sliding_window)
     return accepted_drafts(predictions, labels).double() / parts.layout.ranks_of_a_batch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.data.corpus import describe_sources
 from glm46.observe.balance import balance_metrics
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
@@ -30,7 +30,7 @@ class Figures:
 
     def __init__(self, parts: Parts):
         self._parts = parts
-        compute_type = getattr(torch, parts.run.training.mixed_precision_param)
+        compute_type = getattr(torch, parts.config.training.mixed_precision_param)
         self.meter = ThroughputMeter(
             device_peak_flops(parts.process.device, compute_type),
             parts.process.world_size,
@@ -42,7 +42,7 @@ class Figures:
     ) -> dict[str, Any]:
         """One row of training figures; reads the step's tensors, so it waits for the device. Starts the next window of
         the mean loss."""
-        run = self._parts.run
+        config = self._parts.config
         loss = outcome.loss_sum / max(counts.targets, 1)
         clock = progress.curriculum_tokens
         row: dict[str, Any] = {
@@ -53,19 +53,19 @@ class Figures:
             "loss": loss,
             "perplexity": math.exp(min(loss, _LARGEST_EXPONENT)),
             "grad_norm": outcome.grad_norm.item(),
-            "lr": run.optimizer.lr * lr_factor,
+            "lr": config.optimizer.lr * lr_factor,
             "skipped_steps": progress.skipped_steps,
             "balance_loss": outcome.aux_loss_sums[0].item() / max(counts.real, 1),
             "z_loss": outcome.aux_loss_sums[1].item() / max(counts.real, 1),
-            "bias_update_rate": schedule_value(run.moe.bias_update_rate, clock),
-            "router_temperature": schedule_value(run.moe.router_temperature, clock),
+            "bias_update_rate": schedule_value(config.moe.bias_update_rate, clock),
+            "router_temperature": schedule_value(config.moe.router_temperature, clock),
         }
         mean_loss = progress.take_mean_loss()
         if mean_loss is not None:
             row["loss_mean"] = mean_loss
         if counts.mtp_targets:
             row |= _mtp_columns(outcome, counts)
-            row["mtp_loss_weight"] = schedule_value(run.mtp.loss_weight, clock)
+            row["mtp_loss_weight"] = schedule_value(config.mtp.loss_weight, clock)
         row["expert_bias_max"] = self._parts.balance.largest_bias(self._parts.meshes.pipeline)
         row |= balance_metrics(outcome.tokens_per_expert.cpu(), outcome.overflow.cpu())
         return row | self.meter.read() | self._hardware.read()
@@ -84,15 +84,15 @@ def _mtp_columns(outcome: StepOutcome, counts: TokenCounts) -> dict[str, float]:
 
 def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None) -> str:
     """The first message of a run: what is trained, on what, from where; collective."""
-    run, count = parts.run, count_parameters(parts.shape)
+    config, count = parts.config, count_parameters(parts.shape)
     lines = [
-        f"{run.job.description}",
-        f"model        {run.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
+        f"{config.job.description}",
+        f"model        {config.model.flavor}: {count.total:,} parameters, {count.active:,} active per token",
         *describe_layout(parts),
     ]
-    lines += describe_sources(run, parts.manifests, parts.rows_per_micro_batch)
-    scheduler = run.lr_scheduler
-    end = scheduler.start_tokens + budget_tokens(run, parts.rows_per_micro_batch)
+    lines += describe_sources(config, parts.manifests, parts.rows_per_micro_batch)
+    scheduler = config.lr_scheduler
+    end = scheduler.start_tokens + budget_tokens(config, parts.rows_per_micro_batch)
     if end < scheduler.warmup_tokens:
         lines.append(
             f"warm-up      lr_scheduler.warmup_tokens = {scheduler.warmup_tokens}, and the run ends at {end} tokens: "
@@ -101,16 +101,16 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
     lines += ["", format_role_table(whole_role_table(parts)), ""]
     if progress.step and meta is not None:
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
-        if progress.tokens >= (budget := budget_tokens(run, parts.rows_per_micro_batch)):
+        if progress.tokens >= (budget := budget_tokens(config, parts.rows_per_micro_batch)):
             lines.append(
                 f"finished     the budget of {budget:,} tokens is spent, so no step is trained; "
                 "raise training.tokens, or training.steps, to go on"
             )
         lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
-        lines += _config_changes(meta["config"], dump_run(run))
+        lines += _config_changes(meta["config"], dump_config(config))
     else:
-        lines.append(f"start        from {run.checkpoint.initial_load_path or 'initial weights'}")
-        patterns = {"only": run.checkpoint.initial_load_include, "without": run.checkpoint.initial_load_exclude}
+        lines.append(f"start        from {config.checkpoint.initial_load_path or 'initial weights'}")
+        patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
         lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
     return "\n".join(lines)
 

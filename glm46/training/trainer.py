@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_run
-from glm46.config.run_config import Run
+from glm46.config.loader import dump_config
+from glm46.config.run_config import RunConfig
 from glm46.distributed.collective_errors import attempt, raise_together
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
@@ -58,7 +58,7 @@ class _WentBad(Exception):
     finite; raised on all ranks together."""
 
 
-def train(run: Run, stop: StopRequest | None = None) -> int:
+def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Train as `run` says, on this rank of however many there are; collective.
 
     Args:
@@ -70,25 +70,25 @@ def train(run: Run, stop: StopRequest | None = None) -> int:
     """
     die_with_parent()
     stop = stop or StopRequest()
-    dump_folder = Path(run.job.dump_folder)
+    dump_folder = Path(config.job.dump_folder)
     lock = None
     if launched_rank() == 0:  # before the ranks meet: the others do not wait for one that is refused then
-        refuse_origin(run)
+        refuse_origin(config)
         lock = lock_run(dump_folder)
-    process = join(run.comm.init_timeout_seconds)
+    process = join(config.comm.init_timeout_seconds)
     with writing(dump_folder):
         watchdog = Watchdog(
             process,
             dump_folder / "hang",
-            shortest_seconds=run.comm.hang_seconds,
-            start_seconds=run.comm.init_timeout_seconds,
+            shortest_seconds=config.comm.hang_seconds,
+            start_seconds=config.comm.init_timeout_seconds,
         )
     try:
-        parts = build(run, process)
+        parts = build(config, process)
         progress, meta = resume.start(parts)
         if process.is_main:
             with writing(dump_folder):
-                (dump_folder / "config.toml").write_text(dump_run(run), encoding="utf-8")
+                (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         while True:
             try:
                 return _train_from(parts, progress, meta, stop, watchdog)
@@ -106,21 +106,21 @@ def _train_from(
     parts: Parts, progress: Progress, meta: dict[str, Any] | None, stop: StopRequest, watchdog: Watchdog
 ) -> int:
     """Train from where the parts are; what the files say of later steps is cut."""
-    run = parts.run
-    with writing(Path(run.job.dump_folder)):
+    config = parts.config
+    with writing(Path(config.job.dump_folder)):
         report = Report(
-            Path(run.job.dump_folder),
+            Path(config.job.dump_folder),
             is_main=parts.process.is_main,
-            enable_tensorboard=run.metrics.enable_tensorboard,
-            total_tokens=budget_tokens(run, parts.rows_per_micro_batch),
+            enable_tensorboard=config.metrics.enable_tensorboard,
+            total_tokens=budget_tokens(config, parts.rows_per_micro_batch),
             resumed_step=progress.step or None,
         )
     try:
-        if run.job.print_config:
-            report.message(dump_run(run))
-        report.config(dump_run(run))
+        if config.job.print_config:
+            report.message(dump_config(config))
+        report.config(dump_config(config))
         report.message(describe_start(parts, progress, meta))
-        spikes = SpikeDetector(run.training.spike_sigmas, run.training.spike_window)
+        spikes = SpikeDetector(config.training.spike_sigmas, config.training.spike_window)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])
         return _train(parts, progress, stop, report, spikes, watchdog)
@@ -139,11 +139,11 @@ def _train(
     spikes: SpikeDetector,
     watchdog: Watchdog,
 ) -> int:
-    run = parts.run
-    budget = budget_tokens(run, parts.rows_per_micro_batch)
+    config = parts.config
+    budget = budget_tokens(config, parts.rows_per_micro_batch)
     feed = Feed(parts, report)
     validation: dict[str, float] = {}
-    if run.validation.enable and progress.step == 0:
+    if config.validation.enable and progress.step == 0:
         validation = _validate(parts, progress, report)
     figures = Figures(parts)
     gc.collect()
@@ -165,8 +165,8 @@ def _train(
         if coming.stop:
             break
         text, counts, clock = coming.text, coming.counts, progress.curriculum_tokens
-        end, size = run.lr_scheduler.start_tokens + budget, text.sequences * text.seq_len
-        lr_factor = learning_rate_factor(clock, run.lr_scheduler, end, size)
+        end, size = config.lr_scheduler.start_tokens + budget, text.sequences * text.seq_len
+        lr_factor = learning_rate_factor(clock, config.lr_scheduler, end, size)
 
         # single training step
         watchdog.operation("training step", size=(text.sequences, text.seq_len))
@@ -181,15 +181,15 @@ def _train(
             progress.add_loss(outcome.loss_sum, counts.targets)
         else:
             _report_skip(progress, outcome.fault, text.sequences, report)
-        if progress.step % run.metrics.log_freq == 0 or progress.step == 1 or is_last:
+        if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
             row = figures.training_row(progress, outcome, counts, lr_factor)
             report.train(row | saver.figures() | stragglers.figures())
-        if progress.skipped_in_a_row > run.training.max_skipped_steps:
+        if progress.skipped_in_a_row > config.training.max_skipped_steps:
             raise _WentBad
-        if progress.step % run.training.gc_freq == 0:
+        if progress.step % config.training.gc_freq == 0:
             gc.collect()
         with figures.meter.left_out(), watchdog.unwatched("validation and saves"):
-            if run.validation.enable and (progress.step % run.validation.freq == 0 or is_last):
+            if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
                 validation = _validate(parts, progress, report)
             saver.after_step(progress, validation)
     gc.enable()
@@ -200,14 +200,14 @@ def _train(
 
 def _end(parts: Parts, progress: Progress, stop: StopRequest, report: Report, *, is_finished: bool) -> int:
     """What a run leaves behind its last save, and its exit code; collective."""
-    run = parts.run
+    config = parts.config
     stop.has_ended = not is_finished
-    if run.checkpoint.last_save_in_hf and is_finished:
+    if config.checkpoint.last_save_in_hf and is_finished:
         report.message(f"Hugging Face folder: {save_weights(parts, progress)}")
     report.message(farewell(parts, progress, stop, is_finished=is_finished))
     if is_finished:
         return 0
-    return EXIT_STOPPED if run.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
+    return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
 def prepare_step(
@@ -226,13 +226,13 @@ def prepare_step(
         UserError: some rank could not read its part of the text; on all ranks.
     """
     wanted = batch_sequences(
-        parts.run.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
+        parts.config.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
     )
     progress.pass_over(wanted)
     text, damage = attempt(lambda: feed.take(progress, wanted))
     watchdog.operation("agreeing on the step")
     counts = count_tokens(text.micro_batches if text else [])
-    window, document_mask = parts.shape.sliding_window, parts.run.data.document_mask
+    window, document_mask = parts.shape.sliding_window, parts.config.data.document_mask
     half_pairs = count_half_pairs(text.micro_batches if text else [], window, document_mask=document_mask)
     depths, readers = parts.shape.num_nextn_predict_layers, parts.readers_of_a_batch
     # Nothing is counted where nothing was read.

@@ -11,7 +11,7 @@ from torch import Tensor
 import glm46.training.step as step_module
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import trainer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 
 LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
@@ -54,7 +54,7 @@ def poison(hit) -> None:
     step_module.global_grad_norm, trainer.build = poisoned_norm, poisoned_build
 
 
-def work(rank: int, run, out: Path) -> int:
+def work(rank: int, config, out: Path) -> int:
     torch.set_num_threads(1)
     step, pending, kept = 0, None, []
     original = trainer.train_step
@@ -82,7 +82,7 @@ def work(rank: int, run, out: Path) -> int:
 
     trainer.train_step = recorded
     poison(hit)
-    trainer.train(run)
+    trainer.train(config)
     out.write_text(json.dumps(kept))
     return 0
 
@@ -93,12 +93,12 @@ def main() -> None:
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
         for layout, degrees in LAYOUTS.items():
-            run = small_run(
+            config = small_config(
                 source, base / layout, training={"steps": STEPS}, parallelism=degrees, checkpoint={"enable": False},
                 moe={"balance": "proportional", "bias_update_rate": 0.01},
             )  # fmt: skip
             log, outs = base / f"log-{layout}-", [base / f"out-{layout}-{rank}" for rank in range(2)]
-            children = start_ranks(2, log, lambda rank, run=run, outs=outs: work(rank, run, outs[rank]))
+            children = start_ranks(2, log, lambda rank, config=config, outs=outs: work(rank, config, outs[rank]))
             if await_ranks(children, 120) != [0, 0]:
                 sys.exit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
             rows = map(json.loads, (base / layout / "metrics.jsonl").read_text().splitlines())

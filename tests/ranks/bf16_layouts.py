@@ -25,7 +25,7 @@ from tests.ranks.sharded_layouts import (
     distances,
     held,
     make_batch,
-    make_run,
+    make_config,
     micro_batches,
     squares,
 )
@@ -40,21 +40,21 @@ LAYOUTS = {
 
 
 def bf16_run(layout: Layout):
-    """`make_run` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
+    """`make_config` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
     takes in BF16 (multiples of 16 bytes)."""
-    run = make_run(layout)
-    model = run.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
-    training = run.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9})
-    return run.model_copy(update={"training": training, "model": model})
+    config = make_config(layout)
+    model = config.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
+    training = config.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9})
+    return config.model_copy(update={"training": training, "model": model})
 
 
 def one_process(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     """Loss sum and gradients of one process, in a plain forward and backward."""
-    run = bf16_run(Layout())
+    config = bf16_run(Layout())
     with torch.device("meta"):
-        model = Transformer(resolve_shape(run.model))
+        model = Transformer(resolve_shape(config.model))
     model.to_empty(device="cpu")
-    initialise(model, run.debug.seed)
+    initialise(model, config.debug.seed)
     model.cast(dtype)
     batch = make_batch(0)
     sums = model(**batch, options=OPTIONS)

@@ -24,7 +24,7 @@ from glm46.training.loss import count_tokens
 from glm46.training.resume import checkpoint_tensors
 from glm46.training.step import train_step
 from tests.ranks.forked_ranks import run_ranks
-from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_run, micro_batches, whole
+from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_config, micro_batches, whole
 
 MESHES = {
     "FSDP": Layout(),
@@ -49,9 +49,9 @@ OFFSETS = (1, 5)
 
 def settings(layout: Layout):
     """A run whose optimizer has every kind of state: Muon's momentum, and AdamW's for the rest."""
-    run = make_run(layout)
-    moe = run.moe.model_copy(update={"balance": "sign", "bias_update_rate": 0.01})
-    return run.model_copy(update={"moe": moe})
+    config = make_config(layout)
+    moe = config.moe.model_copy(update={"balance": "sign", "bias_update_rate": 0.01})
+    return config.model_copy(update={"moe": moe})
 
 
 def next_steps(parts: Parts, layout: Layout, first: int, count: int) -> list[float]:
@@ -79,9 +79,9 @@ def merged(here: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def save(process: Process, base: Path, name: str) -> tuple[dict[str, Tensor], list[float]]:
     """Train on a mesh and save; the saved tensors, and the losses of the steps after it."""
-    layout, run = MESHES[name], settings(MESHES[name])
-    run = run.model_copy(update={"job": run.job.model_copy(update={"dump_folder": str(base / name)})})
-    parts = assemble(run, process, None, {})
+    layout, config = MESHES[name], settings(MESHES[name])
+    config = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": str(base / name)})})
+    parts = assemble(config, process, None, {})
     next_steps(parts, layout, 0, STEPS_BEFORE)
     parts.checkpoints.save(STEPS_BEFORE, checkpoint_tensors(parts), {"mesh": name})
     parts.checkpoints.close()
@@ -90,9 +90,9 @@ def save(process: Process, base: Path, name: str) -> tuple[dict[str, Tensor], li
 
 def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str, Tensor], list[float]]:
     """Load on a mesh what another one has saved, and go on."""
-    layout, run = MESHES[name], settings(MESHES[name])
-    run = run.model_copy(update={"job": run.job.model_copy(update={"dump_folder": str(base / saved)})})
-    parts = assemble(run, process, None, {})
+    layout, config = MESHES[name], settings(MESHES[name])
+    config = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": str(base / saved)})})
+    parts = assemble(config, process, None, {})
     meta = parts.checkpoints.load(STEPS_BEFORE, checkpoint_tensors(parts), optional=("rng.",), ignored=("rng.",))
     assert meta == {"mesh": saved}
     parts.checkpoints.close()

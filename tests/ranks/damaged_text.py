@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.data.manifest import load_manifest
 from glm46.data.shards import BLOCK_BYTES
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.verified import VerifiedShard
 from glm46.training import trainer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import fork_launch, is_alive
 
 SOUND_STEPS = 3
@@ -81,11 +81,11 @@ def main() -> None:
             source = write_source(base / "source", load_tokenizer("builtin"))
             assert load_manifest(source).splits["train"].tokens > BLOCK_BYTES // 4
             held_out = {"enable": True, "freq": SOUND_STEPS if case.startswith("held-out") else 100}
-            run = small_run(
+            config = small_config(
                 source, base / "out", training={"steps": 20, "global_batch_size": 4}, checkpoint={"interval": 1},
                 parallelism=degrees, validation=held_out, model={"num_key_value_heads": 2},
             )  # fmt: skip
-            (base / "run.toml").write_text(dump_run(run))
+            (base / "run.toml").write_text(dump_config(config))
             began = time.monotonic()
             child = fork_launch(
                 base / "run.toml", base / "log", lambda rank, case=case, source=source: hamper(case, source, rank)

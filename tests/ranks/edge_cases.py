@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
@@ -121,7 +121,7 @@ def train(case: Case, model: nn.Module, take) -> tuple[float, Tensor, dict[str, 
 
 def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
     """`train` on both ranks; the sums are over them."""
-    run = Run.model_validate_json(
+    config = RunConfig.model_validate_json(
         json.dumps(
             {
                 "model": {"flavor": "debug"},
@@ -135,8 +135,8 @@ def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
             }
         )
     )
-    meshes = build_meshes(resolve_layout(run.parallelism, process.world_size), "cpu")
-    parallelize(model, meshes, run, process.device)
+    meshes = build_meshes(resolve_layout(config.parallelism, process.world_size), "cpu")
+    parallelize(model, meshes, config, process.device)
     prepare(case, model)
 
     def take(batch: dict[str, Tensor]) -> dict[str, Tensor]:

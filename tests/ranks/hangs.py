@@ -18,7 +18,7 @@ from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability import watchdog
 from glm46.training import trainer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 
@@ -43,7 +43,7 @@ FATAL_SAVE = 20
 SLOW_FROM, LAST_STEP = 60, 110
 
 
-def hampered_work(rank: int, run, moment: Path) -> int:
+def hampered_work(rank: int, config, moment: Path) -> int:
     """Train, while the thread that saves dies in rank 1; later rank 0 is held up in every step."""
     torch.set_num_threads(1)
     step, train_step, save, times = 0, trainer.train_step, saving.write_tensors, []
@@ -66,13 +66,13 @@ def hampered_work(rank: int, run, moment: Path) -> int:
         return save(folder, *arguments)
 
     trainer.train_step, saving.write_tensors = counted, write_tensors
-    return trainer.train(run)
+    return trainer.train(config)
 
 
 def run_hampered(base: Path, source: Path) -> dict:
     folder, log, moment = base / "hampered", base / "log-hampered-", base / "moment-hampered"
-    run = small_run(source, folder, training={"steps": LAST_STEP}, checkpoint={"interval": 20})
-    codes = await_ranks(start_ranks(2, log, lambda rank: hampered_work(rank, run, moment)), 90)
+    config = small_config(source, folder, training={"steps": LAST_STEP}, checkpoint={"interval": 20})
+    codes = await_ranks(start_ranks(2, log, lambda rank: hampered_work(rank, config, moment)), 90)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "codes": codes,
@@ -88,11 +88,11 @@ def run_hampered(base: Path, source: Path) -> dict:
 def run_cut_off(base: Path, source: Path) -> dict:
     """Two ranks whose store, which lives in this process, stops to answer, as that of a node behind a cut network."""
     folder, log = base / "cut-off", base / "log-cut-off-"
-    run = small_run(
+    config = small_config(
         source, folder, training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0}
     )
     watchdog._STORE_SECONDS = 2.0
-    children = start_ranks(2, log, lambda rank: torch.set_num_threads(1) or trainer.train(run))
+    children = start_ranks(2, log, lambda rank: torch.set_num_threads(1) or trainer.train(config))
     watchdog._STORE_SECONDS = 30.0
     while not (folder / "metrics.jsonl").exists():
         time.sleep(0.05)
@@ -112,7 +112,7 @@ def run_cut_off(base: Path, source: Path) -> dict:
     }
 
 
-def work(rank: int, run, hang: str, victim: int, moment: Path) -> int:
+def work(rank: int, config, hang: str, victim: int, moment: Path) -> int:
     torch.set_num_threads(1)
     step, original = 0, trainer.train_step
 
@@ -134,7 +134,7 @@ def work(rank: int, run, hang: str, victim: int, moment: Path) -> int:
 
     read = trainer.Feed.take
     trainer.train_step, trainer.Feed.take = train_step, take
-    return trainer.train(run)
+    return trainer.train(config)
 
 
 CASES = (("asleep", 1), ("stopped", 0), ("blocked", 1), ("no text", 0), ("deadlocked", 1))
@@ -149,11 +149,11 @@ def main(hang_seconds: float = 2.0, cases=CASES) -> None:
         print(json.dumps(run_cut_off(base, source)), flush=True)
         for hang, victim in cases:
             folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
-            run = small_run(
+            config = small_config(
                 source, folder, training={"steps": 1000}, checkpoint={"enable": False},
                 comm={"hang_seconds": hang_seconds},
             )  # fmt: skip
-            children = start_ranks(2, log, lambda rank, r=run, h=hang, v=victim, m=moment: work(rank, r, h, v, m))
+            children = start_ranks(2, log, lambda rank, r=config, h=hang, v=victim, m=moment: work(rank, r, h, v, m))
             codes = await_ranks(children, 90)
             times = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row = {

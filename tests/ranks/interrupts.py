@@ -20,9 +20,9 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import is_alive
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,9 @@ def phases(base: Path) -> dict[str, Phase]:
     config = base / "run.toml"
     if not config.exists():
         (base / "ready").mkdir()
-        config.write_text(dump_run(small_run(write_source(base / "ready", load_tokenizer("builtin")), base / "out")))
+        config.write_text(
+            dump_config(small_config(write_source(base / "ready", load_tokenizer("builtin")), base / "out"))
+        )
     node = {"CONFIG_FILE": str(config), "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NGPU": "1"}
     first, other = node | {"NODE_RANK": "0"}, node | {"NODE_RANK": "1"}
     folder = ["--input", str(text), "--output", str(base / "own")]

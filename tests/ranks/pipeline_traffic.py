@@ -9,7 +9,7 @@ from glm46.distributed.process import join, leave
 from glm46.training.build import assemble
 from glm46.training.loss import count_tokens
 from glm46.training.step import train_step
-from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_run, micro_batches
+from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_config, micro_batches
 from tests.ranks.traffic import Traffic
 
 CASES = [
@@ -24,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(1)
     process = join(60)
     for layout in CASES:
-        parts = assemble(make_run(layout), process, None, {})
+        parts = assemble(make_config(layout), process, None, {})
         counts = count_tokens([make_batch(0)])
         for _ in range(2):
             with Traffic() as traffic:

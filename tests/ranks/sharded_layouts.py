@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.process import Process, join, leave
@@ -163,26 +163,26 @@ def token_objective(sums: LossSums, weights: Tensor) -> Tensor:
     return weighted(sums, weights) + 0.1 * sums.mtp_losses.sum() + sums.aux_losses.sum()
 
 
-def run_reference(run: Run) -> tuple:
+def run_reference(config: RunConfig) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps."""
     with torch.device("meta"):
-        model = Transformer(resolve_shape(run.model))
+        model = Transformer(resolve_shape(config.model))
     model.to_empty(device="cpu")
-    initialise(model, run.debug.seed)
+    initialise(model, config.debug.seed)
     parameters = dict(model.named_parameters())
     initial = {name: p.detach().clone() for name, p in parameters.items()}
-    unseen = () if run.data.document_mask else ("document_ids",)
-    first, token_weights = make_batch(0, run.data.document_mask), make_token_weights()
+    unseen = () if config.data.document_mask else ("document_ids",)
+    first, token_weights = make_batch(0, config.data.document_mask), make_token_weights()
     is_real = first["document_ids"] >= 0
     sums = model(**{n: t for n, t in first.items() if n not in unseen}, is_real=is_real, **BY_TOKEN)
     token_objective(sums, token_weights).backward()
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
-    optimizer = build_optimizers(list(parameters.items()), run.optimizer)
+    optimizer = build_optimizers(list(parameters.items()), config.optimizer)
     figures, gradients = [], {}
     for step in range(STEPS):
-        batch = make_batch(step, run.data.document_mask)
+        batch = make_batch(step, config.data.document_mask)
         is_real = batch["document_ids"] >= 0
         seen = {n: t for n, t in batch.items() if n not in unseen}
         optimizer.zero_grad()
@@ -191,7 +191,7 @@ def run_reference(run: Run) -> tuple:
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         objective(sums, count_tokens([batch]), WEIGHTS).backward()
         norm = global_grad_norm(parameters.values())
-        scale_gradients(parameters.values(), (run.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
         figures.append((sums.loss.item(), sums.tokens_per_expert, norm.item()))
@@ -239,8 +239,8 @@ def distances(ranks: list[dict[tuple, tuple[int, float]]], reference: dict[str, 
     return {name: math.sqrt(sum(square for key, (_, square) in worst.items() if key[0] == name)) for name in reference}
 
 
-def make_run(layout: Layout) -> Run:
-    return Run.model_validate_json(
+def make_config(layout: Layout) -> RunConfig:
+    return RunConfig.model_validate_json(
         json.dumps(
             {
                 "model": SHAPE | {"n_routed_experts": layout.num_experts},
@@ -267,7 +267,7 @@ def make_run(layout: Layout) -> Run:
 
 def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    mask, readers = parts.run.data.document_mask, parts.layout.batch_ranks
+    mask, readers = parts.config.data.document_mask, parts.layout.batch_ranks
     batch = make_batch(step, mask) | {"weights": make_token_weights()}
     share = ROWS // count // readers
     first = [micro * (ROWS // count) + parts.batch_rank * share for micro in range(count)]
@@ -277,7 +277,7 @@ def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]
 def run_by_token(parts: Parts, layout: Layout) -> tuple[float, dict[str, Held]]:
     """Value and gradients of `token_objective` over all rows, by the trainer's own forward and backward; collective."""
     batches = micro_batches(parts, 0, layout.micro_batches)
-    fields = ("document_ids", "weights") if parts.run.data.document_mask else ("weights",)
+    fields = ("document_ids", "weights") if parts.config.data.document_mask else ("weights",)
     weights = [{name: batch[name] for name in fields} for batch in batches]
     if parts.meshes.sequence is not None:
         weights = [parts.meshes.sequence.cut(rows, parts.shape.sliding_window) for rows in weights]
@@ -300,7 +300,7 @@ def run_by_token(parts: Parts, layout: Layout) -> tuple[float, dict[str, Held]]:
 def run_layout(process: Process, layout: Layout) -> tuple:
     """The same as `run_reference`, by the trainer's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole."""
-    parts = assemble(make_run(layout), process, None, {})
+    parts = assemble(make_config(layout), process, None, {})
     initial = {name: (whole(p).clone(), held(p)) for name, p in parts.parameters.items()}
     by_token = run_by_token(parts, layout)
     figures, gradients = [], {}
@@ -378,7 +378,7 @@ def main(world_size: int) -> None:
     # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     kinds = {(layout.num_experts, layout.document_mask): layout for layout in layouts}
-    references = {kind: run_reference(make_run(layout)) for kind, layout in kinds.items()}
+    references = {kind: run_reference(make_config(layout)) for kind, layout in kinds.items()}
     for first in range(0, len(layouts), LAYOUTS_AT_ONCE):
         some = layouts[first : first + LAYOUTS_AT_ONCE]
         run_ranks(world_size, lambda some=some: compare_some(some, references))

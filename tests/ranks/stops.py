@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from glm46.checkpoint.publish import published_steps
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import resume, trainer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import fork_launch, is_alive
 
 MOMENTS = ("start", "load", "validation", "save", "step")
@@ -60,7 +60,7 @@ def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
     trainer.Saver._save = at("save", trainer.Saver._save)
 
 
-def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random.Random) -> dict:
+def attempt(config, base: Path, moment: str, number: signal.Signals, chance: random.Random) -> dict:
     """Start the run and end it at a moment."""
     mark, log = base / "mark", base / "log"
     mark.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def attempt(run, base: Path, moment: str, number: signal.Signals, chance: random
     if is_alive(launcher):
         os.kill(launcher, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
-    folder = Path(run.job.dump_folder)
+    folder = Path(config.job.dump_folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
     return {
@@ -108,18 +108,18 @@ def main(*given: str) -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        run = small_run(
+        config = small_config(
             source, base / "out", training={"steps": 12 if not arguments.moments else 10_000},
             checkpoint={"interval": 3}, validation={"enable": True, "freq": 2, "steps": 1},
             data={"num_workers": 1},
         )  # fmt: skip
-        (base / "run.toml").write_text(dump_run(run))
+        (base / "run.toml").write_text(dump_config(config))
         chosen = ["step", *MOMENTS[:4], "second", "leave", "none"]
         if arguments.moments:
             chosen = ["step"] + [chance.choice(MOMENTS) for _ in range(arguments.moments - 1)]
         for moment in chosen:
             number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-            row = attempt(run, base, moment, number, chance)
+            row = attempt(config, base, moment, number, chance)
             print(json.dumps(row), flush=True)
             if arguments.moments and (row["code"] != 75 or row["saved"] != row["step"]):
                 sys.exit(f"{moment}: not saved, or another exit code")

@@ -16,7 +16,7 @@ from glm46 import compat
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import join, leave
 from glm46.distributed.ranks import CheckpointError
@@ -129,16 +129,16 @@ def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
     """Exactly what a run has: the transforms of parallelize/plan.py, the expert axis included."""
-    run = Run.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
-    meshes = build_meshes(resolve_layout(run.parallelism, WORLD), "cpu")
+    config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
+    meshes = build_meshes(resolve_layout(config.parallelism, WORLD), "cpu")
     if meshes.pipeline is None:
         with torch.device("meta"):
             models = [Transformer(shape)]
     else:
-        models = [stage.model for stage in split_model(shape, run, meshes.pipeline)]
+        models = [stage.model for stage in split_model(shape, config, meshes.pipeline)]
     tensors: dict[str, torch.Tensor] = {}
     for model in models:
-        parallelize(model, meshes, run, torch.device("cpu"))
+        parallelize(model, meshes, config, torch.device("cpu"))
         tensors |= dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor.detach() for name, tensor in tensors.items()}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.training.trainer import train
 from tests.ranks.server import Forked, Server
 
@@ -24,14 +24,14 @@ class Start:
     def __init__(self, server: Server, folder: Path):
         self._server, self._folder = server, folder
 
-    def by_fork(self, run, *options: str, environment=(), **keys) -> Forked:
+    def by_fork(self, config, *options: str, environment=(), **keys) -> Forked:
         """What `as_command` does, from a process that has all imported."""
-        arguments = self._arguments(run, options, keys)
+        arguments = self._arguments(config, options, keys)
         return self._server.start("forked_launch.launch", *arguments, environment=dict(environment))
 
-    def as_command(self, run, *options: str, path_first: str = "", **keys) -> subprocess.Popen:
+    def as_command(self, config, *options: str, path_first: str = "", **keys) -> subprocess.Popen:
         """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
-        arguments = self._arguments(run, options, keys)
+        arguments = self._arguments(config, options, keys)
         output = self._folder / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -44,11 +44,11 @@ class Start:
         process.output = output
         return process
 
-    def _arguments(self, run, options: tuple[str, ...], keys: dict) -> list[str]:
-        config = self._folder / "run.toml"
-        config.write_text(dump_run(run))
+    def _arguments(self, config, options: tuple[str, ...], keys: dict) -> list[str]:
+        config_file = self._folder / "run.toml"
+        config_file.write_text(dump_config(config))
         overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
-        return ["--config", str(config), *(options or ("--nproc", "2")), *overrides]
+        return ["--config", str(config_file), *(options or ("--nproc", "2")), *overrides]
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def end(process: Forked | subprocess.Popen, seconds: float = 120) -> str:
     return process.output.read_text()
 
 
-def losses(run) -> list[tuple[int, float]]:
-    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+def losses(config) -> list[tuple[int, float]]:
+    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
 
 
-def wait_for_step(run, step: int, process: Forked | subprocess.Popen) -> None:
-    file = Path(run.job.dump_folder) / "metrics.jsonl"
+def wait_for_step(config, step: int, process: Forked | subprocess.Popen) -> None:
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))):
         assert process.poll() is None, process.output.read_text()
@@ -77,10 +77,10 @@ def wait_for_step(run, step: int, process: Forked | subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_the_same_command_goes_on(make_run, start, number):
-    run = make_run(training={"steps": 400}, checkpoint={"interval": 1000})
-    process = start.as_command(run) if number == signal.SIGINT else start.by_fork(run)
-    wait_for_step(run, 3, process)
+def test_a_signal_saves_and_the_same_command_goes_on(make_config, start, number):
+    config = make_config(training={"steps": 400}, checkpoint={"interval": 1000})
+    process = start.as_command(config) if number == signal.SIGINT else start.by_fork(config)
+    wait_for_step(config, 3, process)
     if number == signal.SIGINT:  # Ctrl-C reaches every process of the terminal
         os.killpg(process.pid, number)
     else:
@@ -88,18 +88,18 @@ def test_a_signal_saves_and_the_same_command_goes_on(make_run, start, number):
     output = end(process)
     assert process.returncode == (130 if number == signal.SIGINT else 75), output
     assert "Traceback" not in output and "goes on from here" in output, output
-    stopped = losses(run)[-1][0]
-    saved = [int(p.name[5:]) for p in (Path(run.job.dump_folder) / "checkpoint").glob("step-*")]
+    stopped = losses(config)[-1][0]
+    saved = [int(p.name[5:]) for p in (Path(config.job.dump_folder) / "checkpoint").glob("step-*")]
     assert saved == [stopped]
 
-    process = start.by_fork(run, training__steps=stopped + 2)
+    process = start.by_fork(config, training__steps=stopped + 2)
     output = end(process)
     assert process.returncode == 0, output
     assert f"resumed after step {stopped}" in output
-    assert [step for step, _ in losses(run)] == list(range(1, stopped + 3))
+    assert [step for step, _ in losses(config)] == list(range(1, stopped + 3))
 
 
-def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, start, tmp_path):
+def test_a_failing_rank_ends_the_run_with_its_traceback(make_config, start, tmp_path):
     # An exception at a random moment of training in rank 1 alone: an alarm that its interpreter sets at the start.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
@@ -107,9 +107,9 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, start, tmp_pat
         "if os.environ.get('RANK') == '1':\n"
         "    signal.signal(signal.SIGALRM, injected_fault); signal.alarm(12)\n"
     )
-    run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
+    config = make_config(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
     started = time.monotonic()
-    process = start.as_command(run, path_first=str(tmp_path))
+    process = start.as_command(config, path_first=str(tmp_path))
     output = end(process, 150)
     assert process.returncode not in (0, 2), output
     assert "RuntimeError: injected into rank 1" in output and "in injected_fault" in output
@@ -117,37 +117,37 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_run, start, tmp_pat
     assert time.monotonic() - started < 100  # the other rank was ended, it did not wait for its timeout
 
 
-def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_run, start):
+def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start):
     """By itself while a restart is left, and when the same command is given again."""
     # The schedule's end is stated, so that the shorter second start does not change the learning rate.
     schedule = {"total_tokens": 100_000}
-    run = make_run(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
-    process = start.as_command(run, "--nproc", "2", "--max-restarts", "1")
-    wait_for_step(run, 5, process)
-    before = kill_a_rank(run, process)
-    log = Path(run.job.dump_folder) / "log.txt"
+    config = make_config(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
+    process = start.as_command(config, "--nproc", "2", "--max-restarts", "1")
+    wait_for_step(config, 5, process)
+    before = kill_a_rank(config, process)
+    log = Path(config.job.dump_folder) / "log.txt"
     while "resumed after step" not in log.read_text():
         assert process.poll() is None, process.output.read_text()
         time.sleep(0.05)
-    wait_for_step(run, max(before) + 3, process)
-    before |= kill_a_rank(run, process)
+    wait_for_step(config, max(before) + 3, process)
+    before |= kill_a_rank(config, process)
     output = end(process)
     assert process.returncode == 1, output
     assert output.count("was ended by SIGKILL") == 2 and "restart 1 of 1, from the checkpoint of step" in output
     assert output.splitlines()[-1].startswith("error: no restart is left of 1; the same command goes on from the check")
     steps = max(before) + 3
-    process = start.by_fork(run, training__steps=steps)
+    process = start.by_fork(config, training__steps=steps)
     output = end(process)
     assert process.returncode == 0, output
-    after = dict(losses(run))
+    after = dict(losses(config))
     assert sorted(after) == list(range(1, steps + 1))
     assert all(before[step] == after[step] for step in before)
 
 
-def kill_a_rank(run, process: subprocess.Popen) -> dict[int, float]:
+def kill_a_rank(config, process: subprocess.Popen) -> dict[int, float]:
     """kill -9 of the last rank; returns the losses up to then."""
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    before = dict(losses(run))
+    before = dict(losses(config))
     os.kill(int(children[-1]), signal.SIGKILL)
     return before
 
@@ -163,16 +163,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_report_what_one_process_reports(make_run, start, tmp_path, layout):
+def test_two_ranks_report_what_one_process_reports(make_config, start, tmp_path, layout):
     settings = dict(
         training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
         validation={"enable": True, "freq": 5},
         optimizer={"name": "Muon", "ns_dtype": "float32"},
         model={"num_key_value_heads": 2},
     )
-    one = make_run(job={"dump_folder": str(tmp_path / "one")}, **settings)
+    one = make_config(job={"dump_folder": str(tmp_path / "one")}, **settings)
     assert train(one) == 0
-    two = make_run(job={"dump_folder": str(tmp_path / "two")}, **settings)
+    two = make_config(job={"dump_folder": str(tmp_path / "two")}, **settings)
     process = start.by_fork(two, **LAYOUTS[layout])
     output = end(process)
     assert process.returncode == 0, output
@@ -192,9 +192,9 @@ def test_two_ranks_report_what_one_process_reports(make_run, start, tmp_path, la
     assert found[1]["mtp_acceptance"] == pytest.approx(expected[1]["mtp_acceptance"], abs=0.01)
 
 
-def rows(run) -> list[dict]:
+def rows(config) -> list[dict]:
     """Rows of metrics without what depends on the clock or the machine."""
-    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     timed = ("seconds", "second", "device", "mfu", "gib")
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
 
@@ -205,12 +205,12 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(make_run, start):
+def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(make_config, start):
     """As `srun` passes it on, which then takes the highest code."""
-    run = make_run(training={"steps": 100_000}, checkpoint={"interval": 100_000})
+    config = make_config(training={"steps": 100_000}, checkpoint={"interval": 100_000})
     names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    nodes = [start.by_fork(run, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
-    wait_for_step(run, 2, nodes[0])
+    nodes = [start.by_fork(config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
+    wait_for_step(config, 2, nodes[0])
     for node in nodes:
         os.kill(node.pid, signal.SIGUSR1)
     outputs = [end(node) for node in nodes]
@@ -218,27 +218,27 @@ def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(make_run, s
     assert "Traceback" not in "".join(outputs)
 
 
-def test_two_nodes_train_as_two_ranks_of_one(make_run, start, tmp_path):
+def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
     port, found = free_port(), []
     for folder, count in (("one", 1), ("two", 2)):
-        run = make_run(job={"dump_folder": str(tmp_path / folder)}, training={"steps": 4})
+        config = make_config(job={"dump_folder": str(tmp_path / folder)}, training={"steps": 4})
         names = {"NNODES": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port} if count > 1 else {}
         nodes = [
             start.by_fork(
-                run, "--nproc", str(2 // count), environment=names | {"NODE_RANK": str(rank)} if names else {}
+                config, "--nproc", str(2 // count), environment=names | {"NODE_RANK": str(rank)} if names else {}
             )
             for rank in range(count)
         ]
         outputs = [end(node, 150) for node in nodes]
         assert [node.returncode for node in nodes] == [0] * count, outputs
-        found.append(losses(run))
+        found.append(losses(config))
     assert found[0] == found[1] and len(found[0]) == 4  # bit for bit
 
 
-def test_a_killed_launcher_leaves_no_rank_behind(make_run, start):
-    run = make_run(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
-    process = start.as_command(run)
-    wait_for_step(run, 1, process)
+def test_a_killed_launcher_leaves_no_rank_behind(make_config, start):
+    config = make_config(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
+    process = start.as_command(config)
+    wait_for_step(config, 1, process)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     assert len(ranks) == 2
     process.kill()

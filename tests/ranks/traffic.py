@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
@@ -109,7 +109,7 @@ def make_batch() -> dict[str, Tensor]:
 
 def measure(process: Process, case: Case) -> dict:
     """Traffic of one forward and backward pass."""
-    run = Run.model_validate_json(
+    config = RunConfig.model_validate_json(
         json.dumps(
             {
                 "model": {"flavor": "debug"},
@@ -126,8 +126,8 @@ def measure(process: Process, case: Case) -> dict:
     )
     with torch.device("meta"):
         model = Transformer(SHAPE)
-    meshes = build_meshes(resolve_layout(run.parallelism, process.world_size), "cpu")
-    parallelize(model, meshes, run, process.device)
+    meshes = build_meshes(resolve_layout(config.parallelism, process.world_size), "cpu")
+    parallelize(model, meshes, config, process.device)
     parameters = dict(model.named_parameters())
     batch = make_batch()
     counts = count_tokens([batch])

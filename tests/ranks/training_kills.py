@@ -30,7 +30,7 @@ from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability.stop import EXIT_STOPPED
 from glm46.training import trainer
-from tests.conftest import small_run, write_source
+from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 
@@ -45,7 +45,7 @@ OF_THE_ATTEMPT = (
 )  # fmt: skip
 
 
-def work(rank: int, run, base: Path, fatal_sync: int) -> int:
+def work(rank: int, config, base: Path, fatal_sync: int) -> int:
     """Train. ``fatal_sync``: the call of fsync, nearly all of which are in a save, that this rank does not survive."""
     torch.set_num_threads(1)
 
@@ -58,14 +58,14 @@ def work(rank: int, run, base: Path, fatal_sync: int) -> int:
 
     die_in_sync(fatal_sync)
     trainer.StopRequest = Ready
-    return trainer.train(run)
+    return trainer.train(config)
 
 
-def begin(run, base: Path, fatal_syncs: tuple[int, int] = (0, 0)) -> list[int]:
+def begin(config, base: Path, fatal_syncs: tuple[int, int] = (0, 0)) -> list[int]:
     """Start both ranks; their process ids."""
     for rank in range(2):
         (base / f"ready{rank}").unlink(missing_ok=True)
-    return start_ranks(2, base / "log", lambda rank: work(rank, run, base, fatal_syncs[rank]))
+    return start_ranks(2, base / "log", lambda rank: work(rank, config, base, fatal_syncs[rank]))
 
 
 def end(children: list[int], seconds: float = SECONDS_TO_END) -> list[int]:
@@ -97,36 +97,36 @@ def await_ready(base: Path, children: list[int]) -> None:
         time.sleep(0.002)
 
 
-def kill(run, base: Path, chance: random.Random) -> tuple[list[int], str]:
+def kill(config, base: Path, chance: random.Random) -> tuple[list[int], str]:
     """A round that ends by kill -9; exit codes and what was done."""
     victim, in_a_sync = chance.choice([0, 1, "both"]), chance.random() < 0.5
     # A save has some ten syncs on rank 0 and fewer on rank 1.
     syncs = tuple(chance.randint(1, 40) if in_a_sync and victim in (rank, "both") else 0 for rank in range(2))
-    children = begin(run, base, syncs)
+    children = begin(config, base, syncs)
     if not in_a_sync:
         time.sleep(chance.uniform(0.05, 2.5))
         for rank, child in enumerate(children):
             if victim in (rank, "both"):
                 os.kill(child, signal.SIGKILL)
     codes = end(children)
-    draft = bool(list((Path(run.job.dump_folder) / "checkpoint").glob("*.tmp")))
+    draft = bool(list((Path(config.job.dump_folder) / "checkpoint").glob("*.tmp")))
     return codes, f"kill of {victim}, {'in a save' if in_a_sync or draft else 'elsewhere'}"
 
 
-def ask_to_stop(run, base: Path, chance: random.Random) -> tuple[list[int], str]:
+def ask_to_stop(config, base: Path, chance: random.Random) -> tuple[list[int], str]:
     """A round that ends by a signal; exit codes and what was done."""
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-    children = begin(run, base)
+    children = begin(config, base)
     await_ready(base, children)
     time.sleep(chance.uniform(0.0, 2.0))
-    seen = len(rows(run))
+    seen = len(rows(config))
     for child in children:  # as torchrun does, every process of the rank
         for process in (*children_of(child), child):
             os.kill(process, number)
     codes = end(children)
     if codes == [0, 0]:
         return codes, "too late"
-    saved = max(published_steps(Path(run.job.dump_folder) / "checkpoint"), default=0)
+    saved = max(published_steps(Path(config.job.dump_folder) / "checkpoint"), default=0)
     # The step in which it arrived is finished; one more may have been finished since its row was seen.
     if codes != [EXIT_STOPPED] * 2 or not seen <= saved <= seen + 2:
         raise SystemExit(
@@ -135,42 +135,42 @@ def ask_to_stop(run, base: Path, chance: random.Random) -> tuple[list[int], str]
     return codes, f"{number.name}, {'before the first step' if saved == 0 else 'in training'}"
 
 
-def rows(run) -> list[dict]:
+def rows(config) -> list[dict]:
     """The rows of metrics of whole lines."""
-    file = Path(run.job.dump_folder) / "metrics.jsonl"
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n") and '"loss"' in line]
 
 
-def computed(run) -> list[dict]:
+def computed(config) -> list[dict]:
     """What each step computed."""
-    return [{k: v for k, v in row.items() if not k.endswith(OF_THE_ATTEMPT)} for row in rows(run)]
+    return [{k: v for k, v in row.items() if not k.endswith(OF_THE_ATTEMPT)} for row in rows(config)]
 
 
-def contents(run, step: int) -> dict[str, str]:
+def contents(config, step: int) -> dict[str, str]:
     """Hashes of the tensors of a checkpoint: weights, states, averages, generators."""
-    folder = step_folder(Path(run.job.dump_folder) / "checkpoint", step)
+    folder = step_folder(Path(config.job.dump_folder) / "checkpoint", step)
     kinds = read_metadata(folder)[0].state_dict_metadata
     tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     assert CheckpointManager(folder.parent, keep_latest_k=0).load(step, tensors)["progress"]["step"] == step
     return {name: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest() for name, t in tensors.items()}
 
 
-def disturb(run, base: Path, by: str, most: int, chance: random.Random) -> Counter:
+def disturb(config, base: Path, by: str, most: int, chance: random.Random) -> Counter:
     """Start the run and end it again until it is through; what was done, how often."""
     done, newest = Counter(), 0
     while True:
         if sum(done.values()) < most:
-            codes, kind = (kill if by == "kill" else ask_to_stop)(run, base, chance)
+            codes, kind = (kill if by == "kill" else ask_to_stop)(config, base, chance)
         else:
-            codes, kind = end(begin(run, base)), "none"
+            codes, kind = end(begin(config, base)), "none"
         log = (base / "log0").read_text()
         resumed = [
             int(line.split("step ")[1].split(",")[0]) for line in log.splitlines() if "resumed after step" in line
         ]
         if resumed and resumed[0] < newest:
             raise SystemExit(f"step {newest} was published, the run went on from {resumed[0]}")
-        newest = max(published_steps(Path(run.job.dump_folder) / "checkpoint"), default=0)
+        newest = max(published_steps(Path(config.job.dump_folder) / "checkpoint"), default=0)
         if codes == [0, 0]:
             return done
         if kind == "none" or 1 in codes and not {-9, -15} & set(codes):
@@ -197,16 +197,16 @@ def main(*given: str) -> None:
             "checkpoint": {"interval": 3, "keep_latest_k": 2}, "validation": {"enable": True, "freq": 25},
             "data": {"num_workers": 1},
         }  # fmt: skip
-        whole = small_run(source, base / "whole", **settings)
+        whole = small_config(source, base / "whole", **settings)
         if end(begin(whole, base)) != [0, 0]:
             raise SystemExit((base / "log0").read_text())
         for number in range(arguments.kills):
-            run = small_run(source, base / f"run{number}", **settings)
-            done += disturb(run, base, arguments.by, arguments.kills - sum(done.values()), chance)
-            for expected, found in zip(computed(whole), computed(run), strict=True):
+            config = small_config(source, base / f"run{number}", **settings)
+            done += disturb(config, base, arguments.by, arguments.kills - sum(done.values()), chance)
+            for expected, found in zip(computed(whole), computed(config), strict=True):
                 if expected != found:
                     raise SystemExit(f"another figure than undisturbed:\n{expected}\n{found}")
-            expected, found = contents(whole, arguments.steps), contents(run, arguments.steps)
+            expected, found = contents(whole, arguments.steps), contents(config, arguments.steps)
             if expected != found:
                 others = [name for name in expected | found if expected.get(name) != found.get(name)]
                 raise SystemExit(f"other tensors than undisturbed: {', '.join(others)}")

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.step_tensors import ReadAhead, StepTensors
 from glm46.cli import main
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
 from glm46.files import progress
 from glm46.huggingface.tokenizer_files import tokenizer_files
@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
         tensors[f"model.{name}"] = tensor.detach()
         tensors[f"optimizer.{name}.exp_avg"] = torch.ones_like(tensor)
     tensors["rng.0.cpu"] = torch.get_rng_state()
-    CheckpointManager(folder, keep_latest_k=0).save(7, tensors, {"config": dump_run(Run(model=TABLE))})
+    CheckpointManager(folder, keep_latest_k=0).save(7, tensors, {"config": dump_config(RunConfig(model=TABLE))})
     return folder / "step-000007", model
 
 
@@ -91,7 +91,7 @@ def step_with(folder, trained, tokenizer_path, fingerprint=None):
     """The trained step, as a run with this tokenizer saves it."""
     model = trained[1]
     tensors = {f"model.{name}": t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    config = dump_run(Run(model=TABLE.model_copy(update={"tokenizer_path": str(tokenizer_path)})))
+    config = dump_config(RunConfig(model=TABLE.model_copy(update={"tokenizer_path": str(tokenizer_path)})))
     meta = {"config": config} | ({TOKENIZER_KEY: fingerprint} if fingerprint else {})
     CheckpointManager(folder, keep_latest_k=0).save(1, tensors, meta)
     return ["convert", "to-hf", "--checkpoint", str(folder / "step-000001"), "--output"]
@@ -211,7 +211,7 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_imported(value, tr
     tensors = {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     tensors[good][2, 3, 1] = value
     saved = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    CheckpointManager(tmp_path / "run", keep_latest_k=0).save(1, saved, {"config": dump_run(Run(model=TABLE))})
+    CheckpointManager(tmp_path / "run", keep_latest_k=0).save(1, saved, {"config": dump_config(RunConfig(model=TABLE))})
     to_hf = ["convert", "to-hf", "--checkpoint", str(tmp_path / "run/step-000001"), "--output", str(tmp_path / "out")]
     for dtype in ("float32", "bfloat16", "fp8-channel"):
         assert main([*to_hf, "--dtype", dtype]) == 2

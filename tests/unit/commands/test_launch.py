@@ -22,8 +22,8 @@ from glm46.commands.launch import (
 )
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_run, load_run
-from glm46.config.run_config import Run
+from glm46.config.loader import dump_config, load_config
+from glm46.config.run_config import RunConfig
 from glm46.planner.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[3]
@@ -32,10 +32,10 @@ LAPTOP = Machine(cores=8, memory_bytes=16 * GIB, free_bytes=12 * GIB)
 SERVER = Machine(cores=64, memory_bytes=999 * GIB, free_bytes=900 * GIB, gpus=(Gpu("NVIDIA H100", 79 * GIB),) * 8)
 
 
-def debug_run(**parallelism: int) -> Run:
+def debug_run(**parallelism: int) -> RunConfig:
     """The debug run with some degrees."""
-    run = load_run(ROOT / "train_configs" / "debug.toml")
-    return run.model_copy(update={"parallelism": run.parallelism.model_copy(update=parallelism)})
+    config = load_config(ROOT / "train_configs" / "debug.toml")
+    return config.model_copy(update={"parallelism": config.parallelism.model_copy(update=parallelism)})
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_machine_that_can_hold_the_run_is_taken():
 
 
 def test_too_many_processes_for_the_memory_are_refused():
-    run = debug_run()
-    run = run.model_copy(update={"training": run.training.model_copy(update={"global_batch_size": None})})
-    assert _refuse(run, LAPTOP, 2) is None
-    screen = _refuse(run, LAPTOP, 64)
+    config = debug_run()
+    config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": None})})
+    assert _refuse(config, LAPTOP, 2) is None
+    screen = _refuse(config, LAPTOP, 64)
     assert "This machine cannot run it:" in screen and "of 12.0 GiB can be filled" in screen
 
 
 def test_large_run_says_what_it_needs_and_what_was_found():
-    screen = _refuse(load_run(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
+    screen = _refuse(load_config(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
     for text in (
         "356,785,898,816 parameters",
         "8,192 = pipeline 16 x shard 64 x tensor 8, experts over 32",
@@ -80,19 +80,19 @@ def test_large_run_says_what_it_needs_and_what_was_found():
     assert len(screen.splitlines()) <= 40
 
 
-def test_what_a_rank_would_refuse_at_its_start_the_launcher_refuses_before(make_run, tmp_path):
+def test_what_a_rank_would_refuse_at_its_start_the_launcher_refuses_before(make_config, tmp_path):
     (tmp_path / "file").touch()
     for tables, key in (
         ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere'"),
         ({"checkpoint": {"load_step": 3}}, "checkpoint.load_step = 3"),
         ({"job": {"dump_folder": str(tmp_path / "file/out")}}, "job.dump_folder = "),
     ):
-        run = make_run(**tables)
+        config = make_config(**tables)
         with pytest.raises(UserError, match=re.escape(key)):
-            _refuse_start(run)
-        assert not Path(run.job.dump_folder).exists()
-    _refuse_start(make_run())
-    assert not Path(make_run().job.dump_folder).exists()
+            _refuse_start(config)
+        assert not Path(config.job.dump_folder).exists()
+    _refuse_start(make_config())
+    assert not Path(make_config().job.dump_folder).exists()
 
 
 def test_refusal_names_the_command_that_plans_this_run(tmp_path):
@@ -108,29 +108,29 @@ def test_refusal_names_the_command_that_plans_this_run(tmp_path):
     assert "CONFIG_FILE=train_configs/debug.toml" in end.stderr
 
 
-def test_what_is_next_is_the_same_command_with_a_larger_budget(make_run, tmp_path):
-    run, config = make_run(training={"steps": 2, "global_batch_size": 4}), tmp_path / "run.toml"
-    config.write_text(dump_run(run))
-    typed = Start(config, ("--optimizer.lr", "2e-3", "--training.steps", "3"), processes=2)
-    run = load_run(config, typed.overrides, world_size=2)
-    longer, keys = describe_next(run, typed, 2).splitlines()
+def test_what_is_next_is_the_same_command_with_a_larger_budget(make_config, tmp_path):
+    config, config_file = make_config(training={"steps": 2, "global_batch_size": 4}), tmp_path / "run.toml"
+    config_file.write_text(dump_config(config))
+    typed = Start(config_file, ("--optimizer.lr", "2e-3", "--training.steps", "3"), processes=2)
+    config = load_config(config_file, typed.overrides, world_size=2)
+    longer, keys = describe_next(config, typed, 2).splitlines()
     assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help")
     config_again, options = _split_overrides(shlex.split(longer.partition("longer  ")[2]))
-    assert config_again[-5:] == ["launch", "--config", str(config), "--nproc", "2"]
-    again = load_run(config, options, world_size=2)
+    assert config_again[-5:] == ["launch", "--config", str(config_file), "--nproc", "2"]
+    again = load_config(config_file, options, world_size=2)
     assert (again.training.tokens, again.training.steps, again.optimizer.lr) == (4 * 3 * 4 * 16, None, 2e-3)
-    assert again.job.dump_folder == f"{run.job.dump_folder}_longer"
+    assert again.job.dump_folder == f"{config.job.dump_folder}_longer"
 
 
-def test_a_longer_run_that_would_be_refused_is_not_proposed(make_run, tmp_path):
-    config = tmp_path / "run.toml"
+def test_a_longer_run_that_would_be_refused_is_not_proposed(make_config, tmp_path):
+    config_file = tmp_path / "run.toml"
     for tables in (
         {"training": {"steps": None, "tokens": 320}, "lr_scheduler": {"total_tokens": 640}},
-        {"data": {"sources": [make_run().data.sources[0].model_dump() | {"max_epochs": 0.05}]}},
+        {"data": {"sources": [make_config().data.sources[0].model_dump() | {"max_epochs": 0.05}]}},
     ):
-        run = make_run(**tables)
-        config.write_text(dump_run(run))
-        assert describe_next(run, Start(config, ()), 1).splitlines()[0].startswith("Next: all keys ")
+        config = make_config(**tables)
+        config_file.write_text(dump_config(config))
+        assert describe_next(config, Start(config_file, ()), 1).splitlines()[0].startswith("Next: all keys ")
 
 
 def test_end_of_a_rank_is_said_in_words():

@@ -8,7 +8,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.loader import load_run
+from glm46.config.loader import load_config
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_pipeline import _wanted
 
@@ -398,14 +398,14 @@ def faults_of(text: str, folder: Path, *overrides: str, world_size: int | None =
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        load_run(path, overrides, world_size=world_size)
+        load_config(path, overrides, world_size=world_size)
     return [fault.replace(str(path), "run.toml") for fault in caught.value.faults]
 
 
 def test_the_sound_file_is_sound(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(SOUND)
-    assert load_run(path).training.seq_len == 128
+    assert load_config(path).training.seq_len == 128
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -462,7 +462,7 @@ def test_batch_is_checked_against_the_processes(tmp_path):
     text = SOUND.replace("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 12")
     text = text.replace("[training]", "n_routed_experts = 12\n[training]")  # which 3 ranks divide
     (tmp_path / "sound.toml").write_text(text)
-    assert load_run(tmp_path / "sound.toml", world_size=3).training.global_batch_size == 12
+    assert load_config(tmp_path / "sound.toml", world_size=3).training.global_batch_size == 12
     (fault,) = faults_of(text, tmp_path, world_size=2)
     assert "must be a multiple of 8 (training.local_batch_size = 4 times 2 data-parallel ranks); take 8 or 16" in fault
     (fault,) = faults_of(text, tmp_path, world_size=4)
@@ -479,17 +479,17 @@ def test_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"[model]\n\xff")
     with pytest.raises(UserError, match="byte 8 is not UTF-8 text"):
-        load_run(path)
+        load_config(path)
 
 
 def test_missing_file_names_the_nearest_one(tmp_path):
     (tmp_path / "debug.toml").write_text(SOUND)
     with pytest.raises(UserError, match=r"cannot be read: No such file or directory; did you mean .*debug\.toml\?"):
-        load_run(tmp_path / "debgu.toml")
+        load_config(tmp_path / "debgu.toml")
     with pytest.raises(UserError, match="there is no folder"):
-        load_run(tmp_path / "nowhere" / "debug.toml")
+        load_config(tmp_path / "nowhere" / "debug.toml")
     with pytest.raises(UserError, match="Is a directory"):
-        load_run(tmp_path)
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def test_micro_batches_fit_the_schedule(schedule, ranks, micro_batches, wanted, 
     ).replace("steps = 10", f"steps = 10\nlocal_batch_size = 2\nglobal_batch_size = {2 * micro_batches}")
     if wanted is None:
         (tmp_path / "sound.toml").write_text(text)
-        assert load_run(tmp_path / "sound.toml", world_size=ranks).parallelism.stages >= ranks
+        assert load_config(tmp_path / "sound.toml", world_size=ranks).parallelism.stages >= ranks
         return
     (fault,) = faults_of(text, tmp_path, world_size=ranks)
     assert fault == (
@@ -542,7 +542,7 @@ def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_pa
     """An expert of the debug preset has 256 and 256 rows. What was stated is blamed, and nothing else."""
     text = SOUND.replace("[training]", "n_routed_experts = 24\n[training]")
     (tmp_path / "sound.toml").write_text(text)
-    assert load_run(tmp_path / "sound.toml", world_size=12)  # two experts each
+    assert load_config(tmp_path / "sound.toml", world_size=12)  # two experts each
     (fault,) = faults_of(text, tmp_path, world_size=18)
     assert fault == (
         "run.toml: 18 processes: 24 experts of a layer sharded over 18 ranks, which divide neither their number nor an "

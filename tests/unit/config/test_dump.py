@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_run, load_run
+from glm46.config.loader import dump_config, load_config
 from glm46.config.model import Model
 from glm46.config.rules_effect import idle_keys
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.validation import holds_schedule, section_of
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -55,7 +55,7 @@ def sections(draw, section):
 def runs(draw):
     """A run that is valid field by field, and often unsound across sections."""
     tables = {}
-    for name, field in Run.model_fields.items():
+    for name, field in RunConfig.model_fields.items():
         section = section_of(field)
         if section is not Model and draw(st.integers(0, 3)) == 0:
             tables[name] = draw(sections(section))
@@ -65,37 +65,37 @@ def runs(draw):
         {"name": name, "path": draw(_TEXT), "weight": draw(_NUMBERS)} for name in names
     )
     try:
-        return Run.model_validate(tables)
+        return RunConfig.model_validate(tables)
     except ValidationError:
-        return Run.model_validate({"model": tables["model"], "data": {"sources": tables["data"]["sources"]}})
+        return RunConfig.model_validate({"model": tables["model"], "data": {"sources": tables["data"]["sources"]}})
 
 
-def without_idle_keys(run: Run) -> Run:
+def without_idle_keys(config: RunConfig) -> RunConfig:
     """The same run, with keys that have no effect at their defaults."""
-    table = run.model_dump()
-    for idle in idle_keys(run):
+    table = config.model_dump()
+    for idle in idle_keys(config):
         *path, key = idle.place
         functools.reduce(lambda outer, part: outer[part], path, table).pop(key)
-    return Run.model_validate(table)
+    return RunConfig.model_validate(table)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(run=runs())
-def test_dump_loads_again_to_an_equal_run(run, tmp_path):
+@given(config=runs())
+def test_dump_loads_again_to_an_equal_run(config, tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(dump_run(run), encoding="utf-8")
-    run = without_idle_keys(run)
+    path.write_text(dump_config(config), encoding="utf-8")
+    config = without_idle_keys(config)
     try:
-        assert load_run(path) == run
+        assert load_config(path) == config
     except UserError as error:
         # Rules across sections may refuse a random run; what the file says must have been read back all the same.
-        from glm46.config.check import check_run
+        from glm46.config.check import check_config
 
-        assert [fault.split(": ", 1)[1] for fault in error.faults] == check_run(run, world_size=None)
+        assert [fault.split(": ", 1)[1] for fault in error.faults] == check_config(config, world_size=None)
 
 
 def test_dump_states_every_default_and_no_absent_key(tmp_path):
-    run = Run.model_validate({"model": {"flavor": "debug"}, "training": {"steps": 3}})
-    text = dump_run(run)
+    config = RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"steps": 3}})
+    text = dump_config(config)
     assert "seq_len = 4096" in text and "max_norm = 1.0" in text
     assert "tokens" not in text.split("[training]")[1].split("[")[0]

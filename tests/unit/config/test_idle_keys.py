@@ -4,7 +4,7 @@ import pytest
 
 from glm46.commands.data import read_recipe
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_run, load_run
+from glm46.config.loader import dump_config, load_config
 
 # Keys, what each needs and the run that lacks it.
 IDLE = {
@@ -64,29 +64,29 @@ def test_key_stated_in_vain_is_refused_with_what_it_needs(line, tmp_path):
     path = write(tmp_path, line, switch.replace("LINEAR", LINEAR))
     key, _, value = line.partition(" = ")
     with pytest.raises(UserError) as caught:
-        load_run(path)
+        load_config(path)
     (fault,) = caught.value.faults
     assert f"{key} = {value.replace('1e-3', '0.001')}: has no effect without " in fault
     assert need in fault and f"or take {key} out" in fault
-    assert load_run(write(tmp_path, switch.replace("LINEAR", LINEAR)))  # the default of the key is never refused
+    assert load_config(write(tmp_path, switch.replace("LINEAR", LINEAR)))  # the default of the key is never refused
 
 
 def test_a_stated_off_is_not_in_vain(tmp_path):
     lines = ["checkpoint.enable = false", "training.max_rollbacks = 0", "checkpoint.keep_best_k = 0"]
-    assert load_run(write(tmp_path, *lines, "checkpoint.initial_load_model_only = false"))
+    assert load_config(write(tmp_path, *lines, "checkpoint.initial_load_model_only = false"))
 
 
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):
     """`--optimizer.name AdamW` tries another rule with the same file; the keys of the first one are not in the way."""
     path = write(tmp_path, "optimizer.momentum = 0.9", "validation.enable = true", "validation.freq = 5")
-    run = load_run(path, ["--optimizer.name", "AdamW", "--validation.enable", "false"])
-    assert run.optimizer.momentum == 0.95 and run.validation.freq == 100
-    (tmp_path / "dumped.toml").write_text(dump_run(run))
-    assert load_run(tmp_path / "dumped.toml") == run
+    config = load_config(path, ["--optimizer.name", "AdamW", "--validation.enable", "false"])
+    assert config.optimizer.momentum == 0.95 and config.validation.freq == 100
+    (tmp_path / "dumped.toml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dumped.toml") == config
     with pytest.raises(UserError, match=r"^command line: optimizer.momentum = 0.8: has no effect"):
-        load_run(path, ["--optimizer.name", "AdamW", "--optimizer.momentum", "0.8"])
+        load_config(path, ["--optimizer.name", "AdamW", "--optimizer.momentum", "0.8"])
     with pytest.raises(UserError, match=r"run.toml and command line: optimizer.momentum"):
-        load_run(write(tmp_path, 'optimizer.name = "AdamW"'), ["--optimizer.momentum", "0.8"])
+        load_config(write(tmp_path, 'optimizer.name = "AdamW"'), ["--optimizer.momentum", "0.8"])
 
 
 def test_recipe_is_held_to_the_same_rule(tmp_path):
@@ -96,4 +96,4 @@ def test_recipe_is_held_to_the_same_rule(tmp_path):
     path = write(tmp_path)
     path.write_text(path.read_text() + line)
     with pytest.raises(UserError, match=r'recipe.answer_key = "result": has no effect without .*verify = "maths"'):
-        load_run(path)
+        load_config(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.loader import load_run
+from glm46.config.loader import load_config
 from glm46.config.overrides import Override, key_parts, parse_overrides
 
 SOUND = """
@@ -33,7 +33,7 @@ def file(tmp_path) -> Path:
 def faults_of(file: Path, *overrides: str) -> list[str]:
     """Messages, without the file's folder."""
     with pytest.raises(UserError) as caught:
-        load_run(file, overrides)
+        load_config(file, overrides)
     return [fault.replace(str(file), "run.toml") for fault in caught.value.faults]
 
 
@@ -67,39 +67,39 @@ def test_key_is_split_at_dots_and_indices():
 
 
 def test_later_overrides_win_over_earlier_ones_and_the_file(file):
-    run = load_run(file, ["--training.seq_len", "64", "--training.seq_len=32", "--optimizer.name", "AdamW"])
-    assert (run.training.seq_len, run.optimizer.name, run.training.tokens) == (32, "AdamW", 100_000)
+    config = load_config(file, ["--training.seq_len", "64", "--training.seq_len=32", "--optimizer.name", "AdamW"])
+    assert (config.training.seq_len, config.optimizer.name, config.training.tokens) == (32, "AdamW", 100_000)
 
 
 def test_entry_of_an_array_can_be_overridden(file):
-    run = load_run(file, ["--data.sources[1].weight", "2.5"])
-    assert [source.weight for source in run.data.sources] == [1.0, 2.5]
-    run = load_run(file, ["--data.sources[0]", '{name = "c", path = "data/c"}'])
-    assert [source.name for source in run.data.sources] == ["c", "b"]
+    config = load_config(file, ["--data.sources[1].weight", "2.5"])
+    assert [source.weight for source in config.data.sources] == [1.0, 2.5]
+    config = load_config(file, ["--data.sources[0]", '{name = "c", path = "data/c"}'])
+    assert [source.name for source in config.data.sources] == ["c", "b"]
 
 
 def test_whole_array_can_be_overridden(file):
-    run = load_run(file, ["--data.sources", '[{name = "c", path = "data/c"}]'])
-    assert [source.name for source in run.data.sources] == ["c"]
+    config = load_config(file, ["--data.sources", '[{name = "c", path = "data/c"}]'])
+    assert [source.name for source in config.data.sources] == ["c"]
 
 
 def test_missing_tables_are_made(file):
     overrides = ["--model.rope_scaling.rope_type", "yarn", "--model.rope_scaling.factor", "2"]
     overrides += ["--model.rope_scaling.original_max_position_embeddings", "1024"]
-    assert load_run(file, overrides).model.rope_scaling.factor == 2.0
+    assert load_config(file, overrides).model.rope_scaling.factor == 2.0
 
 
 def test_nothing_behind_the_equals_sign_takes_the_key_out_of_the_file(file):
     file.write_text(SOUND + '[inference]\nprompt = "def"\n[lr_scheduler]\nwarmup_tokens = 9\n')
-    run = load_run(file, ["--inference.prompt=", "--lr_scheduler.warmup_tokens="])
-    assert (run.inference.prompt, run.lr_scheduler.warmup_tokens) == ("", 0)
-    run = load_run(file, ["--data.sources[0]="])
-    assert [source.name for source in run.data.sources] == ["b"]
+    config = load_config(file, ["--inference.prompt=", "--lr_scheduler.warmup_tokens="])
+    assert (config.inference.prompt, config.lr_scheduler.warmup_tokens) == ("", 0)
+    config = load_config(file, ["--data.sources[0]="])
+    assert [source.name for source in config.data.sources] == ["b"]
 
 
 def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
-    run = load_run(file, ["--training.steps", "7"])
-    assert (run.training.steps, run.training.tokens) == (7, None)
+    config = load_config(file, ["--training.steps", "7"])
+    assert (config.training.steps, config.training.tokens) == (7, None)
     (fault,) = faults_of(file, "--training.steps", "7", "--training.tokens", "9")
     assert fault == "command line: training.tokens = 9, training.steps = 7: both given; state one of them"
 
@@ -155,6 +155,6 @@ def test_rule_names_both_places_when_its_keys_come_from_both(file):
 
 def test_file_is_not_blamed_for_what_the_command_line_replaced(file):
     file.write_text(SOUND.replace("seq_len = 128", "seq_len = 1"))
-    assert load_run(file, ["--training.seq_len", "64"]).training.seq_len == 64
+    assert load_config(file, ["--training.seq_len", "64"]).training.seq_len == 64
     (fault,) = faults_of(file, "--training.seq_len", "0")
     assert fault.startswith("command line: training.seq_len = 0:")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.presets import PRESETS
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.config.schema import describe_keys, json_schema
 from glm46.config.validation import section_of
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_every_key_is_described_with_values_and_meaning():
     rows = {(section.name, row.key): row for section in describe_keys() for row in section.rows}
-    for name, field in Run.model_fields.items():
+    for name, field in RunConfig.model_fields.items():
         for key, inner in section_of(field).model_fields.items():
             if section_of(inner) is None:
                 assert rows[name, key].meaning.endswith((".", "?")), f"{name}.{key}: the documentation is no sentence"

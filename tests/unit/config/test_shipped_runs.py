@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from glm46.config.check import check_run
-from glm46.config.loader import load_run
+from glm46.config.check import check_config
+from glm46.config.loader import load_config
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
 
 FOLDER = Path(__file__).parents[3] / "train_configs"
@@ -28,25 +28,25 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def phase(name: str) -> Run:
+def phase(name: str) -> RunConfig:
     """A shipped run."""
-    return load_run(FOLDER / f"{name}.toml")
+    return load_config(FOLDER / f"{name}.toml")
 
 
-def flat(run: Run) -> dict[str, object]:
+def flat(config: RunConfig) -> dict[str, object]:
     """Every key with its value."""
-    return {f"{name}.{key}": value for name, table in run.model_dump().items() for key, value in table.items()}
+    return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
 
 
-def ranks(run: Run) -> int:
+def ranks(config: RunConfig) -> int:
     """Data-parallel ranks of a phase, all of whose degrees are stated."""
-    return run.parallelism.data_parallel_replicate_degree * run.parallelism.data_parallel_shard_degree
+    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_shipped_run_is_sound(path):
-    run = load_run(path)
-    assert check_run(run, world_size=None) == []
+    config = load_config(path)
+    assert check_config(config, world_size=None) == []
 
 
 @pytest.mark.parametrize(("earlier", "later"), ALLOWED)
@@ -57,24 +57,26 @@ def test_phase_differs_only_where_the_recipe_does(earlier, later):
 
 @pytest.mark.parametrize("name", PHASES)
 def test_phase_is_laid_out_for_8192_processes(name):
-    run = phase(name)
-    assert check_run(run, world_size=8192) == []
-    assert check_run(run, world_size=8191) != []
-    assert resolve_shape(run.model).n_routed_experts == 160
+    config = phase(name)
+    assert check_config(config, world_size=8192) == []
+    assert check_config(config, world_size=8191) != []
+    assert resolve_shape(config.model).n_routed_experts == 160
 
 
 def test_phases_follow_each_other_without_a_gap():
     """Each phase starts at the tokens, and from the last step, of the one before."""
     tokens = 0
     for earlier, later in zip(PHASES, PHASES[1:], strict=False):
-        run, tokens = phase(earlier), tokens + phase(earlier).training.tokens
+        config, tokens = phase(earlier), tokens + phase(earlier).training.tokens
         assert phase(later).lr_scheduler.start_tokens == tokens
         trained = steps = 0
-        while trained < run.training.tokens:
-            clock = run.lr_scheduler.start_tokens + trained
-            rows = batch_sequences(run.training.global_batch_size, clock, run.training.local_batch_size * ranks(run))
-            trained, steps = trained + rows * run.training.seq_len, steps + 1
-        folder = f"{run.job.dump_folder}/{run.checkpoint.folder}/step-{steps:06d}"
+        while trained < config.training.tokens:
+            clock = config.lr_scheduler.start_tokens + trained
+            rows = batch_sequences(
+                config.training.global_batch_size, clock, config.training.local_batch_size * ranks(config)
+            )
+            trained, steps = trained + rows * config.training.seq_len, steps + 1
+        folder = f"{config.job.dump_folder}/{config.checkpoint.folder}/step-{steps:06d}"
         assert phase(later).checkpoint.initial_load_path == folder
 
 
@@ -90,10 +92,10 @@ def test_recipe_has_the_papers_numbers():
         rows = batch_sequences(first.training.global_batch_size, tokens, ranks(first))
         assert rows * first.training.seq_len == million * 2**20
     assert last.training.global_batch_size * last.training.seq_len == 64 * 2**20
-    for run in map(phase, PHASES):
-        assert schedule_value(run.moe.bias_update_rate, 15 * TRILLION - 1) == 0.001
-        assert schedule_value(run.moe.bias_update_rate, 15 * TRILLION) == 0.0
-        assert schedule_value(run.mtp.loss_weight, 15 * TRILLION - 1) == 0.3
-        assert schedule_value(run.mtp.loss_weight, 15 * TRILLION) == 0.1
+    for config in map(phase, PHASES):
+        assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION - 1) == 0.001
+        assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION) == 0.0
+        assert schedule_value(config.mtp.loss_weight, 15 * TRILLION - 1) == 0.3
+        assert schedule_value(config.mtp.loss_weight, 15 * TRILLION) == 0.1
     assert [phase(name).model.rope_theta for name in PHASES] == [1e4, 1e4, 1e6]
     assert [phase(name).training.seq_len for name in PHASES] == [4096, 4096, 32768]

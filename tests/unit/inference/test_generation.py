@@ -18,10 +18,10 @@ from transformers.generation.logits_process import (
 
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.cli import main
-from glm46.config.loader import dump_run
+from glm46.config.loader import dump_config
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.data.chat import chat_prompt
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
@@ -237,7 +237,7 @@ def folders(tmp_path_factory):
     folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    meta = {"config": dump_run(Run(model=Model.model_validate(TABLE)))}
+    meta = {"config": dump_config(RunConfig(model=Model.model_validate(TABLE)))}
     CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=64)

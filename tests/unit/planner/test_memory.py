@@ -7,7 +7,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
 from glm46.optim.compact_state import BLOCK
@@ -25,8 +25,8 @@ from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_
 from glm46.planner.params import count_parameters
 
 
-def _run(**sections) -> Run:
-    return Run.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
+def _run(**sections) -> RunConfig:
+    return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
 
 
 def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
@@ -83,8 +83,8 @@ def test_masks_match_what_autograd_keeps(mode, dtype):
         "activation_checkpoint": {"mode": mode},
     }
     model = {"flavor": "debug", "num_nextn_predict_layers": 0}
-    run = _run(**sections, model=model, data={"document_mask": True})
-    shape, pairs = resolve_shape(run.model), 4 * 128 * 128
+    config = _run(**sections, model=model, data={"document_mask": True})
+    shape, pairs = resolve_shape(config.model), 4 * 128 * 128
     kept = [
         _kept_bytes(shape, getattr(torch, dtype), checkpointing=mode, **arguments)[0]
         for arguments in (
@@ -95,7 +95,7 @@ def test_masks_match_what_autograd_keeps(mode, dtype):
     # Besides: without checkpointing the mask itself, which goes when the last layer is through; with it a layer's copy,
     # which is there when the layer is computed again. 1 %: other kernels keep other sums.
     passing = pairs * (1 if mode == "none" else 4 if dtype == "float32" else 2)
-    assert plan_memory(run, 1).masks - passing == pytest.approx(kept[0] - kept[1], rel=0.01)
+    assert plan_memory(config, 1).masks - passing == pytest.approx(kept[0] - kept[1], rel=0.01)
     assert plan_memory(_run(**sections, model=model), 1).masks == 0
 
 
@@ -112,27 +112,27 @@ def test_masks_of_micro_batches_in_flight_count_and_context_parallelism_cuts_the
 
 
 def test_one_process_holds_every_parameter_once():
-    run = _run(training={"seq_len": 128, "mixed_precision_param": "float32"}, optimizer={"name": "AdamW"})
-    plan, count = plan_memory(run, 1, device="cpu"), count_parameters(resolve_shape(run.model))
+    config = _run(training={"seq_len": 128, "mixed_precision_param": "float32"}, optimizer={"name": "AdamW"})
+    plan, count = plan_memory(config, 1, device="cpu"), count_parameters(resolve_shape(config.model))
     buffers = count.buffers * 4  # the planner counts the selection biases among the weights
-    assert plan.weights - buffers == sum(p.numel() for p in Transformer(resolve_shape(run.model)).parameters()) * 4
+    assert plan.weights - buffers == sum(p.numel() for p in Transformer(resolve_shape(config.model)).parameters()) * 4
     assert plan.optimizer == 2 * 4 * count.trained
     assert plan.gathered == 0
 
 
 def test_muon_keeps_one_state_for_matrices():
     shape = PRESETS["debug"]
-    run = _run(optimizer={"name": "Muon", "lm_head": "adamw", "router": "muon"})
+    config = _run(optimizer={"name": "Muon", "lm_head": "adamw", "router": "muon"})
     adamw = 2 * shape.vocab_size * shape.hidden_size
     adamw += sum(p.numel() for p in Transformer(shape).parameters() if p.ndim == 1)
     muon = count_parameters(shape).trained - adamw
-    assert plan_memory(run, 1).optimizer == 4 * (2 * adamw + muon)
+    assert plan_memory(config, 1).optimizer == 4 * (2 * adamw + muon)
 
 
 @pytest.mark.parametrize("state_dtype, size", [("float32", 4.0), ("bfloat16", 2.0), ("8bit", 1.0 + 4 / BLOCK)])
 def test_state_types(state_dtype, size):
-    run = _run(optimizer={"name": "AdamW", "state_dtype": state_dtype})
-    assert plan_memory(run, 1).optimizer == pytest.approx(2 * size * count_parameters(PRESETS["debug"]).trained)
+    config = _run(optimizer={"name": "AdamW", "state_dtype": state_dtype})
+    assert plan_memory(config, 1).optimizer == pytest.approx(2 * size * count_parameters(PRESETS["debug"]).trained)
 
 
 def test_states_in_host_memory_leave_some_slots_on_the_device():
@@ -152,8 +152,8 @@ def test_states_in_host_memory_leave_some_slots_on_the_device():
 
 
 def test_shards_divide_what_is_held_and_not_what_is_computed():
-    run = _run(parallelism={"expert_parallel_degree": 2})
-    two, four = plan_memory(run, 2), plan_memory(run, 4)
+    config = _run(parallelism={"expert_parallel_degree": 2})
+    two, four = plan_memory(config, 2), plan_memory(config, 4)
     assert two.weights == pytest.approx(2 * four.weights)
     assert two.optimizer == pytest.approx(2 * four.optimizer)
     assert two.gathered == four.gathered
@@ -222,12 +222,12 @@ def test_the_seed_layout_of_the_355b_model():
         "expert_parallel_degree": 32,
         "data_parallel_shard_degree": 64,
     }
-    run = _run(model={"flavor": "GLM-4.6"}, parallelism=degrees, training={"seq_len": 4096})
-    assert smallest_world(run.parallelism) == 8192
-    layout = resolve_layout(run.parallelism, 8192)
+    config = _run(model={"flavor": "GLM-4.6"}, parallelism=degrees, training={"seq_len": 4096})
+    assert smallest_world(config.parallelism) == 8192
+    layout = resolve_layout(config.parallelism, 8192)
     assert (layout.dense_shards, layout.expert_shards, layout.batch_ranks) == (64, 16, 64)
     # No rank can hold less than its even share, and stages differ by at most one layer of six.
     share = count_parameters(PRESETS["GLM-4.6"]).total * 4 / 8192
-    assert share <= plan_memory(run, 8192).weights <= 1.35 * share
+    assert share <= plan_memory(config, 8192).weights <= 1.35 * share
     with pytest.raises(UserError, match="exactly 8192"):
-        resolve_layout(run.parallelism, 64)
+        resolve_layout(config.parallelism, 64)

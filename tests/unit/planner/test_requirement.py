@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.run_config import Run
+from glm46.config.run_config import RunConfig
 from glm46.planner.budget import days, plan_budget
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
@@ -25,9 +25,9 @@ SEED_LAYOUT = {
 }
 
 
-def _run(flavor, *, parallelism=None, **training) -> Run:
+def _run(flavor, *, parallelism=None, **training) -> RunConfig:
     sections = {"model": {"flavor": flavor}, "training": {"seq_len": 4096, "steps": 10} | training}
-    return Run.model_validate(sections | {"parallelism": parallelism or {}})
+    return RunConfig.model_validate(sections | {"parallelism": parallelism or {}})
 
 
 def _assert_one_screen(text):
@@ -58,24 +58,24 @@ def test_too_few_gpus_are_named_with_both_numbers():
 
 def test_too_little_gpu_memory_says_how_many_would_do():
     # The sequence must be short: unsharded activations of 4,096 tokens over 92 layers alone exceed one GPU.
-    run = _run("GLM-4.6", seq_len=512)
-    fits, text = describe_requirement(run, NODE)
+    config = _run("GLM-4.6", seq_len=512)
+    fits, text = describe_requirement(config, NODE)
     assert not fits
     _assert_one_screen(text)
     assert "each GPU needs" in text
     number = int(text.split("run it on ")[1].split(" GPUs")[0].replace(",", ""))
     usable = 0.92 * 80 * _GIB
-    assert plan_memory(run, number).total <= usable < plan_memory(run, number // 2).total
+    assert plan_memory(config, number).total <= usable < plan_memory(config, number // 2).total
 
 
 def test_the_memory_of_all_local_processes_counts_on_a_cpu():
-    run = _run("100M", seq_len=512, mixed_precision_param="float32")
-    needed = plan_memory(run, 2, device="cpu").total * 2
+    config = _run("100M", seq_len=512, mixed_precision_param="float32")
+    needed = plan_memory(config, 2, device="cpu").total * 2
     # A run may fill 95 % of what is free: just above and just below that.
     enough = Machine(2, 2 * int(needed), int(needed / 0.95) + 1)
     short = Machine(2, 2 * int(needed), int(needed / 0.95) - 1)
-    assert describe_requirement(run, enough, world_size=2)[0]
-    fits, text = describe_requirement(run, short, world_size=2)
+    assert describe_requirement(config, enough, world_size=2)[0]
+    fits, text = describe_requirement(config, short, world_size=2)
     assert not fits and "2 processes need" in text
 
 
@@ -94,11 +94,11 @@ def test_a_plan_states_its_assumptions():
 
 def test_a_plan_says_whether_it_fits_and_by_how_much():
     """Against the GPU that is named and the machine that is given."""
-    run = _run("GLM-4.6", seq_len=512)
+    config = _run("GLM-4.6", seq_len=512)
     for world, words in ((8, "no: each GPU needs"), (512, "yes: each GPU needs")):
-        total = plan_memory(run, world).total
+        total = plan_memory(config, world).total
         spare = abs(0.92 * 140 - total / _GIB)
-        text = plan_text(run, world_size=world, gpu="H200")
+        text = plan_text(config, world_size=world, gpu="H200")
         assert f"does it fit on {world} x H200\n  {words} {total / _GIB:,.1f} GiB, and 128.8 GiB of 140.0 GiB" in text
         assert f": {spare:,.1f} GiB {'to spare' if words[0] == 'y' else 'too much'}" in text
     text = plan_text(_run("debug", seq_len=512), machine=SMALL)
@@ -108,16 +108,16 @@ def test_a_plan_says_whether_it_fits_and_by_how_much():
 
 
 def test_memory_is_listed_in_one_unit():
-    for run in (_run("debug", seq_len=512), _run("GLM-4.6", seq_len=512)):
+    for config in (_run("debug", seq_len=512), _run("GLM-4.6", seq_len=512)):
         for device in ("cpu", "gpu"):
-            lines = memory_lines(plan_memory(run, 8, device=device))
+            lines = memory_lines(plan_memory(config, 8, device=device))
             assert len({line.split()[-1] for line in lines}) == 1, lines
             assert lines[-1].split()[0] == "total"
 
 
 def test_days_are_flops_over_speed():
-    run = _run("GLM-4.6", tokens=22 * 10**12, steps=None)
-    flops = plan_budget(run, 1).flops
+    config = _run("GLM-4.6", tokens=22 * 10**12, steps=None)
+    flops = plan_budget(config, 1).flops
     # 22T tokens at 4,096: 5.1e24 FLOPs with MTP, from the facts page.
     assert flops == pytest.approx(5.1e24, rel=0.01)
     peak = find_accelerator("H100").bf16_flops
@@ -125,8 +125,8 @@ def test_days_are_flops_over_speed():
 
 
 def test_budget_of_steps_and_of_a_ramp():
-    run = _run("debug", seq_len=128, local_batch_size=4)
-    assert (plan_budget(run, 2).step_tokens, plan_budget(run, 2).tokens) == (1024, 10240)
+    config = _run("debug", seq_len=128, local_batch_size=4)
+    assert (plan_budget(config, 2).step_tokens, plan_budget(config, 2).tokens) == (1024, 10240)
     ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
     # Eight sequences, then sixteen twice: the first step ends where the ramp does.
     assert (plan_budget(ramp, 1).step_tokens, plan_budget(ramp, 1).tokens) == (None, (8 + 16 + 16) * 128)
@@ -141,7 +141,7 @@ def test_a_billion_steps_are_counted_at_once():
     assert time.process_time() - began < 2
     sections = {"model": {"flavor": "debug"}, "training": {"seq_len": 128, "steps": 9, "global_batch_size": 4}}
     stages = ({"start_tokens": 0, "seq_len": 64}, {"start_tokens": 640})
-    staged = Run.model_validate(sections | {"data": {"stages": stages}})
+    staged = RunConfig.model_validate(sections | {"data": {"stages": stages}})
     # Ten samples of 64 tokens in three steps of 4, 4 and 2, then six steps of four samples of 128.
     assert plan_budget(staged, 1).tokens == 640 + 6 * 4 * 128
 

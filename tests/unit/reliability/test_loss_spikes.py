@@ -70,8 +70,8 @@ def test_ranges_that_are_left_out_are_passed_over():
         assert progress.samples == sample
 
 
-def rows(run) -> list[dict]:
-    return [json.loads(line) for line in (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+def rows(config) -> list[dict]:
+    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
@@ -92,64 +92,64 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
     return read
 
 
-def test_a_sustained_spike_rolls_back_and_leaves_its_samples_out(make_run, monkeypatch):
+def test_a_sustained_spike_rolls_back_and_leaves_its_samples_out(make_config, monkeypatch):
     read = poison_samples(monkeypatch, range(8, 14))
-    run = make_run(
+    config = make_config(
         training={"steps": 10, "max_skipped_steps": 1, "max_rollbacks": 1},
         checkpoint={"interval": 2, "async_mode": "disabled", "keep_latest_k": 0},
     )
-    assert train(run) == 0
+    assert train(config) == 0
     # Steps 5 and 6 were bad; the run went back to the checkpoint of step 4, and came to another bad one behind.
     assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
-    assert [row["step"] for row in rows(run)] == list(range(1, 11))
-    assert rows(run)[-1]["skipped_steps"] == 3
-    log = (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert [row["step"] for row in rows(config)] == list(range(1, 11))
+    assert rows(config)[-1]["skipped_steps"] == 3
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
     assert "step 6 skipped: loss spikes; samples 10 to 11" in log and "left out     samples 8 to 11" in log
     # What was left out is left out by a resumed run too.
-    folder = Path(run.job.dump_folder) / "checkpoint"
+    folder = Path(config.job.dump_folder) / "checkpoint"
     meta = json.loads((folder / "step-000010" / "meta.json").read_text())
     assert meta["progress"]["left_out"] == [[8, 12]] and meta["progress"]["rollbacks"] == 1
     assert len(meta["spikes"]["losses"]) == 9
 
 
-def test_rollbacks_end(make_run, monkeypatch):
+def test_rollbacks_end(make_config, monkeypatch):
     poison_samples(monkeypatch, range(8, 100))
-    run = make_run(
+    config = make_config(
         training={"steps": 10, "max_skipped_steps": 1, "max_rollbacks": 1},
         checkpoint={"interval": 2, "async_mode": "disabled"},
     )
     with pytest.raises(UserError, match="had a spike or .* after 1 of training.max_rollbacks = 1"):
-        train(run)
+        train(config)
 
 
-def test_one_folder_one_run(make_run, monkeypatch, tmp_path):
+def test_one_folder_one_run(make_config, monkeypatch, tmp_path):
     holder = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import lock_run\n"
         "lock = lock_run(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(100)\n"
     )
-    run = make_run()
+    config = make_config()
     process = subprocess.Popen(
-        [sys.executable, "-c", holder, run.job.dump_folder], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", holder, config.job.dump_folder], stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
         assert process.stdout.readline() == "held\n"
         monkeypatch.setattr("glm46.reliability.run_lock._PATIENCE_SECONDS", 0.2)
         with pytest.raises(UserError, match=f"process {process.pid} on .* is training in this folder"):
-            train(run)
-        assert list(Path(run.job.dump_folder).iterdir()) == [Path(run.job.dump_folder) / "run.lock"]
+            train(config)
+        assert list(Path(config.job.dump_folder).iterdir()) == [Path(config.job.dump_folder) / "run.lock"]
     finally:
         process.kill()
     process.wait()
-    lock_run(Path(run.job.dump_folder)).release()  # kill -9 leaves no lock behind
+    lock_run(Path(config.job.dump_folder)).release()  # kill -9 leaves no lock behind
 
 
-def test_saves_go_through_a_node_local_folder(make_run, tmp_path):
-    run = make_run(
+def test_saves_go_through_a_node_local_folder(make_config, tmp_path):
+    config = make_config(
         training={"steps": 3}, checkpoint={"interval": 2, "node_local_folder": str(tmp_path / "local")}
     )  # fmt: skip
-    assert train(run) == 0
-    folder = Path(run.job.dump_folder) / "checkpoint"
+    assert train(config) == 0
+    folder = Path(config.job.dump_folder) / "checkpoint"
     assert (folder / "step-000003" / "manifest.json").is_file()
     assert list((tmp_path / "local").glob("step-*")) == []  # gathered, and removed
-    assert train(make_run(training={"steps": 4}, checkpoint={"node_local_folder": str(tmp_path / "local")})) == 0
+    assert train(make_config(training={"steps": 4}, checkpoint={"node_local_folder": str(tmp_path / "local")})) == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.config.check import check_run
+from glm46.config.check import check_config
 from glm46.config.presets import resolve_shape
 from glm46.data.corpus import load_text, plan_sources
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
@@ -49,24 +49,24 @@ def two_sources(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def staged_run(make_run, two_sources):
+def staged_run(make_config, two_sources):
     """A function that makes a run of the stages above."""
 
     def make(**tables):
         tables = {"data": {"sources": two_sources, "stages": STAGES, "document_mask": True}} | tables
         tables["training"] = {"seq_len": 32, "steps": None, "tokens": 4_000} | tables.get("training", {})
-        return make_run(**tables)
+        return make_config(**tables)
 
     return make
 
 
-def parts_of(run, manifests, ranks=1, rank=0, rows=1):
+def parts_of(config, manifests, ranks=1, rank=0, rows=1):
     """What a feed looks at of the parts of a run."""
-    run = run.model_copy(update={"training": run.training.model_copy(update={"local_batch_size": rows})})
+    config = config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": rows})})
     layout = SimpleNamespace(batch_ranks=ranks)
     return SimpleNamespace(
-        run=run, shape=resolve_shape(run.model), manifests=manifests, layout=layout, batch_rank=rank, pipeline=None,
-        rows_per_micro_batch=rows * ranks,
+        config=config, shape=resolve_shape(config.model), manifests=manifests, layout=layout, batch_rank=rank,
+        pipeline=None, rows_per_micro_batch=rows * ranks,
     )  # fmt: skip
 
 
@@ -82,13 +82,15 @@ def samples(batches):
     return found
 
 
-def stream(run, manifests, plan):
+def stream(config, manifests, plan):
     """All samples of a run whose steps are (ranks, rows, micro-batches, resumes) in turn, and its progress."""
     progress, found, feeds, last, step = Progress(), {}, [], None, 0
-    while progress.tokens < run.training.tokens:
+    while progress.tokens < config.training.tokens:
         ranks, rows, micro_batches, resumes = plan[step % len(plan)]
         if resumes or (ranks, rows) != last:
-            feeds = [Feed(parts_of(run, manifests, ranks, r, rows), SimpleNamespace(message=str)) for r in range(ranks)]
+            feeds = [
+                Feed(parts_of(config, manifests, ranks, r, rows), SimpleNamespace(message=str)) for r in range(ranks)
+            ]
         last = (ranks, rows)
         portions = [feed.take(progress, ranks * rows * micro_batches) for feed in feeds]
         here = samples(batch for portion in portions for batch in portion.micro_batches)
@@ -103,20 +105,20 @@ def stream(run, manifests, plan):
 @pytest.fixture
 def reference(staged_run):
     """The run, its manifests, and its samples one by one."""
-    run = staged_run()
-    assert check_run(run, world_size=1) == []
-    manifests = load_text(run)[1]
-    return run, manifests, stream(run, manifests, [(1, 1, 1, False)])[0]
+    config = staged_run()
+    assert check_config(config, world_size=1) == []
+    manifests = load_text(config)[1]
+    return config, manifests, stream(config, manifests, [(1, 1, 1, False)])[0]
 
 
 def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
-    run, manifests, expected = reference
+    config, manifests, expected = reference
     steps = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.booleans())
 
     @settings(max_examples=6, deadline=None)
     @given(plan=st.lists(steps, min_size=1, max_size=4))
     def same(plan):
-        found, _ = stream(run, manifests, plan)
+        found, _ = stream(config, manifests, plan)
         assert all(found[g] == expected[g] for g in found if g in expected)
         assert set(expected) - set(found) == set()
 
@@ -124,8 +126,8 @@ def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
 
 
 def test_stages_have_their_length_mixture_and_documents(reference, tokenizer):
-    run, manifests, expected = reference
-    stages = plan_stages(run)
+    config, manifests, expected = reference
+    stages = plan_stages(config)
     # 500 tokens are 31.25 samples of 16, so the next stage begins at 512; its 388 tokens are 24.25 samples; and so on.
     assert [(s.first, s.stop) for s in stages] == [(0, 32), (32, 57), (57, 91), (91, None)]
     seen: list[dict[str, set]] = []
@@ -140,41 +142,41 @@ def test_stages_have_their_length_mixture_and_documents(reference, tokenizer):
 
 
 def test_a_stage_goes_on_where_an_earlier_one_of_its_kind_stopped(reference, tokenizer):
-    run, manifests, expected = reference
+    config, manifests, expected = reference
     ids = [i for g in expected if g < 57 for i in expected[g]["input_ids"] if i % 2 == 0 and i != tokenizer.eos_id]
-    assert plan_sources(run, manifests, 1)[0].epochs < 1
+    assert plan_sources(config, manifests, 1)[0].epochs < 1
     # Both stages read a for a part of a pass: no token of it comes twice.
     assert len(ids) > 600 and len(set(ids)) == len(ids)
 
 
 def test_planned_tokens_are_those_that_are_read(reference):
-    run, manifests, expected = reference
-    planned = {plan.name: plan.tokens for plan in plan_sources(run, manifests, 1)}
+    config, manifests, expected = reference
+    planned = {plan.name: plan.tokens for plan in plan_sources(config, manifests, 1)}
     # Stage by stage the mixture is exact to two samples.
     assert sum(planned.values()) == 4_000
     first, second, third, fourth = 32 * 16, 25 * 16, 34 * 32, 4_000 - 512 - 400 - 1_088
     assert planned["a"] == pytest.approx(first / 2 + second + third / 4)
     assert planned["b"] == pytest.approx(first / 2 + third * 3 / 4 + fourth)
-    steps = run.model_copy(update={"training": run.training.model_copy(update={"tokens": None, "steps": 20})})
+    steps = config.model_copy(update={"training": config.training.model_copy(update={"tokens": None, "steps": 20})})
     # Steps of ten samples: 32, 25 and 34 are cut into 4, 3 and 4 steps, and nine are left for the last stage.
     batches = steps.model_copy(update={"training": steps.training.model_copy(update={"global_batch_size": 10.0})})
     assert budget_tokens(batches, 1) == first + second + third + 9 * 10 * 16
-    assert plan_budget(batches, 1).step_tokens is None and plan_budget(run, 1).tokens == 4_000
+    assert plan_budget(batches, 1).step_tokens is None and plan_budget(config, 1).tokens == 4_000
 
 
 def test_the_next_phase_goes_on_behind_what_was_read(reference, two_sources):
-    run, manifests, expected = reference
-    _, progress = stream(run, manifests, [(1, 2, 2, False)])
-    entries = read(parts_of(run, manifests), progress)
+    config, manifests, expected = reference
+    _, progress = stream(config, manifests, [(1, 2, 2, False)])
+    entries = read(parts_of(config, manifests), progress)
     assert len(json.dumps(entries)) <= 1_024 * len(two_sources)
     kinds = {(name.split(":")[0], length): rows for name, length, _, _, rows in entries}
     assert set(kinds) == {("a", 16), ("b", 16), ("a", 32), ("b", 32)} and sum(kinds.values()) == progress.samples
     later = Progress(read_before=entries)
-    one = Feed(parts_of(run, manifests), SimpleNamespace(message=str)).take(later, 1).micro_batches[0]
+    one = Feed(parts_of(config, manifests), SimpleNamespace(message=str)).take(later, 1).micro_batches[0]
     assert one["input_ids"][0].tolist() != expected[0]["input_ids"]
     # Counted on from there, whatever comes after.
     later.samples = 10
-    assert sum(entry[-1] for entry in read(parts_of(run, manifests), later)) == progress.samples + 10
+    assert sum(entry[-1] for entry in read(parts_of(config, manifests), later)) == progress.samples + 10
 
 
 def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_run, tmp_path):
@@ -185,14 +187,14 @@ def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_r
     }
     figures = []
     for name in ("whole", "halves"):
-        run = staged_run(job={"dump_folder": str(tmp_path / name)}, **common)
+        config = staged_run(job={"dump_folder": str(tmp_path / name)}, **common)
         if name == "halves":
             part = staged_run(
                 job={"dump_folder": str(tmp_path / name)},
                 **common | {"training": common["training"] | {"tokens": 1_200}},
             )
             assert train(part) == 0
-        assert train(run) == 0
+        assert train(config) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "loss" in row]
         figures.append([(row["step"], row["tokens"], row["batch_tokens"], row["loss"]) for row in rows])
@@ -220,13 +222,13 @@ def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_r
     ([{"start_tokens": 0}, {"start_tokens": 9, "seq_len": 16}], "both read a, b, with other sequence lengths"),
 ])  # fmt: skip
 def test_stages_that_make_no_sense_are_refused(staged_run, two_sources, stages, fault):
-    run = staged_run(data={"sources": two_sources, "stages": stages})
-    assert any(fault in message for message in check_run(run, world_size=1))
+    config = staged_run(data={"sources": two_sources, "stages": stages})
+    assert any(fault in message for message in check_config(config, world_size=1))
 
 
 def test_stages_of_other_sources_may_differ_in_length(staged_run, two_sources):
     stages = [
         {"start_tokens": 0, "weights": [1.0, 0.0]}, {"start_tokens": 99, "seq_len": 16, "weights": [0.0, 1.0]},
     ]  # fmt: skip
-    assert check_run(staged_run(data={"sources": two_sources, "stages": stages}), world_size=1) == []
+    assert check_config(staged_run(data={"sources": two_sources, "stages": stages}), world_size=1) == []
     assert load_manifest(Path(two_sources[0]["path"])).splits["train"].documents == 120

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
-from glm46.config.loader import load_run
+from glm46.config.loader import load_config
 from glm46.training.trainer import train
 
 
-def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_run, tmp_path):
-    first = make_run(
+def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp_path):
+    first = make_config(
         checkpoint={"last_save_in_hf": True},
         validation={"enable": True, "freq": 4},
         training={"steps": 4},
@@ -31,7 +31,7 @@ def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_run, tmp_pa
 
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"their_field": 5}))
-    second = make_run(
+    second = make_config(
         job={"dump_folder": str(tmp_path / "second")},
         checkpoint={"initial_load_path": str(folder), "initial_load_in_hf": True, "last_save_in_hf": True},
         validation={"enable": True, "freq": 4},
@@ -48,11 +48,11 @@ def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_run, tmp_pa
     assert json.loads((again / "config.json").read_text())["their_field"] == 5
 
 
-def test_a_folder_of_another_model_ends_the_start(make_run, tmp_path):
-    first = make_run(checkpoint={"last_save_in_hf": True}, training={"steps": 1})
+def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
+    first = make_config(checkpoint={"last_save_in_hf": True}, training={"steps": 1})
     assert train(first) == 0
     folder = str(tmp_path / "out/huggingface/step-000001")
-    other = make_run(
+    other = make_config(
         job={"dump_folder": str(tmp_path / "second")},
         model={"hidden_size": 64, "routed_scaling_factor": 1.0},
         checkpoint={"initial_load_path": folder, "initial_load_in_hf": True},
@@ -70,6 +70,6 @@ def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):
         "[checkpoint]\ninitial_load_in_hf = true\nlast_save_in_hf = true\n"
     )
     with pytest.raises(UserError) as error:
-        load_run(path)
+        load_config(path)
     text = "\n".join(error.value.faults)
     assert "there is no checkpoint.initial_load_path" in text and "model.sliding_window = 64" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.loader import load_run
+from glm46.config.loader import load_config
 from glm46.prepare import embedded
 from glm46.prepare.corpus import prepare_run
 from glm46.training.trainer import train
@@ -34,17 +34,17 @@ def example(tmp_path, monkeypatch):
         f"data.sources[{i}].path": tmp_path / f"source{i}" for i in range(4)
     }
     tokens = [f"--{key}={value}" for key, value in (TINY | places).items()]
-    return lambda *overrides: load_run(EXAMPLE, [*tokens, *overrides])
+    return lambda *overrides: load_config(EXAMPLE, [*tokens, *overrides])
 
 
 def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example, tmp_path):
-    run, lines = example(), []
-    manifests = prepare_run(run, report=lines.append)
+    config, lines = example(), []
+    manifests = prepare_run(config, report=lines.append)
     assert list(manifests) == ["library", "packages", "headers", "prose"]
     assert all(manifest.splits["validation"].documents for manifest in manifests.values())
     # Real text has real copies, and not all that packages say is prose.
     assert any("near duplicate" in line for line in lines) and any("stop words" in line for line in lines)
-    assert train(run) == 0
+    assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     judged = [row for row in rows if "validation_loss" in row][-1]
     # Four steps teach nothing, so each source is near the ln(8192) = 9.01 of a model that knows nothing.
@@ -52,7 +52,7 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     assert all(judged[f"validation_bits_per_byte/{name}"] > 1 for name in manifests)
 
     again = []
-    assert prepare_run(run, report=again.append) == manifests and again == []
+    assert prepare_run(config, report=again.append) == manifests and again == []
     with pytest.raises(UserError, match="made with filter = 'prose', the recipe says 'none'; remove the folder"):
         prepare_run(example("--data.sources[3].recipe.filter", "none"), report=print)
     with pytest.raises(UserError, match=r"prepare = \"python_stdlib\": there is a recipe too; put input = \["):

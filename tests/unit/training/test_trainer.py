@@ -15,7 +15,7 @@ from glm46.checkpoint.inspection import summarise
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
-from glm46.config.loader import load_run
+from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generate import continue_tokens
 from glm46.reliability.stop import Diverged, StopRequest
@@ -28,29 +28,29 @@ from glm46.training.trainer import train
 TIMED = ("seconds", "second", "device", "mfu", "gib")
 
 
-def rows(run) -> list[dict]:
-    lines = (Path(run.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+def rows(config) -> list[dict]:
+    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMED)} for line in lines]
 
 
-def training_rows(run) -> list[dict]:
-    return [row for row in rows(run) if "loss" in row]
+def training_rows(config) -> list[dict]:
+    return [row for row in rows(config) if "loss" in row]
 
 
-def test_a_run_leaves_what_the_readme_promises(make_run, tmp_path):
-    run = make_run(
+def test_a_run_leaves_what_the_readme_promises(make_config, tmp_path):
+    config = make_config(
         training={"steps": 30},
         checkpoint={"interval": 10, "keep_latest_k": 2},
         validation={"enable": True, "freq": 10},
         metrics={"log_freq": 10, "enable_tensorboard": True},
         inference={"prompt": "def function_1(", "max_new_tokens": 3},
     )
-    assert train(run) == 0
-    folder = Path(run.job.dump_folder)
-    steps = [row["step"] for row in training_rows(run)]
+    assert train(config) == 0
+    folder = Path(config.job.dump_folder)
+    steps = [row["step"] for row in training_rows(config)]
     assert steps == [1, 10, 20, 30]
-    assert {"tokens", "loss", "grad_norm", "lr", "mtp_loss", "mtp_acceptance"} <= training_rows(run)[0].keys()
-    validation = [row["validation_loss"] for row in rows(run) if "validation_loss" in row]
+    assert {"tokens", "loss", "grad_norm", "lr", "mtp_loss", "mtp_acceptance"} <= training_rows(config)[0].keys()
+    validation = [row["validation_loss"] for row in rows(config) if "validation_loss" in row]
     assert len(validation) == 4
     # ln(8192) is 9.01; the text repeats a handful of tokens, so any working optimizer is far below after 30 steps.
     assert 8.8 < validation[0] < 9.3 and validation[-1] < 6.0
@@ -58,10 +58,10 @@ def test_a_run_leaves_what_the_readme_promises(make_run, tmp_path):
     assert list((folder / "tb").iterdir())
     assert "Continuation" in (folder / "log.txt").read_text()
     # The resolved configuration runs again as it is.
-    assert load_run(folder / "config.toml", []) == run
+    assert load_config(folder / "config.toml", []) == config
 
 
-def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make_run, monkeypatch):
+def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make_config, monkeypatch):
     asked = []
 
     def continue_three(*arguments, is_stopped, **keys):
@@ -77,18 +77,18 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
 
     monkeypatch.setattr(final_report, "continue_tokens", continue_three)
     stop = StopRequest()
-    run = make_run(
+    config = make_config(
         inference={"prompt": "def function_1(", "max_new_tokens": 1000, "temperature": 1.0},
         lr_scheduler={"warmup_tokens": 640},
     )
-    assert train(run, stop) == 0
+    assert train(config, stop) == 0
     assert asked == [False, False, False, True]
-    text = (Path(run.job.dump_folder) / "log.txt").read_text()
+    text = (Path(config.job.dump_folder) / "log.txt").read_text()
     assert "lr_scheduler.warmup_tokens = 640, and the run ends at 128 tokens: its learning rate reaches 20%" in text
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
-def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp_path, stop_after):
+def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, tmp_path, stop_after):
     settings = dict(
         # Waited for: a save behind training is left out while the one before is under way.
         checkpoint={"interval": 1, "keep_latest_k": 0, "async_mode": "disabled"},
@@ -97,13 +97,13 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_run, tmp
         training={"steps": 4, "global_batch_size": 4},
         metrics={"log_freq": 2},
     )
-    whole = make_run(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
     assert train(whole) == 0
     figures = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-2])
     # Weights and both AdamW states in FP32: 12 bytes for each of 556,392 parameters, and some KB for each tensor.
     assert 1 < figures["checkpoint_gib"] * 2**30 / (12 * 556_392) < 1.1
     assert figures["checkpoint_save_seconds"] == figures["checkpoint_seconds"] > 0  # it was waited for
-    again = make_run(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
     for step in range(1, stop_after + 1):
         shutil.copytree(tmp_path / f"whole/checkpoint/step-{step:06d}", tmp_path / f"again/checkpoint/step-{step:06d}")
     shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
@@ -124,33 +124,33 @@ def test_the_mean_loss_weighs_labels_and_leaves_steps_without_labels_out():
     assert progress.take_mean_loss() is None  # every step since then was skipped
 
 
-def test_a_save_behind_training_holds_the_step_it_was_started_at(make_run, tmp_path):
+def test_a_save_behind_training_holds_the_step_it_was_started_at(make_config, tmp_path):
     settings = dict(checkpoint={"interval": 3, "keep_every": 3, "keep_latest_k": 1}, training={"steps": 5})
-    whole = make_run(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
     assert train(whole) == 0
     assert "training waited" in (tmp_path / "whole/log.txt").read_text()
     assert sorted(p.name for p in (tmp_path / "whole/checkpoint").glob("step-*")) == ["step-000003", "step-000005"]
     shutil.copytree(tmp_path / "whole/checkpoint/step-000003", tmp_path / "again/checkpoint/step-000003")
     shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
-    again = make_run(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
     assert train(again) == 0
     assert rows(again) == rows(whole)
 
 
-def test_a_failed_save_is_reported_and_the_next_one_works(make_run, monkeypatch):
+def test_a_failed_save_is_reported_and_the_next_one_works(make_config, monkeypatch):
     def agreed(*arguments, **keywords):
         raise CheckpointError("rank 0: writing tensors: No space left on device")
 
     monkeypatch.setattr(CheckpointManager, "save_in_background", agreed)
-    run = make_run(checkpoint={"interval": 2}, training={"steps": 4})
-    assert train(run) == 0  # a fault that all ranks know of costs a checkpoint, not the run
-    assert "No space left on device" in (Path(run.job.dump_folder) / "log.txt").read_text()
-    assert [p.name for p in (Path(run.job.dump_folder) / "checkpoint").glob("step-*")] == ["step-000004"]
+    config = make_config(checkpoint={"interval": 2}, training={"steps": 4})
+    assert train(config) == 0  # a fault that all ranks know of costs a checkpoint, not the run
+    assert "No space left on device" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert [p.name for p in (Path(config.job.dump_folder) / "checkpoint").glob("step-*")] == ["step-000004"]
 
 
-def test_a_compiled_run_reports_what_an_eager_one_reports(make_run, tmp_path):
-    eager = make_run(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
-    compiled = make_run(
+def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path):
+    eager = make_config(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
+    compiled = make_config(
         job={"dump_folder": str(tmp_path / "compiled")}, training={"steps": 2}, compile={"enable": True},
         activation_checkpoint={"mode": "full"},
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_compiled_run_reports_what_an_eager_one_reports(make_run, tmp_path):
         assert other["dead_experts"] == row["dead_experts"]
 
 
-def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_run, monkeypatch):
+def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_config, monkeypatch):
     # Only this rank may have heard of it by now, and the next save is collective.
     news = iter([[CheckpointError("rank 0: writing tensors: Input/output error")], [], [], []])
 
@@ -172,15 +172,15 @@ def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_run, 
         return []
 
     monkeypatch.setattr(CheckpointManager, "poll", poll)
-    run = make_run(checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 2})
-    assert train(run) == 0
-    assert "Input/output error" in (Path(run.job.dump_folder) / "log.txt").read_text()
-    folder = Path(run.job.dump_folder) / "checkpoint"
+    config = make_config(checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 2})
+    assert train(config) == 0
+    assert "Input/output error" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    folder = Path(config.job.dump_folder) / "checkpoint"
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-000001", "step-000002"]
 
 
-def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_run, monkeypatch, tmp_path):
-    run = make_run(training={"steps": 6})
+def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, monkeypatch, tmp_path):
+    config = make_config(training={"steps": 6})
     original = trainer.train_step
 
     def interrupted(*arguments):
@@ -189,15 +189,15 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_run, monk
         return outcome
 
     monkeypatch.setattr(trainer, "train_step", interrupted)
-    assert train(run) == 75
-    assert [row["step"] for row in training_rows(run)] == [1]
-    assert "goes on from here" in (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert train(config) == 75
+    assert [row["step"] for row in training_rows(config)] == [1]
+    assert "goes on from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
     monkeypatch.setattr(trainer, "train_step", original)
-    assert train(run) == 0
-    assert [row["step"] for row in training_rows(run)] == [1, 2, 3, 4, 5, 6]
-    whole = make_run(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
+    assert train(config) == 0
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
+    whole = make_config(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
     assert train(whole) == 0
-    assert training_rows(run) == training_rows(whole)
+    assert training_rows(config) == training_rows(whole)
 
 
 def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
@@ -226,23 +226,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_run, monkeypatch):
-    run = make_run(training={"steps": 4})
+def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_config, monkeypatch):
+    config = make_config(training={"steps": 4})
     before = poison(monkeypatch, {2})
-    assert train(run) == 0
+    assert train(config) == 0
     assert all(torch.equal(local(before[1][n]), local(before[2][n])) for n in before[1])
     moved = [n for n in before[2] if not torch.equal(local(before[2][n]), local(before[3][n]))]
     assert len(moved) > 0.9 * len(before[2])
-    assert [row["skipped_steps"] for row in training_rows(run)] == [0, 1, 1, 1]
-    assert "step 2 skipped" in (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert [row["skipped_steps"] for row in training_rows(config)] == [0, 1, 1, 1]
+    assert "step 2 skipped" in (Path(config.job.dump_folder) / "log.txt").read_text()
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run(make_run, monkeypatch):
-    run = make_run(training={"steps": 9, "max_skipped_steps": 2})
+def test_too_many_bad_steps_in_a_row_end_the_run(make_config, monkeypatch):
+    config = make_config(training={"steps": 9, "max_skipped_steps": 2})
     poison(monkeypatch, {2, 3, 5, 6, 7})
     with pytest.raises(Diverged, match="max_skipped_steps = 2: 3 steps in a row"):
-        train(run)
-    assert training_rows(run)[-1]["step"] == 7  # step 7 was the third in a row
+        train(config)
+    assert training_rows(config)[-1]["step"] == 7  # step 7 was the third in a row
 
 
 def spoil(monkeypatch, after_step: int) -> None:
@@ -258,67 +258,67 @@ def spoil(monkeypatch, after_step: int) -> None:
     monkeypatch.setattr(trainer, "train_step", train_step)
 
 
-def saved_steps(run) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (Path(run.job.dump_folder) / "checkpoint").glob("step-*"))
+def saved_steps(config) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (Path(config.job.dump_folder) / "checkpoint").glob("step-*"))
 
 
 @pytest.mark.parametrize("async_mode", ["async", "disabled"])
-def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_run, monkeypatch, async_mode):
+def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_config, monkeypatch, async_mode):
     settings = dict(checkpoint={"interval": 1, "keep_latest_k": 1, "async_mode": async_mode}, training={"steps": 8})
-    run = make_run(**settings)
+    config = make_config(**settings)
     spoil(monkeypatch, after_step=3)
     with pytest.raises(Diverged, match=r"layers\.1\.mlp\.experts\.down.* not finite.*optimizer\.lr") as caught:
-        train(run)
+        train(config)
     assert caught.value.exit_code == 77
-    (kept,) = saved_steps(run)
+    (kept,) = saved_steps(config)
     assert kept <= 2  # a save behind training may still have been under way
-    assert checkpoint_command(["verify", str(Path(run.job.dump_folder) / "checkpoint")]) == 0
+    assert checkpoint_command(["verify", str(Path(config.job.dump_folder) / "checkpoint")]) == 0
     # With a way back the same run goes on from there, past the text that ruined it.
     settings["training"] |= {"max_rollbacks": 1}
-    assert train(make_run(**settings)) == 0
-    assert saved_steps(run)[-1] == 8
+    assert train(make_config(**settings)) == 0
+    assert saved_steps(config)[-1] == 8
 
 
-def test_weights_that_go_bad_send_the_run_back_and_leave_its_text_out(make_run, monkeypatch):
-    run = make_run(
+def test_weights_that_go_bad_send_the_run_back_and_leave_its_text_out(make_config, monkeypatch):
+    config = make_config(
         checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 8, "max_rollbacks": 1},
     )  # fmt: skip
     spoil(monkeypatch, after_step=4)
-    assert train(run) == 0
-    assert "left out     samples 4 to 7" in (Path(run.job.dump_folder) / "log.txt").read_text()
-    assert saved_steps(run) == [2, 4, 6, 8]
+    assert train(config) == 0
+    assert "left out     samples 4 to 7" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert saved_steps(config) == [2, 4, 6, 8]
 
 
-def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_run, monkeypatch):
-    run = make_run(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 7})
+def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_config, monkeypatch):
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 7})
     poison(monkeypatch, {3, 4, 5, 7})
-    assert train(run) == 0
-    assert saved_steps(run) == [2, 6, 7]
-    log = (Path(run.job.dump_folder) / "log.txt").read_text()
+    assert train(config) == 0
+    assert saved_steps(config) == [2, 6, 7]
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
     assert "step 4: not saved, 2 steps in a row were skipped" in log
     # The last state is kept for whoever goes on, and marked.
-    folder = Path(run.job.dump_folder) / "checkpoint"
+    folder = Path(config.job.dump_folder) / "checkpoint"
     assert [one.is_good for one in summarise(folder, read_contents=False)] == [True, True, False]
 
 
-def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_run):
-    run = make_run(training={"global_batch_size": [[0, 2.0], [64, 2.0], [64, 6.0]], "steps": 4})
-    assert train(run) == 0
-    assert [row["batch_tokens"] for row in training_rows(run)] == [32, 32, 96, 96]
-    assert training_rows(run)[-1]["tokens"] == 256
+def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_config):
+    config = make_config(training={"global_batch_size": [[0, 2.0], [64, 2.0], [64, 6.0]], "steps": 4})
+    assert train(config) == 0
+    assert [row["batch_tokens"] for row in training_rows(config)] == [32, 32, 96, 96]
+    assert training_rows(config)[-1]["tokens"] == 256
 
 
-def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_run, monkeypatch, capsys):
-    assert train(make_run(training={"steps": 2})) == 0
+def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_config, monkeypatch, capsys):
+    assert train(make_config(training={"steps": 2})) == 0
     capsys.readouterr()
-    assert train(make_run(training={"steps": 2})) == 0
+    assert train(make_config(training={"steps": 2})) == 0
     assert "finished     the budget of 64 tokens is spent" in capsys.readouterr().out
-    config = Path(make_run().job.dump_folder) / "config.toml"
+    config = Path(make_config().job.dump_folder) / "config.toml"
     before = config.read_text()
 
     def refusal(**tables) -> list[str]:
         with pytest.raises(UserError) as caught:
-            train(make_run(**tables))
+            train(make_config(**tables))
         assert config.read_text() == before  # what is refused leaves no trace
         return caught.value.faults
 
@@ -340,10 +340,10 @@ def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_ru
         assert "another job.dump_folder" in cause and len(examples) <= 4, examples
 
 
-def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
-    first = make_run(training={"steps": 3})
+def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path):
+    first = make_config(training={"steps": 3})
     assert train(first) == 0
-    second = make_run(
+    second = make_config(
         job={"dump_folder": str(tmp_path / "second")},
         checkpoint={"initial_load_path": str(Path(first.job.dump_folder) / "checkpoint/step-000003")},
         lr_scheduler={"start_tokens": 96, "total_tokens": 1000},
@@ -353,17 +353,17 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_run, tmp_path):
     assert training_rows(second)[0]["curriculum_tokens"] == 96 + 48
     assert training_rows(second)[0]["loss"] < training_rows(first)[0]["loss"]
     with pytest.raises(UserError, match="no such folder"):
-        train(make_run(job={"dump_folder": str(tmp_path / "third")}, checkpoint={"initial_load_path": "nowhere"}))
+        train(make_config(job={"dump_folder": str(tmp_path / "third")}, checkpoint={"initial_load_path": "nowhere"}))
     with pytest.raises(UserError, match="not a step folder"):
         folder = str(Path(first.job.dump_folder) / "checkpoint")
-        train(make_run(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
+        train(make_config(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
 
 
-def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_run, tmp_path):
-    first = make_run(training={"steps": 1})
+def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_config, tmp_path):
+    first = make_config(training={"steps": 1})
     assert train(first) == 0
     with pytest.raises(UserError, match=r"checkpoint\.load_step = 7: .*steps there: 1; give one of them"):
-        train(make_run(checkpoint={"load_step": 7}))
+        train(make_config(checkpoint={"load_step": 7}))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "taken").mkdir()
@@ -376,16 +376,16 @@ def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_run, tmp_path
         folder = tmp_path / name
         before = list(folder.iterdir()) if folder.exists() else None
         with pytest.raises(UserError, match=reason):
-            train(make_run(job={"dump_folder": str(folder)}, checkpoint=checkpoint))
+            train(make_config(job={"dump_folder": str(folder)}, checkpoint=checkpoint))
         assert (list(folder.iterdir()) if folder.exists() else None) == before
     with pytest.raises(UserError, match=r"job\.dump_folder = .*Not a directory"):
-        train(make_run(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
+        train(make_config(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
 
 
-def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_run, small_disk):
+def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_config, small_disk):
     mount, resize = small_disk
     resize("400m")
-    run = make_run(
+    config = make_config(
         job={"dump_folder": str(mount)}, checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4}
     )
     original, calls = trainer.train_step, iter(range(1, 100))
@@ -404,28 +404,28 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_r
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", train_step)
         with pytest.raises(SaveFailed) as caught:
-            train(run)
+            train(config)
     (fault,) = caught.value.faults
     assert caught.value.exit_code == 1 and "No space left on device" in fault
     assert "goes on from the checkpoint of step 2" in fault
-    assert [1, 2] <= [row["step"] for row in training_rows(run)] <= [1, 2, 3, 4]  # what fits into the last page
+    assert [1, 2] <= [row["step"] for row in training_rows(config)] <= [1, 2, 3, 4]  # what fits into the last page
     (mount / "filler").unlink()
-    assert train(run) == 0
-    assert [row["step"] for row in training_rows(run)] == [1, 2, 3, 4]
+    assert train(config) == 0
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4]
 
 
-def test_a_phase_takes_what_its_patterns_say_and_no_more(make_run, tmp_path):
-    first = make_run(training={"steps": 3})
+def test_a_phase_takes_what_its_patterns_say_and_no_more(make_config, tmp_path):
+    first = make_config(training={"steps": 3})
     assert train(first) == 0
     step = Path(first.job.dump_folder) / "checkpoint/step-000003"
 
     def start(name: str, **keys):
-        run = make_run(
+        config = make_config(
             job={"dump_folder": str(tmp_path / name)}, checkpoint={"initial_load_path": str(step), **keys},
             training={"steps": 1}, model={"num_nextn_predict_layers": 0 if name == "without" else 1},
         )  # fmt: skip
-        assert train(run) == 0
-        return training_rows(run)[0]
+        assert train(config) == 0
+        return training_rows(config)[0]
 
     whole = start("whole")
     assert start("weights", initial_load_include=["model.*"])["loss"] == whole["loss"]
@@ -448,8 +448,8 @@ def test_a_phase_takes_what_its_patterns_say_and_no_more(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_padding_enters_no_statistic_and_no_balance_loss(make_run, monkeypatch, document_mask):
-    run = make_run(
+def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatch, document_mask):
+    config = make_config(
         data={"document_mask": document_mask},
         training={"steps": 1, "max_norm": 1e9},
         moe={"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001, "capacity_factor": 8.0},
@@ -472,12 +472,12 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_run, monkeypatch, 
         return outcomes[-1]
 
     monkeypatch.setattr(trainer, "train_step", padded)
-    assert train(run) == 0
+    assert train(config) == 0
     for field in ("loss_sum", "aux_loss_sums", "tokens_per_expert", "overflow", "grad_norm"):
         torch.testing.assert_close(getattr(outcomes[0], field), getattr(outcomes[1], field), rtol=1e-6, atol=0.0)
 
 
-def test_the_first_step_of_a_warmup_has_its_share(make_run):
-    run = make_run(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
-    assert train(run) == 0
-    assert [row["lr"] for row in training_rows(run)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+def test_the_first_step_of_a_warmup_has_its_share(make_config):
+    config = make_config(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
+    assert train(config) == 0
+    assert [row["lr"] for row in training_rows(config)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
