@@ -210,7 +210,7 @@ def _prepare(config: RunConfig, world_size: int) -> None:
     from glm46.prepare.corpus import prepare_run
 
     manifests = prepare_run(config, report=_say)
-    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).batch_ranks
+    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).dp_degree
     try:
         check_epochs(config, manifests, rows)
     except UserError:
@@ -224,7 +224,7 @@ def describe_next(config: RunConfig, start: Start, world_size: int) -> str:
     from glm46.data.corpus import check_epochs
     from glm46.data.manifest import load_manifest
 
-    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).batch_ranks
+    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).dp_degree
     values = {
         "training.tokens": str(_LONGER * budget_tokens(config, rows)),
         "job.dump_folder": f"{config.job.dump_folder}_longer",

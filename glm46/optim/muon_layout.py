@@ -26,7 +26,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How one parameter lies on its mesh, for every rank of the mesh.
 
     ``peers`` are the ranks, ascending, that hold parts of the same matrices as this rank, once each; ``replicas`` are
@@ -76,7 +76,7 @@ def _interval(length: int, axes: Sequence[int], mesh_shape: Sequence[int], coord
     return start, stop
 
 
-def tensor_layout(tensor: Tensor) -> Layout:
+def tensor_layout(tensor: Tensor) -> TensorLayout:
     """The layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
 
     Raises:
@@ -88,7 +88,7 @@ def tensor_layout(tensor: Tensor) -> Layout:
     shape = (math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
     whole = Holding(*((0, length) for length in shape))
     if not isinstance(tensor, DTensor):
-        return Layout(shape, whole, {}, (), ())
+        return TensorLayout(shape, whole, {}, (), ())
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         if not is_sharding(placement) and not isinstance(placement, Replicate):
@@ -113,7 +113,7 @@ def tensor_layout(tensor: Tensor) -> Layout:
     batching = set(nestings[0])
     ranks = mesh.mesh.numpy()
     names = {coordinate: int(ranks[coordinate]) for coordinate in holdings}
-    return Layout(
+    return TensorLayout(
         shape,
         holdings[me],
         {names[coordinate]: holding for coordinate, holding in holdings.items()},

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from glm46.optim.muon_layout import Holding, Interval, Layout
+from glm46.optim.muon_layout import Holding, Interval, TensorLayout
 from glm46.optim.muon_update import Orthogonalizer
 from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
@@ -29,7 +29,7 @@ class Request:
     """What the plan needs to know of one parameter."""
 
     name: str
-    layout: Layout
+    layout: TensorLayout
     row_blocks: tuple[int, ...]
     wire: Wire
     settings: Orthogonalizer

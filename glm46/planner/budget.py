@@ -53,13 +53,13 @@ class Budget:
     flops: float
 
 
-def plan_budget(config: RunConfig, batch_ranks: int) -> Budget:
+def plan_budget(config: RunConfig, dp_degree: int) -> Budget:
     """Tokens and FLOPs of the whole run.
 
     Args:
-        batch_ranks: ranks that read different sequences.
+        dp_degree: ranks that read different sequences, `Layout.dp_degree`.
     """
-    rows, batch = config.training.local_batch_size * batch_ranks, config.training.global_batch_size
+    rows, batch = config.training.local_batch_size * dp_degree, config.training.global_batch_size
     tokens, shape = budget_tokens(config, rows), resolve_shape(config.model)
     lengths = {stage.seq_len for stage in plan_stages(config)}
     differ = isinstance(batch, tuple) or len(lengths) > 1

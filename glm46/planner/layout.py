@@ -34,18 +34,26 @@ class Layout:
         return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
 
     @property
-    def batch_ranks(self) -> int:
+    def dp_degree(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def ranks_of_a_batch(self) -> int:
+    def non_dp_degree(self) -> int:
+        """Ranks that read the same sequences, over all pipeline stages."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def ranks_per_dp_rank(self) -> int:
         """Ranks of one pipeline stage that read the same sequences."""
         return self.cp * self.tp
 
-    def batch_rank(self, rank: int) -> int:
-        """Which of the different sequences a rank reads; see `build_meshes` for the order of the ranks."""
-        return rank % (self.world_size // self.pp) // self.ranks_of_a_batch
+    def dp_rank(self, rank: int) -> int:
+        """The data-parallel rank of a rank: ranks with the same number read the same sequences.
+
+        See `build_meshes` for the order of the ranks.
+        """
+        return rank % (self.world_size // self.pp) // self.ranks_per_dp_rank
 
 
 def fixed_processes(parallelism: Parallelism) -> int:

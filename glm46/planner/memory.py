@@ -115,7 +115,7 @@ def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> M
 
 def step_text(config: RunConfig, layout: Layout) -> float:
     """The text of one step, which a rank reads at once: four numbers of a token, and two for each prediction layer."""
-    rows = max(values_of(config.training.global_batch_size), default=0) / layout.batch_ranks
+    rows = max(values_of(config.training.global_batch_size), default=0) / layout.dp_degree
     numbers = INDEX * (4 + 2 * resolve_shape(config.model).num_nextn_predict_layers)
     return max(rows, config.training.local_batch_size) * config.training.seq_len * numbers
 
@@ -224,7 +224,7 @@ def _in_flight(config: RunConfig, layout: Layout, rank: int) -> float:
     ranks, each = layout.pp, config.parallelism.stages_per_rank
     schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
     batch = max(values_of(config.training.global_batch_size), default=0.0)
-    micro_batches = max(batch // (config.training.local_batch_size * layout.batch_ranks), 1.0)
+    micro_batches = max(batch // (config.training.local_batch_size * layout.dp_degree), 1.0)
     if config.parallelism.pipeline_parallel_schedule == "GPipe":
         most = micro_batches
     elif schedule.is_v_shaped:

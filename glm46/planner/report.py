@@ -50,7 +50,7 @@ def plan_text(
     layout = resolve_layout(config.parallelism, world)
     shape, plan = resolve_shape(config.model), plan_memory(config, world, device=device)
     count, flops = count_parameters(shape), training_flops(shape, config.training.seq_len)
-    budget = plan_budget(config, layout.batch_ranks)
+    budget = plan_budget(config, layout.dp_degree)
     at_most = "  (a row as one document: less with several)" if config.data.document_mask else ""
     lines = [
         f"{config.job.description} ({config.model.flavor})",

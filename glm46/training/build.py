@@ -52,17 +52,12 @@ class Parts:
     @property
     def rows_per_micro_batch(self) -> int:
         """Sequences that all ranks together take in one micro-batch."""
-        return self.config.training.local_batch_size * self.layout.batch_ranks
+        return self.config.training.local_batch_size * self.layout.dp_degree
 
     @property
-    def batch_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Which of the data-parallel ranks this is: ranks with the same number read the same sequences."""
-        return self.layout.batch_rank(self.process.rank)
-
-    @property
-    def readers_of_a_batch(self) -> int:
-        """Ranks that read the same sequences, and count their tokens each."""
-        return self.layout.world_size // self.layout.batch_ranks
+        return self.layout.dp_rank(self.process.rank)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's layers, by name."""
@@ -90,7 +85,7 @@ def build(config: RunConfig, process: Process) -> Parts:
     """
     layout = resolve_layout(config.parallelism, process.world_size)
     tokenizer, manifests = together(lambda: load_text(config))
-    check_epochs(config, manifests, config.training.local_batch_size * layout.batch_ranks)
+    check_epochs(config, manifests, config.training.local_batch_size * layout.dp_degree)
     return assemble(config, process, tokenizer, manifests)
 
 

@@ -45,8 +45,8 @@ def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
         seq_len=config.training.seq_len,
         mtp_depth=parts.shape.num_nextn_predict_layers,
         local_batch_size=config.validation.local_batch_size or config.training.local_batch_size,
-        dp_rank=parts.batch_rank,
-        dp_degree=layout.batch_ranks,
+        dp_rank=parts.dp_rank,
+        dp_degree=layout.dp_degree,
         document_mask=config.data.document_mask,
         max_batches=None if config.validation.steps == -1 else config.validation.steps,
     )
@@ -70,7 +70,7 @@ def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
         if parts.shape.num_nextn_predict_layers:
             good_drafts += judge_drafts(parts, result, batch)[0]
     # Every rank that reads the same rows has counted all of them.
-    counts = [count / parts.readers_of_a_batch for count in (targets, text_bytes, drafts)]
+    counts = [count / parts.layout.non_dp_degree for count in (targets, text_bytes, drafts)]
     total = torch.tensor([loss.item(), *counts[:2], good_drafts.item(), counts[2]], dtype=torch.float64)
     dist.all_reduce(total)
     return total

@@ -24,7 +24,7 @@ def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished
     if not is_finished:
         reason = f"{stop.signal_name} " if stop.signal_name else ""
         lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
-    elif config.inference.prompt and parts.layout.pp * parts.layout.ranks_of_a_batch > 1:
+    elif config.inference.prompt and parts.layout.non_dp_degree > 1:
         # The ranks hold parts of a sequence or of the layers, which generation does not work with.
         if config.checkpoint.enable:
             lines.append(f"To see text: {module_command()} generate --checkpoint {checkpoint} --prompt '...'")

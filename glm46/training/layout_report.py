@@ -15,7 +15,7 @@ def describe_layout(parts: Parts) -> list[str]:
     axes = [
         ("pp", layout.pp, layout.world_size // layout.pp, f"other layers, schedule {_schedule(parts)}"),
         ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "copies of the same parameters"),
-        ("dp_shard", layout.dp_shard, layout.ranks_of_a_batch, "other parts of each parameter, other sequences"),
+        ("dp_shard", layout.dp_shard, layout.ranks_per_dp_rank, "other parts of each parameter, other sequences"),
         ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
         ("tp", layout.tp, 1, "other parts of each matrix, and of the sequence between the matrices"),
         ("ep", layout.ep, 1, "other experts; borrowed from dp_shard, cp and tp"),

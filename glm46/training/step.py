@@ -160,7 +160,7 @@ def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Te
     if parts.meshes.sequence is not None:
         document_ids = batch["document_ids"] if parts.config.data.document_mask else None
         predictions = parts.meshes.sequence.restore(predictions, document_ids, parts.shape.sliding_window)
-    return accepted_drafts(predictions, labels).double() / parts.layout.ranks_of_a_batch
+    return accepted_drafts(predictions, labels).double() / parts.layout.ranks_per_dp_rank
 
 
 @torch.no_grad()

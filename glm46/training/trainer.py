@@ -234,7 +234,7 @@ def prepare_step(
     counts = count_tokens(text.micro_batches if text else [])
     window, document_mask = parts.shape.sliding_window, parts.config.data.document_mask
     half_pairs = count_half_pairs(text.micro_batches if text else [], window, document_mask=document_mask)
-    depths, readers = parts.shape.num_nextn_predict_layers, parts.readers_of_a_batch
+    depths, readers = parts.shape.num_nextn_predict_layers, parts.layout.non_dp_degree
     # Nothing is counted where nothing was read.
     per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
     flat = torch.tensor(

@@ -267,10 +267,10 @@ def make_config(layout: Layout) -> RunConfig:
 
 def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    mask, readers = parts.config.data.document_mask, parts.layout.batch_ranks
+    mask, readers = parts.config.data.document_mask, parts.layout.dp_degree
     batch = make_batch(step, mask) | {"weights": make_token_weights()}
     share = ROWS // count // readers
-    first = [micro * (ROWS // count) + parts.batch_rank * share for micro in range(count)]
+    first = [micro * (ROWS // count) + parts.dp_rank * share for micro in range(count)]
     return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
 
 

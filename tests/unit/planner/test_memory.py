@@ -225,7 +225,7 @@ def test_the_seed_layout_of_the_355b_model():
     config = _run(model={"flavor": "GLM-4.6"}, parallelism=degrees, training={"seq_len": 4096})
     assert smallest_world(config.parallelism) == 8192
     layout = resolve_layout(config.parallelism, 8192)
-    assert (layout.dense_shards, layout.expert_shards, layout.batch_ranks) == (64, 16, 64)
+    assert (layout.dense_shards, layout.expert_shards, layout.dp_degree) == (64, 16, 64)
     # No rank can hold less than its even share, and stages differ by at most one layer of six.
     share = count_parameters(PRESETS["GLM-4.6"]).total * 4 / 8192
     assert share <= plan_memory(config, 8192).weights <= 1.35 * share

@@ -63,9 +63,9 @@ def staged_run(make_config, two_sources):
 def parts_of(config, manifests, ranks=1, rank=0, rows=1):
     """What a feed looks at of the parts of a run."""
     config = config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": rows})})
-    layout = SimpleNamespace(batch_ranks=ranks)
+    layout = SimpleNamespace(dp_degree=ranks)
     return SimpleNamespace(
-        config=config, shape=resolve_shape(config.model), manifests=manifests, layout=layout, batch_rank=rank,
+        config=config, shape=resolve_shape(config.model), manifests=manifests, layout=layout, dp_rank=rank,
         pipeline=None, rows_per_micro_batch=rows * ranks,
     )  # fmt: skip
 
