@@ -31,7 +31,7 @@ from glm46.model.transformer import Transformer
 
 # Dense layers that blocks do not divide, as Air's 10944 rows; so keys and values of 2 heads. The rest they do.
 TABLE = Model(
-    flavor="debug", vocab_size=64, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
+    flavor="debug", vocab_size=8192, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
 )  # fmt: skip
 ODD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "layers.0.mlp.gate_proj.weight")

@@ -89,12 +89,12 @@ def test_the_number_of_processes_does_not_matter(library, tokenizer, tmp_path, m
 _RUN = """
 import sys, time
 from pathlib import Path
-from glm46.data import readers, sources
+from glm46.prepare import embedded, readers
 from glm46.prepare.pipeline import prepare_source
 from glm46.data.tokenizer import load_tokenizer
 if __name__ == "__main__":
     readers.PART_BYTES = 20_000
-    sources.sysconfig.get_path = lambda _: sys.argv[1]
+    embedded.sysconfig.get_path = lambda _: sys.argv[1]
     prepare_source("python_stdlib", Path(sys.argv[2]), load_tokenizer("builtin"), report=print)
 """
 

@@ -72,4 +72,5 @@ def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):
     with pytest.raises(UserError) as error:
         load_config(path)
     text = "\n".join(error.value.faults)
-    assert "there is no checkpoint.initial_load_path" in text and "model.sliding_window = 64" in text
+    assert "checkpoint.initial_load_in_hf = true: has no effect without checkpoint.initial_load_path" in text
+    assert "model.sliding_window = 64" in text
