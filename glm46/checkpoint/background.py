@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from glm46.checkpoint.saving import Place, SaveOutcome, save_now
-from glm46.checkpoint.snapshot import Content
+from glm46.checkpoint.snapshot import Snapshot
 from glm46.checkpoint.staging import Staging
 from glm46.distributed.ranks import CheckpointError, Ranks
 
@@ -62,9 +62,9 @@ class _SaverRanks(Ranks):
 
     gate: _Gate = field(default_factory=_Gate)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         with self.gate.waiting():
-            return super().everyone(value)
+            return super().all_gather(value)
 
     def from_first(self, value: Any) -> Any:
         with self.gate.waiting():
@@ -74,7 +74,7 @@ class _SaverRanks(Ranks):
 class _Save(threading.Thread):
     """One save. It ends with an outcome or an error, or has died: any other error is death, and shown by the system."""
 
-    def __init__(self, content: Content, gate: _Gate, work: Callable[[], int], stall_seconds: float):
+    def __init__(self, content: Snapshot, gate: _Gate, work: Callable[[], int], stall_seconds: float):
         # A daemon: at the end of the process the interpreter would wait for ever for one that the system has ended.
         super().__init__(name="checkpoint", daemon=True)
         self.step, self.gate = content.step, gate
@@ -154,7 +154,7 @@ class BackgroundSaver:
         self._staged = self._staging.copy(tensors)
         self._stage_seconds = time.perf_counter() - started
 
-    def start(self, place: Place, content: Content, in_use: Collection[int]) -> None:
+    def start(self, place: Place, content: Snapshot, in_use: Collection[int]) -> None:
         """Save what was staged, in a thread. Not while a save is under way."""
         self._collect()
         work = partial(save_now, place, content, self._ranks, in_use, self._staged)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from glm46.checkpoint.gathering import (
-    Part,
+    NodePart,
     copy_part,
     is_gathered,
     is_superseded,
@@ -124,7 +124,7 @@ def _on_this_node(arguments: argparse.Namespace) -> dict[str, Any]:
                 repair(local)
             parts, faults = parts_in(local)
             return {"parts": [asdict(part) for part in parts], "faults": faults}
-        save = Part(**json.loads(arguments.save))
+        save = NodePart(**json.loads(arguments.save))
         if arguments.node_phase == "copy":
             faults = copy_part(local, output, save)
             return {"manifest": (step_folder(local, save.step) / MANIFEST).read_text(), "faults": faults}
@@ -144,7 +144,7 @@ def _drive(arguments: argparse.Namespace, script: Path) -> None:
             return list(nodes.map(lambda host: _ask(host, arguments, script, phase, options), hosts))
 
     listed = ask("list", hosts)
-    parts = {host: [Part(**part) for part in one.get("parts", [])] for host, one in zip(hosts, listed, strict=True)}
+    parts = {host: [NodePart(**part) for part in one.get("parts", [])] for host, one in zip(hosts, listed, strict=True)}
     save = _choose([part for own in parts.values() for part in own], arguments, _faults_of(hosts, listed))
     holders = [host for host, own in parts.items() if any(part.seal == save.seal for part in own)]
     options = ("--save", json.dumps(asdict(save)))
@@ -167,7 +167,7 @@ def _drive(arguments: argparse.Namespace, script: Path) -> None:
         print(f"step {save.step}: local copies removed")
 
 
-def _choose(parts: list[Part], arguments: argparse.Namespace, faults: list[str]) -> Part:
+def _choose(parts: list[NodePart], arguments: argparse.Namespace, faults: list[str]) -> NodePart:
     whole = whole_saves(parts)
     saves = [save for save in whole if arguments.step in (None, save.step)]
     if saves:

@@ -186,7 +186,7 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[
         return
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     owners: dict[str, int] = {}
-    for names in ranks.everyone(sorted(plain)):
+    for names in ranks.all_gather(sorted(plain)):
         for name in names:
             owners[name] = owners.get(name, 0) + 1
     with ranks.stage("comparing replicated tensors") as stage:

@@ -22,7 +22,7 @@ _COPY_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class NodePart:
     """What one node holds of one save."""
 
     step: int
@@ -36,7 +36,7 @@ class Part:
     """All files that the manifest lists."""
 
 
-def parts_in(local: Path) -> tuple[list[Part], list[str]]:
+def parts_in(local: Path) -> tuple[list[NodePart], list[str]]:
     """The parts in a node-local folder, oldest first, and what is wrong with those that cannot be used."""
     parts, faults = [], []
     for step in published_steps(local):
@@ -47,7 +47,7 @@ def parts_in(local: Path) -> tuple[list[Part], list[str]]:
             continue
         records = records_of(body)
         here = tuple(name for name, record in sorted(records.items()) if _has_length(path / name, record))
-        parts.append(Part(step, hash_file(path / MANIFEST).sha256, body["saved_at"], here, tuple(sorted(records))))
+        parts.append(NodePart(step, hash_file(path / MANIFEST).sha256, body["saved_at"], here, tuple(sorted(records))))
     return parts, faults
 
 
@@ -55,10 +55,10 @@ def _has_length(path: Path, record: FileRecord) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size == record.bytes
 
 
-def whole_saves(parts: Iterable[Part]) -> list[Part]:
+def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
     """The saves of which all files are somewhere, oldest first, as a part that holds all of it."""
     held: dict[str, set[str]] = {}
-    one_of: dict[str, Part] = {}
+    one_of: dict[str, NodePart] = {}
     for part in parts:
         held.setdefault(part.seal, set()).update(part.files)
         one_of[part.seal] = part
@@ -66,7 +66,7 @@ def whole_saves(parts: Iterable[Part]) -> list[Part]:
     return sorted(whole, key=lambda part: (part.step, part.saved_at))
 
 
-def copy_part(local: Path, output: Path, save: Part) -> list[str]:
+def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
     """Copy this node's files of a save into the shared folder's gathering place; what is there already is kept.
 
     Returns:
@@ -137,20 +137,20 @@ def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
     return faults
 
 
-def is_gathered(output: Path, save: Part) -> bool:
+def is_gathered(output: Path, save: NodePart) -> bool:
     """Whether the shared folder has this very save, whole by the cheap checks."""
     path = step_folder(output, save.step)
     return path.is_dir() and not incomplete(path, save.step) and hash_file(path / MANIFEST).sha256 == save.seal
 
 
-def is_superseded(output: Path, part: Part) -> bool:
+def is_superseded(output: Path, part: NodePart) -> bool:
     """Whether the shared folder has another whole save of this step, and a later one."""
     path = step_folder(output, part.step)
     body, _ = read_manifest(path, part.step)
     return body is not None and body["saved_at"] > part.saved_at and not incomplete(path, part.step)
 
 
-def remove_part(local: Path, output: Path, save: Part) -> list[str]:
+def remove_part(local: Path, output: Path, save: NodePart) -> list[str]:
     """Remove this node's files of a save, if the shared folder has it.
 
     Returns:

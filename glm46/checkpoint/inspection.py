@@ -15,7 +15,7 @@ from glm46.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """One published checkpoint, as its manifest and meta tell."""
 
     path: Path
@@ -33,7 +33,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorSummary:
     """A tensor of a checkpoint, whole."""
 
     name: str
@@ -44,7 +44,7 @@ class StoredTensor:
     """How many records hold it: one for each rank that had a shard."""
 
 
-def summarise(folder: Path, *, read_contents: bool) -> list[Summary]:
+def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
     """The published checkpoints of a folder, oldest first.
 
     Args:
@@ -63,10 +63,10 @@ def summarise(folder: Path, *, read_contents: bool) -> list[Summary]:
     return [_summary(path, step, read_contents) for path, step in steps]
 
 
-def _summary(path: Path, step: int, read_contents: bool) -> Summary:
+def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
     body, faults = read_manifest(path, step)
     if body is None:
-        return Summary(path, step, None, None, None, None, False, tuple(faults))
+        return CheckpointSummary(path, step, None, None, None, None, False, tuple(faults))
     records = records_of(body)
     faults = check_files(path, body)
     if read_contents and not faults:
@@ -74,7 +74,7 @@ def _summary(path: Path, step: int, read_contents: bool) -> Summary:
         if not faults:
             faults = stored_not_finite(path, records, Ranks(rank=0, size=1, group=None))
     meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
-    return Summary(
+    return CheckpointSummary(
         path=path,
         step=step,
         bytes=sum(record.bytes for record in records.values()),
@@ -86,7 +86,7 @@ def _summary(path: Path, step: int, read_contents: bool) -> Summary:
     )
 
 
-def contents(path: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
     """The meta of one checkpoint, and its tensors by name.
 
     Raises:
@@ -113,6 +113,6 @@ def contents(path: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
         dtype = entry.properties.dtype
         size = math.prod(entry.size) * dtype.itemsize
         tensors.append(
-            StoredTensor(name, str(dtype).removeprefix("torch."), tuple(entry.size), size, len(entry.chunks))
+            TensorSummary(name, str(dtype).removeprefix("torch."), tuple(entry.size), size, len(entry.chunks))
         )
     return json.loads((path / META).read_bytes()), tensors

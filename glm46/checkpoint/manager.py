@@ -17,7 +17,7 @@ from glm46.checkpoint.node_local import NodeFolder, gather
 from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
 from glm46.checkpoint.retention import Retention
 from glm46.checkpoint.saving import Place, SaveOutcome, save_now
-from glm46.checkpoint.snapshot import Content
+from glm46.checkpoint.snapshot import Snapshot
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
@@ -89,7 +89,7 @@ class CheckpointManager:
         self._settle()
         self._set_aside_newer()
         with self._ranks.stage("writing meta as JSON"):
-            content = Content.of(step, tensors, meta, validation_loss, is_good)
+            content = Snapshot.of(step, tensors, meta, validation_loss, is_good)
         self._verified.discard(step)
         size = save_now(self._place, content, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
@@ -117,7 +117,7 @@ class CheckpointManager:
             return False
         self._set_aside_newer()
         with self._ranks.stage("copying tensors to host memory"):
-            content = Content.of(step, tensors, meta, validation_loss, is_good)
+            content = Snapshot.of(step, tensors, meta, validation_loss, is_good)
             self._background.stage(tensors)
         self._verified.discard(step)
         self._background.start(self._place, content, frozenset(self._in_use))
@@ -279,7 +279,7 @@ class CheckpointManager:
     def _look_after_saver(self) -> bool:
         """Whether a save is under way on some rank; one that has died somewhere is given up everywhere. Collective."""
         background = self._background
-        busy, died = zip(*self._ranks.everyone((background.is_busy, background.has_died)), strict=True)
+        busy, died = zip(*self._ranks.all_gather((background.is_busy, background.has_died)), strict=True)
         if any(died):
             background.start_again([rank for rank, has_died in enumerate(died) if has_died])
             return False

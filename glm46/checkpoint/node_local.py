@@ -10,7 +10,7 @@ from pathlib import Path
 
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.gathering import (
-    Part,
+    NodePart,
     copy_part,
     is_gathered,
     is_superseded,
@@ -22,7 +22,7 @@ from glm46.checkpoint.gathering import (
 from glm46.checkpoint.integrity import MANIFEST
 from glm46.checkpoint.metadata import METADATA
 from glm46.checkpoint.publish import open_draft, publish, remove, repair, step_folder
-from glm46.checkpoint.snapshot import Content
+from glm46.checkpoint.snapshot import Snapshot
 from glm46.distributed.ranks import CheckpointError, Ranks
 from glm46.files.durable import create_durably
 
@@ -38,10 +38,10 @@ class NodeFolder:
     def of_this_rank(cls, path: Path, ranks: Ranks) -> "NodeFolder":
         """Collective. Ranks share a node when host name and folder are the same."""
         node = (socket.gethostname(), str(Path(path).absolute()))
-        return cls(Path(path), is_leader=ranks.everyone(node).index(node) == ranks.rank)
+        return cls(Path(path), is_leader=ranks.all_gather(node).index(node) == ranks.rank)
 
 
-def save_locally(node: NodeFolder, content: Content, ranks: Ranks, staged: dict | None) -> int:
+def save_locally(node: NodeFolder, content: Snapshot, ranks: Ranks, staged: dict | None) -> int:
     """Write and publish this node's part of a checkpoint on its local disk. Collective.
 
     Returns:
@@ -114,7 +114,7 @@ def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
     return newest.step
 
 
-def _copy_and_publish(node: NodeFolder | None, output: Path, save: Part, ranks: Ranks) -> None:
+def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: Ranks) -> None:
     with ranks.stage("copying to shared storage") as stage:
         if node is not None:
             if faults := copy_part(node.path, output, save):

@@ -11,7 +11,7 @@ from glm46.checkpoint.integrity import read_manifest
 from glm46.checkpoint.node_local import NodeFolder, gather, save_locally
 from glm46.checkpoint.publish import complete_steps, open_draft, publish, remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
-from glm46.checkpoint.snapshot import Content
+from glm46.checkpoint.snapshot import Snapshot
 from glm46.checkpoint.verification import verify_folder
 from glm46.distributed.ranks import CheckpointError, Ranks
 
@@ -39,7 +39,7 @@ class Place:
     """A local disk to write to first."""
 
 
-def save_now(place: Place, content: Content, ranks: Ranks, in_use: Collection[int], staged: dict | None = None) -> int:
+def save_now(place: Place, content: Snapshot, ranks: Ranks, in_use: Collection[int], staged: dict | None = None) -> int:
     """Write, publish, and remove what is too old. Collective.
 
     Returns:
@@ -59,7 +59,7 @@ def save_now(place: Place, content: Content, ranks: Ranks, in_use: Collection[in
     return size
 
 
-def _save_shared(folder: Path, content: Content, ranks: Ranks, staged: dict | None) -> int:
+def _save_shared(folder: Path, content: Snapshot, ranks: Ranks, staged: dict | None) -> int:
     with ranks.stage("making the checkpoint folder") as stage:
         if ranks.is_first:
             stage.value = open_draft(folder, content.step)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Content:
+class Snapshot:
     """What goes into a checkpoint."""
 
     step: int
@@ -31,7 +31,7 @@ class Content:
         validation_loss: float | None,
         is_good: bool = True,
     ):
-        """Content with ``meta`` encoded.
+        """Snapshot with ``meta`` encoded.
 
         Raises:
             TypeError: when ``meta`` is no JSON.

@@ -16,13 +16,13 @@ from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import META, read_manifest, records_of
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.publish import open_draft, publish, published_steps, step_folder, step_of
-from glm46.checkpoint.snapshot import Content
+from glm46.checkpoint.snapshot import Snapshot
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 
-Kind = tuple[tuple[int, ...], torch.dtype]
+TensorKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 MODEL_PREFIX = "model."
@@ -87,7 +87,7 @@ class ReadAhead(Mapping[str, Tensor]):
         fill: gives a tensor on the CPU its values.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], fill: Callable[[str, Tensor], None]):
+    def __init__(self, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None]):
         self._kinds = kinds
         self._next = dict(zip(kinds, [*list(kinds)[1:], None], strict=True))
         self._fill = fill
@@ -133,7 +133,7 @@ class ReadAhead(Mapping[str, Tensor]):
 
 
 def write_model(
-    folder: Path, kinds: Mapping[str, Kind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
+    folder: Path, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of a model alone, as step 0 of a folder: one tensor is written while the next one is filled.
 
@@ -150,7 +150,7 @@ def write_model(
     ranks = Ranks(rank=0, size=1, group=None)
     stored = {MODEL_PREFIX + name: kind for name, kind in kinds.items()}
     meta_tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in stored.items()}
-    content = Content.of(0, meta_tensors, meta, None)
+    content = Snapshot.of(0, meta_tensors, meta, None)
     draft = open_draft(folder, content.step)
     try:
         with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:

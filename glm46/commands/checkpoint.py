@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.checkpoint.inspection import Summary, contents, summarise
+from glm46.checkpoint.inspection import CheckpointSummary, contents, summarise
 from glm46.checkpoint.publish import remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
 from glm46.config.errors import UserError
@@ -67,7 +67,7 @@ def _list(arguments: argparse.Namespace) -> int:
     return _DAMAGED if any(summary.faults for summary in summaries) else 0
 
 
-def _print_summary(summary: Summary, good: str) -> None:
+def _print_summary(summary: CheckpointSummary, good: str) -> None:
     saved = "-" if summary.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at))
     tokens = "-" if summary.tokens is None else f"{summary.tokens:,}"
     loss = "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}"

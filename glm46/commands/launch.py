@@ -34,11 +34,11 @@ from glm46.reliability.stop import (
     EXIT_HANG,
     EXIT_SIGNAL,
     EXIT_STOPPED,
-    SAME_WISH_SECONDS,
+    REPEAT_SECONDS,
     SIGNALS,
     SignalListener,
     code_before_training,
-    leave,
+    exit_now,
     started_ranks,
 )
 
@@ -117,10 +117,10 @@ class _Signals:
     def _hear(self, number: int) -> None:
         name, ranks, now = signal.Signals(number).name, started_ranks(), time.monotonic()
         if number == signal.SIGQUIT:
-            leave(EXIT_SIGNAL + number, f"{name}: ended at once, without a save")
+            exit_now(EXIT_SIGNAL + number, f"{name}: ended at once, without a save")
         if not ranks and self.number is None:
-            leave(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
-        if self.number is not None and now - self._told_at <= SAME_WISH_SECONDS:
+            exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+        if self.number is not None and now - self._told_at <= REPEAT_SECONDS:
             return
         seconds = _SAVE_SECONDS if self.number is None else _END_SECONDS
         self.number, self._told_at = number, now
@@ -128,7 +128,7 @@ class _Signals:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
         reason = f"{name}: the ranks did not leave within {seconds} s; killed"
-        deadline = threading.Timer(seconds, leave, (EXIT_SIGNAL + number, reason))
+        deadline = threading.Timer(seconds, exit_now, (EXIT_SIGNAL + number, reason))
         deadline.daemon = True
         deadline.start()
         self._deadlines.append(deadline)

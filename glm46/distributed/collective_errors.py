@@ -12,26 +12,26 @@ _Result = TypeVar("_Result")
 _MARK = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
-def together(work: Callable[[], _Result]) -> _Result:
+def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
     """What `work` gives on this rank; collective.
 
     Raises:
-        UserError: it raised one on some rank; on all ranks, as `raise_together` does.
+        UserError: it raised one on some rank; on all ranks, as `raise_on_all_ranks` does.
     """
-    result, error = attempt(work)
+    result, error = catch_user_error(work)
     count = torch.tensor([error is not None], dtype=torch.int64)
     dist.all_reduce(count)
     if count.item():
-        raise_together(error)
+        raise_on_all_ranks(error)
     return result
 
 
-def once(*faults: str) -> tuple[str, ...]:
+def on_first_rank(*faults: str) -> tuple[str, ...]:
     """Faults that all ranks have found alike, for the first rank, which speaks for all; nothing on others."""
     return faults if dist.get_rank() == 0 else ()
 
 
-def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | None]:
+def catch_user_error(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | None]:
     """What `work` gives, or the UserError that it raised. All else is a fault of the program, and goes its way."""
     try:
         return work(), None
@@ -39,7 +39,7 @@ def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | No
         return None, error
 
 
-def raise_together(error: UserError | None) -> NoReturn:
+def raise_on_all_ranks(error: UserError | None) -> NoReturn:
     """End the run because some rank has met an error; collective, with None on ranks that have met none.
 
     Raises:
@@ -48,7 +48,7 @@ def raise_together(error: UserError | None) -> NoReturn:
     found: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error and tuple(map(_without_traceback, error.faults)))
     faults = dict.fromkeys(fault for faults in found for fault in faults or ())
-    raise UserError(*once(*faults))
+    raise UserError(*on_first_rank(*faults))
 
 
 def _without_traceback(fault: str) -> str:

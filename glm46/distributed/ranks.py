@@ -56,7 +56,7 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
         if self.group is None:
             return [value]
@@ -72,12 +72,12 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def stage(self, name: str) -> "Stage":
+    def stage(self, name: str) -> "CollectiveStage":
         """``with ranks.stage("writing") as stage:`` runs a step that all ranks leave together."""
-        return Stage(self, name)
+        return CollectiveStage(self, name)
 
 
-class Stage:
+class CollectiveStage:
     """A step that all ranks leave together. Set ``value`` inside; ``values`` holds everyone's afterwards.
 
     Raises:
@@ -90,14 +90,14 @@ class Stage:
         self.value: Any = None
         self.values: list[Any] = []
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> "CollectiveStage":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         fault = None if error is None else f"rank {self._ranks.rank}, {self._name}: {_root_of(error)}"
-        results = self._ranks.everyone((fault, self.value))
+        results = self._ranks.all_gather((fault, self.value))
         faults = [fault for fault, _ in results if fault is not None]
         if error is not None and not isinstance(error, Exception):
             return False  # an interrupt goes its own way; the others have been told

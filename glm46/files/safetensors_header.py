@@ -26,7 +26,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """A tensor in a file."""
 
     dtype: str
@@ -42,7 +42,7 @@ class Entry:
 
 def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, HeaderEntry]]:
     """The first bytes of a file, and where each tensor lies behind them.
 
     Args:
@@ -52,18 +52,18 @@ def make_header(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     entries, end = {}, 0
     for name, dtype, shape in tensors:
-        entry = Entry(dtype, tuple(shape), end)
+        entry = HeaderEntry(dtype, tuple(shape), end)
         end += entry.nbytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.start, end]}
         entries[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    placed = {name: Entry(entry.dtype, entry.shape, first + entry.start) for name, entry in entries.items()}
+    placed = {name: HeaderEntry(entry.dtype, entry.shape, first + entry.start) for name, entry in entries.items()}
     return len(text).to_bytes(8, "little") + text, placed
 
 
-def read_header(path: Path, remedy: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The tensors of a file and its metadata, after checking that header and file fit together byte for byte.
 
     Args:
@@ -99,9 +99,9 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, Entry], dict[str, st
     return entries, metadata
 
 
-def _entry(described: dict[str, Any], first: int) -> Entry:
+def _entry(described: dict[str, Any], first: int) -> HeaderEntry:
     start, end = described["data_offsets"]
-    entry = Entry(described["dtype"], tuple(described["shape"]), first + start)
+    entry = HeaderEntry(described["dtype"], tuple(described["shape"]), first + start)
     if any(type(number) is not int or number < 0 for number in (*entry.shape, start, end)):
         raise ValueError(f"{described} has a size that is not a whole number")
     if end - start != entry.nbytes:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.files.safetensors_header import Entry, make_header, read_header
+from glm46.files.safetensors_header import HeaderEntry, make_header, read_header
 
 Box = tuple[tuple[int, int], ...]
 """For each dimension, first place and length."""
@@ -75,7 +75,7 @@ def read_records(path: Path) -> dict[str, Record]:
     return _records(entries)
 
 
-def _records(entries: dict[str, Entry]) -> dict[str, Record]:
+def _records(entries: dict[str, HeaderEntry]) -> dict[str, Record]:
     return {name: Record(_TYPES[entry.dtype], entry.shape, entry.start) for name, entry in entries.items()}
 
 

@@ -65,7 +65,7 @@ def find_culprits(answers: Answers, world_size: int) -> list[int]:
     return culprits or sorted(rank for rank, a in answers.items() if a["place"] and "torch/" not in a["place"][0])
 
 
-def describe_silence(
+def describe_hang(
     answers: Answers, culprits: list[int], hosts: Mapping[int, str], silent_seconds: float, folder: str
 ) -> str:
     """What a person needs to know, some lines."""

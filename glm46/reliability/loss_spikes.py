@@ -26,7 +26,7 @@ _SMALLEST_NORM_SIGMA = 0.1
 
 
 @torch.no_grad()
-def sum_over_ranks(sums: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+def sum_and_share_norm(sums: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
     """Sum figures over all ranks, and make the gradient norm the very same number on all of them; one collective.
 
     Ranks that hold copies of a gradient make its norm apart. If one of them alone has a NaN, all must know.
@@ -56,7 +56,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=window)
         self._log_norms: deque[float] = deque(maxlen=window)
 
-    def judge(self, loss: float, grad_norm: float) -> str | None:
+    def check(self, loss: float, grad_norm: float) -> str | None:
         """What is wrong with a step of this mean loss and norm, None if nothing; then it enters the window."""
         log_norm = math.log(max(grad_norm, 1e-30))
         if self._sigmas and 2 * len(self._losses) >= self._window:

@@ -27,7 +27,7 @@ EXIT_SIGNAL = 128
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-SAME_WISH_SECONDS = 1.0
+REPEAT_SECONDS = 1.0
 """Terminals, `timeout` and job systems may send one signal to a process and once more to its group."""
 
 
@@ -81,7 +81,7 @@ class StopRequest:
 
     Attributes:
         signal_name: of the first signal; None while there was none.
-        has_begun: set by the trainer when all ranks begin; from then on there is something to save before the end.
+        has_started: set by the trainer when all ranks begin; from then on there is something to save before the end.
         has_ended: set by the trainer when it has stopped and saved; from then on signals change nothing. Torchrun sends
             one to the ranks that have not left when the first one has.
     """
@@ -89,7 +89,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._first_at = 0.0
-        self.has_begun = False
+        self.has_started = False
         self.has_ended = False
         self._listener = SignalListener(self._hear)
 
@@ -102,12 +102,12 @@ class StopRequest:
         self.signal_name = self.signal_name or name
         if self.has_ended:
             return
-        if not self.has_begun:
-            leave(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+        if not self.has_started:
+            exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
         if not self._first_at:
             self._first_at = now
-        elif now - self._first_at > SAME_WISH_SECONDS:
-            leave(EXIT_SIGNAL + number, f"a second signal, {name}: ended at once, without a save")
+        elif now - self._first_at > REPEAT_SECONDS:
+            exit_now(EXIT_SIGNAL + number, f"a second signal, {name}: ended at once, without a save")
 
 
 def code_before_training(number: int) -> int:
@@ -120,12 +120,12 @@ def end_on_signals(code: Callable[[int], int]) -> SignalListener:
     """From now on a signal ends this process and all that it started, with the exit code of the signal."""
 
     def hear(number: int) -> None:
-        leave(code(number), f"stopped by {signal.Signals(number).name}")
+        exit_now(code(number), f"stopped by {signal.Signals(number).name}")
 
     return SignalListener(hear, (*SIGNALS, signal.SIGQUIT))
 
 
-def leave(code: int, reason: str) -> None:
+def exit_now(code: int, reason: str) -> None:
     """End this process and all that it started, from any thread, whatever the others do."""
     for process in _descendants(os.getpid()):
         with suppress(ProcessLookupError):

@@ -77,8 +77,8 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
 class Stragglers:
     """Times this rank's steps and compares them with those of the others; the same verdict on every rank.
 
-    The paces travel in the collective that the ranks agree on a step by: `to_share` goes in, its sum over all ranks
-    comes back to `learn`.
+    The paces travel in the collective that the ranks agree on a step by: `shared_paces` goes in, its sum over all ranks
+    comes back to `update`.
     """
 
     def __init__(self, rank: int, world_size: int, stages: int):
@@ -93,13 +93,13 @@ class Stragglers:
         """From here on this rank works for the step."""
         self._began = own_clock()
 
-    def step_judged(self, own_time: float) -> None:
+    def gradients_ready(self, own_time: float) -> None:
         """The gradients are there, since this time of `own_clock`."""
         self._steps += 1
         if self._steps > _WARM_UP_STEPS:
             self._times.append(own_time - self._began)
 
-    def to_share(self) -> list[int]:
+    def shared_paces(self) -> list[int]:
         """Two numbers for each rank, nanoseconds; those of others are 0. Empty when nothing is compared: alone, in
         most steps, and at the start."""
         if self._world_size == 1 or self._steps % _EXCHANGE_STEPS or len(self._times) < _FEWEST_STEPS:
@@ -112,7 +112,7 @@ class Stragglers:
         )
         return shared
 
-    def learn(self, shared: Sequence[int]) -> str | None:
+    def update(self, shared: Sequence[int]) -> str | None:
         """Take in the sum of what was shared; what to tell a person, if there is anything new."""
         if not shared:
             return None
@@ -130,7 +130,7 @@ class Stragglers:
             f"({slowest.ratio:.2f} times as long); all wait for it"
         )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Columns of metrics.jsonl, of the last comparison."""
         if self._slowest is None:
             return {}

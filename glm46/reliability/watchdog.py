@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.distributed.process import Process
-from glm46.reliability.hang_report import collectives_here, describe_silence, find_culprits, place_of
+from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, place_of
 from glm46.reliability.stop import EXIT_HANG
 
 _TICK_SECONDS = 0.25
@@ -202,7 +202,7 @@ class Watchdog:
         speaker = min(answers)
         if rank == speaker:
             hosts = {rank: host for rank, (host, _) in processes.items()}
-            text = describe_silence(answers, find_culprits(answers, size), hosts, silent_seconds, str(self._folder))
+            text = describe_hang(answers, find_culprits(answers, size), hosts, silent_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
         if self._store is not None:

@@ -15,7 +15,7 @@ from glm46.config.run_config import RunConfig
 from glm46.data.corpus import check_epochs, load_text
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
-from glm46.distributed.collective_errors import together
+from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Meshes, build_meshes
 from glm46.distributed.process import Process
 from glm46.model.transformer import Transformer
@@ -84,7 +84,7 @@ def build(config: RunConfig, process: Process) -> Parts:
         UserError: the data, the layout or the checkpoint folder do not fit the configuration.
     """
     layout = resolve_layout(config.parallelism, process.world_size)
-    tokenizer, manifests = together(lambda: load_text(config))
+    tokenizer, manifests = run_on_all_ranks(lambda: load_text(config))
     check_epochs(config, manifests, config.training.local_batch_size * layout.dp_degree)
     return assemble(config, process, tokenizer, manifests)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from glm46.data.loader import build_validation_loader
 from glm46.data.manifest import Manifest
-from glm46.distributed.collective_errors import together
+from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.model.cross_entropy import IGNORE
 from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
@@ -56,7 +56,7 @@ def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
     targets = text_bytes = drafts = 0
     batches = iter(loader)
     for _ in range(len(loader)):
-        batch = together(lambda: next(batches))
+        batch = run_on_all_ranks(lambda: next(batches))
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())

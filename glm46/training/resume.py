@@ -16,7 +16,7 @@ from glm46.config.faults import counted
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import TOKENIZER_KEY
-from glm46.distributed.collective_errors import once, together
+from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.reliability.stop import Diverged
 from glm46.training.build import Parts
 from glm46.training.data_stream import read
@@ -73,13 +73,13 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
         if step is not None:
             meta = _load(parts, step)
             if meta["stream"] != parts.stream_fingerprint():
-                raise UserError(*once(_other_text(parts.config, step_folder(parts.checkpoints.folder, step))))
+                raise UserError(*on_first_rank(_other_text(parts.config, step_folder(parts.checkpoints.folder, step))))
             return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
     if config.initial_load_in_hf:
-        together(lambda: load_weights(parts, path))
+        run_on_all_ranks(lambda: load_weights(parts, path))
         return fresh, None
     meta = _load(parts, path.resolve(), ignored=_left_out(parts, path.resolve()))
     if not config.initial_load_model_only:
@@ -111,12 +111,12 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     cause = "; ".join(causes)
     if progress.rollbacks >= training.max_rollbacks:
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
-        raise Diverged(*once(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
+        raise Diverged(*on_first_rank(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
     step = parts.checkpoints.newest(before=before) if parts.config.checkpoint.enable else None
     if step is None:
         raise Diverged(
-            *once(f"{cause}, and no checkpoint of an earlier step is there to go back to; {Diverged.remedy}")
+            *on_first_rank(f"{cause}, and no checkpoint of an earlier step is there to go back to; {Diverged.remedy}")
         )
     meta = _load(parts, step)
     earlier = Progress(**meta["progress"])
@@ -167,7 +167,7 @@ def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> di
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         folder = source if isinstance(source, Path) else step_folder(parts.checkpoints.folder, source)
-        raise UserError(*once(*_explained(error.faults, parts.config, folder))) from None
+        raise UserError(*on_first_rank(*_explained(error.faults, parts.config, folder))) from None
     rank = parts.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

@@ -6,7 +6,7 @@ from glm46.checkpoint.finite import NotFiniteError
 from glm46.checkpoint.publish import complete_steps
 from glm46.checkpoint.saving import SaveOutcome
 from glm46.config.errors import UserError
-from glm46.distributed.collective_errors import once
+from glm46.distributed.collective_errors import on_first_rank
 from glm46.distributed.ranks import CheckpointError
 from glm46.observe.report import Report
 from glm46.reliability.loss_spikes import SpikeDetector
@@ -94,9 +94,9 @@ class Saver:
                 self._tell(self._parts.checkpoints.close())
         except NotFiniteError as error:
             fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._way_on()}"
-            raise Diverged(*once(fault)) from None
+            raise Diverged(*on_first_rank(fault)) from None
         except CheckpointError as error:
-            raise SaveFailed(*once(f"step {progress.step} is not saved. {error}; {self._way_on()}")) from None
+            raise SaveFailed(*on_first_rank(f"step {progress.step} is not saved. {error}; {self._way_on()}")) from None
 
     def _way_on(self) -> str:
         folder = self._parts.checkpoints.folder

@@ -13,7 +13,7 @@ from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, StageOutput, detached
 from glm46.planner.schedule import schedule_value
-from glm46.reliability.loss_spikes import NOT_FINITE, sum_over_ranks
+from glm46.reliability.loss_spikes import NOT_FINITE, sum_and_share_norm
 from glm46.training.build import Parts
 from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
 
@@ -73,7 +73,7 @@ def train_step(
         auxiliary=lambda aux_losses: auxiliary_objective(aux_losses, counts, weights),
     )
     sums, counters = _figures(parts, outputs, micro_batches)
-    sums, grad_norm = sum_over_ranks(sums, global_grad_norm(parameters, parts.meshes.pipeline))
+    sums, grad_norm = sum_and_share_norm(sums, global_grad_norm(parameters, parts.meshes.pipeline))
     dist.all_reduce(counters)
 
     # sync: whether to step must be known before the weights change; the numbers are the same on every rank.

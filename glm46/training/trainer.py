@@ -12,7 +12,7 @@ import torch.distributed as dist
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
-from glm46.distributed.collective_errors import attempt, raise_together
+from glm46.distributed.collective_errors import catch_user_error, raise_on_all_ranks
 from glm46.distributed.process import die_with_parent, join, launched_rank, leave
 from glm46.observe.report import Report
 from glm46.planner.budget import budget_tokens
@@ -154,13 +154,13 @@ def _train(
         watchdog.step_begins(progress.step + 1)
         stragglers.step_begins()
         coming = prepare_step(parts, progress, feed, stop, saver, stragglers, watchdog)
-        if not stop.has_begun:  # not before all ranks are here: who has to wait for another one has nothing to save
-            stop.has_begun = True
+        if not stop.has_started:  # not before all ranks are here: who has to wait for another one has nothing to save
+            stop.has_started = True
         if coming.is_ruined:
             raise _WentBad
         if coming.saver_died:
             saver.start_again(progress)
-        if slow := stragglers.learn(coming.paces):
+        if slow := stragglers.update(coming.paces):
             report.message(f"step {progress.step}: {slow}")
         if coming.stop:
             break
@@ -170,9 +170,9 @@ def _train(
 
         # single training step
         watchdog.operation("training step", size=(text.sequences, text.seq_len))
-        outcome = train_step(parts, text.micro_batches, counts, clock, lr_factor, spikes.judge)
+        outcome = train_step(parts, text.micro_batches, counts, clock, lr_factor, spikes.check)
         progress.advance(sequences=text.sequences, seq_len=text.seq_len, was_skipped=outcome.fault is not None)
-        stragglers.step_judged(outcome.judged_at)
+        stragglers.gradients_ready(outcome.judged_at)
         flops = batch_flops(parts.shape, size, counts.half_pairs)
         figures.meter.add_step(size, text.read_seconds, flops)
 
@@ -183,7 +183,7 @@ def _train(
             _report_skip(progress, outcome.fault, text.sequences, report)
         if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
             row = figures.training_row(progress, outcome, counts, lr_factor)
-            report.train(row | saver.figures() | stragglers.figures())
+            report.train(row | saver.figures() | stragglers.metrics())
         if progress.skipped_in_a_row > config.training.max_skipped_steps:
             raise _WentBad
         if progress.step % config.training.gc_freq == 0:
@@ -229,7 +229,7 @@ def prepare_step(
         parts.config.training.global_batch_size, progress.curriculum_tokens, parts.rows_per_micro_batch
     )
     progress.pass_over(wanted)
-    text, damage = attempt(lambda: feed.take(progress, wanted))
+    text, damage = catch_user_error(lambda: feed.take(progress, wanted))
     watchdog.operation("agreeing on the step")
     counts = count_tokens(text.micro_batches if text else [])
     window, document_mask = parts.shape.sliding_window, parts.config.data.document_mask
@@ -241,14 +241,14 @@ def prepare_step(
         [
             *(stop.signal_name is not None, saver.found_ruin, saver.has_died, damage is not None),
             *(counts.targets, counts.real, half_pairs, *per_depth),
-            *stragglers.to_share(),
+            *stragglers.shared_paces(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
     wishes, ruins, deaths, damages = flat[:4].tolist()
     if damages:
-        raise_together(damage)
+        raise_on_all_ranks(damage)
     tokens, paces = flat[4:].tensor_split([3 + 2 * depths])
     # Ranks that read the same sequences have counted them each.
     targets, real, half_pairs, *rest = (tokens // readers).tolist()

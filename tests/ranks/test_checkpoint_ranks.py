@@ -221,7 +221,7 @@ def saver_dies(folder: Path, rank: int) -> None:
         assert manager.save_in_background(step, tensors, {})
         died = False
         while not died:  # what a run does every step
-            died = any(manager._ranks.everyone(manager.saver_has_died))
+            died = any(manager._ranks.all_gather(manager.saver_has_died))
         saving.write_tensors = write
         manager.start_saver_again()
         fault = str(fault_of(manager.poll))

@@ -42,7 +42,7 @@ def test_a_ruined_checkpoint_that_is_there_is_not_verified_and_not_used(tmp_path
     monkeypatch.setattr(finite, "_PIECE_BYTES", 100)
     with monkeypatch.context() as patch:  # as a version before did, which looked at no value
         patch.setattr(saving, "refuse_not_finite", lambda tensors, ranks: None)
-        patch.setattr(saving.Content, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
+        patch.setattr(saving.Snapshot, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
         manager.save(2, {"model.w": tensor}, {})
     assert checkpoint_command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out

@@ -29,9 +29,9 @@ def test_spikes_are_found_and_noise_is_not():
             norm = 0.3 * 2 ** chance.gauss(0, 0.3)
             if step >= 128 and step % 100 == 50:
                 tried += 1
-                missed += detector.judge(level * (1 + 10 * sigma), norm) is None
-                missed += detector.judge(level, 0.3 * 2 ** (0.3 * 12)) is None
-            false_alarms += detector.judge(loss, norm) is not None
+                missed += detector.check(level * (1 + 10 * sigma), norm) is None
+                missed += detector.check(level, 0.3 * 2 ** (0.3 * 12)) is None
+            false_alarms += detector.check(loss, norm) is not None
     # 128 values give their deviation to a tenth or so: ten deviations are far above six, five below. Twenty thousand
     # steps of normal noise reach 4.2 deviations; one exception is left for an unlucky window.
     assert missed == 0 and tried == 180
@@ -40,26 +40,26 @@ def test_spikes_are_found_and_noise_is_not():
 
 def test_a_falling_loss_and_a_plateau_are_no_spikes_and_no_detection_finds_none():
     detector = SpikeDetector(6.0, 32)
-    assert all(detector.judge(9.0 * 0.99**step, 5.0 * 0.99**step) is None for step in range(300))
+    assert all(detector.check(9.0 * 0.99**step, 5.0 * 0.99**step) is None for step in range(300))
     flat = SpikeDetector(6.0, 32)
-    assert all(flat.judge(2.0, 0.1) is None for _ in range(100))
-    assert flat.judge(2.05, 0.11) is None  # within the smallest deviation, which is relative
-    assert "loss 3 spikes" in flat.judge(3.0, 0.1)
-    assert "gradient norm 1 spikes" in flat.judge(2.0, 1.0)
+    assert all(flat.check(2.0, 0.1) is None for _ in range(100))
+    assert flat.check(2.05, 0.11) is None  # within the smallest deviation, which is relative
+    assert "loss 3 spikes" in flat.check(3.0, 0.1)
+    assert "gradient norm 1 spikes" in flat.check(2.0, 1.0)
     none = SpikeDetector(0.0, 32)
-    assert all(none.judge(10.0 ** (step % 7), 1.0) is None for step in range(100))
+    assert all(none.check(10.0 ** (step % 7), 1.0) is None for step in range(100))
 
 
 def test_a_bad_step_never_enters_the_window_and_the_window_is_saved():
     detector = SpikeDetector(6.0, 16)
     for step in range(20):
-        detector.judge(2.0 + 0.01 * (step % 3), 0.1)
+        detector.check(2.0 + 0.01 * (step % 3), 0.1)
     before = detector.to_meta()
-    assert all(detector.judge(50.0, 0.1) for _ in range(100))
+    assert all(detector.check(50.0, 0.1) for _ in range(100))
     assert detector.to_meta() == before
     again = SpikeDetector(6.0, 16)
     again.restore(json.loads(json.dumps(before)))
-    assert again.judge(50.0, 0.1) == detector.judge(50.0, 0.1)
+    assert again.check(50.0, 0.1) == detector.check(50.0, 0.1)
     assert again.to_meta() == before
 
 

@@ -20,15 +20,15 @@ def steps_until_named(monkeypatch, ranks: int, steps: int, *, slowed: float, see
     monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
     watchers, named = [Stragglers(rank, ranks, 1) for rank in range(ranks)], []
     for step in range(1, steps + 1):
-        shared = [sum(numbers) for numbers in zip(*(w.to_share() for w in watchers), strict=True)]
-        said = {watcher.learn(shared) for watcher in watchers}
+        shared = [sum(numbers) for numbers in zip(*(w.shared_paces() for w in watchers), strict=True)]
+        said = {watcher.update(shared) for watcher in watchers}
         assert len(said) == 1, "all ranks say the same"
         if (text := said.pop()) is not None:
             named.append(step if text.startswith(f"rank {SLOW_RANK} is slow") and slowed > 1 else -step)
         for rank, watcher in enumerate(watchers):
             watcher.step_begins()
             seconds = 0.1 * max(chance.gauss(1.0, noise), 0.2) * (1 + 2 * chance.random() * (chance.random() < 0.02))
-            watcher.step_judged(clock[0] + seconds * (slowed if rank == SLOW_RANK else 1.0))
+            watcher.gradients_ready(clock[0] + seconds * (slowed if rank == SLOW_RANK else 1.0))
     return named
 
 
@@ -65,11 +65,11 @@ def test_a_rank_that_recovers_is_said_to(monkeypatch):
     monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
     watchers, said = [Stragglers(rank, 2, 1) for rank in range(2)], []
     for step in range(200):
-        shared = [sum(numbers) for numbers in zip(*(w.to_share() for w in watchers), strict=True)]
-        said += [text for text in (watchers[0].learn(shared), watchers[1].learn(shared)) if text]
+        shared = [sum(numbers) for numbers in zip(*(w.shared_paces() for w in watchers), strict=True)]
+        said += [text for text in (watchers[0].update(shared), watchers[1].update(shared)) if text]
         for rank, watcher in enumerate(watchers):
             watcher.step_begins()
-            watcher.step_judged(clock[0] + (0.2 if rank == 0 and 60 <= step < 120 else 0.1))
+            watcher.gradients_ready(clock[0] + (0.2 if rank == 0 and 60 <= step < 120 else 0.1))
     assert [text[:12] for text in said[::2]] == ["rank 0 is sl", "rank 0 is as"] and said[::2] == said[1::2]
     assert "0.2 s of its own per step, the others 0.1 s (2.00 times as long)" in said[0]
-    assert watchers[1].figures()["slowest_rank_ratio"] == pytest.approx(1.0)
+    assert watchers[1].metrics()["slowest_rank_ratio"] == pytest.approx(1.0)
