@@ -30,7 +30,7 @@ from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
 from glm46.data.tokenizer import load_tokenizer  # noqa: E402
 from glm46.huggingface.config_json import CONFIG, config_of  # noqa: E402
-from glm46.huggingface.export_weights import Layout, export_weights  # noqa: E402
+from glm46.huggingface.export_weights import ExportOptions, export_weights  # noqa: E402
 from glm46.huggingface.import_weights import INDEX, FolderReader, check_folder, import_weights  # noqa: E402
 from glm46.huggingface.names import HFNames, raise_if  # noqa: E402
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
@@ -71,7 +71,7 @@ def shape_of_size(gb: float) -> ModelShape:
 
 def kinds_of(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Our name -> shape and type of every tensor."""
-    entries = HFNames(shape, with_copies=False).entries
+    entries = HFNames(shape, repeat_shared=False).entries
     return {name: (entry.shape, torch.float32 if entry.is_fp32 else DTYPE) for name, entry in entries.items()}
 
 
@@ -162,9 +162,9 @@ class Measurement:
         tokenizer = load_tokenizer("builtin")
         self.config = config_of(self.shape, None, eos_ids=stop_ids(tokenizer), dtype="bfloat16")
         others = files_beside_weights(tokenizer, max_length=self.shape.max_position_embeddings)
-        self.layout = Layout(max_file_bytes=int(self.nbytes / (files - 0.5)), other_files=others)
+        self.options = ExportOptions(max_file_bytes=int(self.nbytes / (files - 0.5)), other_files=others)
         self.missed: list[str] = []
-        export_weights(self.source, self.shape, self.config, RandomTensors(self.shape), layout=self.layout)
+        export_weights(self.source, self.shape, self.config, RandomTensors(self.shape), options=self.options)
         count = len(list(self.source.glob("*.safetensors")))
         print(f"{self.nbytes / 1e9:.3f} GB in {count} files, largest tensor {self.largest / 1e6:.0f} MB", flush=True)
 
@@ -251,7 +251,7 @@ class Measurement:
                 self._require(statistics.median(ratio) >= LEAST_SPEED, text)
 
     def _export(self, model: Mapping[str, Tensor]) -> None:
-        export_weights(self.place / "exported", self.shape, self.config, model, layout=self.layout)
+        export_weights(self.place / "exported", self.shape, self.config, model, options=self.options)
 
     def _require_same(self, folder: Path) -> None:
         """The weights of the folder are those of the source, byte for byte; they may lie in other files."""

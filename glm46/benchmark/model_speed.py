@@ -14,10 +14,13 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.model.transformer import Transformer
+from glm46.observe.hardware import process_bytes
 from glm46.parallelize import compile
 from glm46.parallelize.plan import initialise
+from glm46.prepare.workers import call_in_workers
 
 _SEED = 0
+_STEPS_FOR_PEAK = 2
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative difference of the losses that the number formats and other orders of summation explain."""
 
@@ -142,7 +145,7 @@ def _allocated(device: torch.device) -> int | None:
 
 def _peak_of_step(device: torch.device, contestant: Contestant, before: int | None) -> int | None:
     """Bytes of a step on a GPU: its own weights, gradients and what it allocates on the way. None on a CPU, where
-    torch keeps no such count; `glm46.benchmark.cpu_memory` measures whole processes there."""
+    torch keeps no such count; `peak_bytes_on_cpu` measures whole processes there."""
     if before is None:
         return None
     contestant.model.zero_grad(set_to_none=True)
@@ -157,3 +160,23 @@ def median_ratio(contestant: Contestant, base: Contestant) -> float:
     """How many times the base's speed a contestant has: median over rounds of the ratio within a round."""
     pairs = zip(base.seconds, contestant.seconds, strict=True)
     return statistics.median(slow / fast for slow, fast in pairs)
+
+
+def peak_bytes_on_cpu(name: str, work: Workload, threads: int) -> int | None:
+    """Peak resident memory of a fresh process that takes some steps of one contestant, program included.
+
+    A process of its own, because torch does not count allocations on a CPU. None without /proc.
+    """
+    ((_, peak),) = call_in_workers(1, torch.set_num_threads, (threads,), _peak_of_this_process, [(name, work)])
+    return peak
+
+
+def _peak_of_this_process(name: str, work: Workload) -> int | None:
+    ours = build_ours(work)
+    contestant = build_contestant(name, work, ours)
+    if contestant.model is not ours:
+        ours.to("meta")  # its weights were copied and would count twice
+    for _ in range(_STEPS_FOR_PEAK):
+        contestant.step()
+    # Not getrusage: its peak is inherited from the parent, which holds all contestants.
+    return process_bytes("VmHWM")

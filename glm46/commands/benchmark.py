@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.benchmark.cpu_memory import peak_bytes
-from glm46.benchmark.data_speed import Work, data_speed
-from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, race
+from glm46.benchmark.data_speed import DataWorkload, data_speed
+from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import SECONDS
 from glm46.benchmark.text_speed import tokenizer_speed
 from glm46.config.errors import UserError
@@ -133,13 +132,13 @@ def _model(arguments: argparse.Namespace) -> None:
     if kind == "cpu":
         for contestant in contestants:
             _progress(f"measuring the memory of {contestant.name}")
-            contestant.peak_bytes = peak_bytes(contestant.name, work, torch.get_num_threads())
+            contestant.peak_bytes = peak_bytes_on_cpu(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
 
 
 def _data(arguments: argparse.Namespace) -> None:
     sizes = (arguments.batch, arguments.seq_len, arguments.rounds, 10**6 * arguments.megabytes, arguments.shard_tokens)
-    _print(data_speed(Work(*sizes), _progress))
+    _print(data_speed(DataWorkload(*sizes), _progress))
 
 
 def _checkpoint(arguments: argparse.Namespace) -> None:

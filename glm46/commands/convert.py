@@ -24,7 +24,7 @@ from glm46.distributed.local_tensor import global_indices
 from glm46.distributed.ranks import CheckpointError
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import HFNames, raise_if
@@ -87,7 +87,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     tensors = StepTensors(arguments.checkpoint)
     table = tomli.loads(tensors.meta["config"])["model"]
     shape = resolve_shape(Model.model_validate(table))
-    names = HFNames(shape, with_copies=arguments.mtp_copies)
+    names = HFNames(shape, repeat_shared=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = tokenizer_of_checkpoint(
         table.get("tokenizer_path", "builtin"),
@@ -100,21 +100,21 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         raw = read_config(arguments.config)
         shape_of(raw, str(arguments.config / CONFIG))  # its faults name the file
     stored = {name: tensors.stored(name) for name in names.entries}
-    layout = Layout(
+    options = ExportOptions(
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
         fp8=SCHEMES.get(arguments.dtype),
-        with_copies=arguments.mtp_copies,
+        repeat_shared=arguments.mtp_copies,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
-    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(layout.dtype).removeprefix("torch."))
-    if layout.fp8 is not None:
-        config[CONFIG_KEY] = config_of_scheme(layout.fp8, names)
+    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(options.dtype).removeprefix("torch."))
+    if options.fp8 is not None:
+        config[CONFIG_KEY] = config_of_scheme(options.fp8, names)
     total = sum(tensor.nbytes for tensor in stored.values())
     with bytes_progress("writing weights", total, _tell) as report:
-        size = export_weights(arguments.output, shape, config, stored, layout=layout, report=report)
+        size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
-    if layout.fp8 is not None:
+    if options.fp8 is not None:
         errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
         worst = max(errors, key=lambda name: errors[name]["relative"])
         print(f"largest relative error {errors[worst]['relative']:.4f}, of {worst}; all of them: {ERRORS_FILE}")
@@ -126,7 +126,7 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     shape = stored_shape(arguments.model)
     if known := published_steps(arguments.output):
         raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder")
-    entries = HFNames(shape, with_copies=False).entries
+    entries = HFNames(shape, repeat_shared=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
     total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())

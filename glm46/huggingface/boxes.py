@@ -7,7 +7,7 @@ from itertools import product
 from torch import Tensor
 
 from glm46.files.tensor_file import Box
-from glm46.huggingface.names import Part
+from glm46.huggingface.names import HFPart
 
 _MOST_ELEMENTS = 1 << 22
 """Elements of a piece. What passes through memory on its way (another type, a GPU) is then small enough, also in FP32,
@@ -15,7 +15,7 @@ for the C library to use the same memory again; larger pieces would each get new
 
 
 @dataclass(frozen=True)
-class Run:
+class Interval:
     """Places that lie behind each other both in the local part and in the whole tensor."""
 
     local: int
@@ -33,7 +33,7 @@ class Overlap:
     """The same values in the Hugging Face tensor."""
 
 
-def runs_of(index: Tensor) -> list[Run]:
+def intervals_of(index: Tensor) -> list[Interval]:
     """The runs of a dimension.
 
     Args:
@@ -44,10 +44,10 @@ def runs_of(index: Tensor) -> list[Run]:
     breaks = (index[1:] != index[:-1] + 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
     ends = [*starts[1:], index.numel()]
-    return [Run(start, int(index[start]), end - start) for start, end in zip(starts, ends, strict=True)]
+    return [Interval(start, int(index[start]), end - start) for start, end in zip(starts, ends, strict=True)]
 
 
-def overlaps(part: Part, runs: list[list[Run]]) -> Iterator[Overlap]:
+def overlaps(part: HFPart, runs: list[list[Interval]]) -> Iterator[Overlap]:
     """Every box that the part shares with the local part whose runs are given for each dimension of our tensor."""
     stacked = len(part.start) - len(part.hf_shape)
     sizes = (1,) * stacked + part.hf_shape
@@ -63,14 +63,14 @@ def overlaps(part: Part, runs: list[list[Run]]) -> Iterator[Overlap]:
         rows_at_once = max(1, _MOST_ELEMENTS // row_elements)
         for first in range(0, inner[0].length, rows_at_once):
             rows = min(rows_at_once, inner[0].length - first)
-            cut = (Run(inner[0].local + first, inner[0].whole + first, rows), *inner[1:])
+            cut = (Interval(inner[0].local + first, inner[0].whole + first, rows), *inner[1:])
             yield Overlap(
                 local=tuple(run.local for run in lead) + tuple(slice(r.local, r.local + r.length) for r in cut),
                 box=tuple((run.whole, run.length) for run in cut),
             )
 
 
-def _cut(run: Run, start: int, size: int) -> Run:
+def _cut(run: Interval, start: int, size: int) -> Interval:
     """The part of a run inside [start, start + size), with places counted from `start`."""
     first, end = max(run.whole, start), min(run.whole + run.length, start + size)
-    return Run(run.local + first - run.whole, first - start, end - first)
+    return Interval(run.local + first - run.whole, first - start, end - first)

@@ -23,25 +23,25 @@ from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, is_finite, lay_out
-from glm46.huggingface.boxes import overlaps, runs_of
+from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
-from glm46.huggingface.import_weights import INDEX, NOT_FINITE, SINGLE_FILE, Report
-from glm46.huggingface.names import Entry, HFNames, raise_if
+from glm46.huggingface.import_weights import INDEX, NOT_FINITE, SINGLE_FILE, ReportBytes
+from glm46.huggingface.names import HFEntry, HFNames, raise_if
 
 Source = Tensor | StoredTensor
 """What an export reads: a tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExportOptions:
     """What an export looks like besides the weights."""
 
     dtype: torch.dtype = torch.bfloat16
     """Type of the weights. The routers' selection biases are FP32 whatever it is."""
     fp8: Scheme | None = None
     """Projections in FP8 with these scales, by one process only: a scale needs its whole block."""
-    with_copies: bool = False
+    repeat_shared: bool = False
     """Repeat embedding and head in the prediction layers, as GLM-4.5 and Air do; GLM-4.6 does not."""
     max_file_bytes: int = 5_000_000_000
     """Most bytes of tensors in one file; a larger tensor has a file of its own."""
@@ -56,8 +56,8 @@ def export_weights(
     config: dict[str, Any],
     tensors: Mapping[str, Source],
     *,
-    layout: Layout = Layout(),  # noqa: B008 - frozen
-    report: Report | None = None,
+    options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
+    report: ReportBytes | None = None,
 ) -> int:
     """Write a folder that `transformers`, vLLM and SGLang open. Collective.
 
@@ -76,9 +76,9 @@ def export_weights(
             then.
     """
     ranks = Ranks.of_this_run()
-    assert layout.fp8 is None or ranks.size == 1
-    names = HFNames(shape, with_copies=layout.with_copies)
-    files = _lay_out_files(names, layout)
+    assert options.fp8 is None or ranks.size == 1
+    names = HFNames(shape, repeat_shared=options.repeat_shared)
+    files = _lay_out_files(names, options)
     draft = folder.with_name(folder.name + ".tmp")
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
@@ -91,14 +91,14 @@ def export_weights(
                 _make_draft(draft, files)
         with ranks.stage(f"writing {draft}") as stage:
             with ExitStack() as opened:
-                writer = _Writer(draft, files, opened, layout.fp8)
+                writer = _FolderWriter(draft, files, opened, options.fp8)
                 writer.write([names.entries[name] for name in mine], tensors, report)
             stage.value = writer.elements  # the files are closed: what was written is on the disk
         with ranks.stage(f"completing {folder}"):
             _require_whole(names, stage.values)
             if ranks.is_first:
-                errors = {ERRORS_FILE: json.dumps(writer.errors, indent=2).encode() + b"\n"} if layout.fp8 else {}
-                _complete(draft, folder, files, config, {**layout.other_files, **errors})
+                errors = {ERRORS_FILE: json.dumps(writer.errors, indent=2).encode() + b"\n"} if options.fp8 else {}
+                _complete(draft, folder, files, config, {**options.other_files, **errors})
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -119,25 +119,25 @@ class _File:
         return len(self.header) + sum(record.nbytes for record in self.records.values())
 
 
-def _lay_out_files(names: HFNames, layout: Layout) -> list[_File]:
+def _lay_out_files(names: HFNames, options: ExportOptions) -> list[_File]:
     """Tensors in the order of the model, a new file whenever the next tensor does not fit."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     filled = 0
-    in_fp8 = quantised_names(names, layout.fp8)
+    in_fp8 = quantised_names(names, options.fp8)
     for entry in names.entries.values():
-        dtype = torch.float32 if entry.is_fp32 else layout.dtype
+        dtype = torch.float32 if entry.is_fp32 else options.dtype
         for part in entry.parts:
             stored = [(part.hf_name, dtype, part.hf_shape)]
-            if layout.fp8 is not None and part.hf_name in in_fp8:
-                scales = (part.hf_name + layout.fp8.suffix, torch.float32, layout.fp8.scale_shape(part.hf_shape))
+            if options.fp8 is not None and part.hf_name in in_fp8:
+                scales = (part.hf_name + options.fp8.suffix, torch.float32, options.fp8.scale_shape(part.hf_shape))
                 stored = [(part.hf_name, torch.float8_e4m3fn, part.hf_shape), scales]
             nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)
-            if groups[-1] and filled + nbytes > layout.max_file_bytes:
+            if groups[-1] and filled + nbytes > options.max_file_bytes:
                 groups.append([])
                 filled = 0
             groups[-1] += stored
             filled += nbytes
-    groups[-1] += [(name, layout.dtype, size) for name, size in names.empty.items()]
+    groups[-1] += [(name, options.dtype, size) for name, size in names.empty.items()]
     if len(groups) == 1:
         return [_File(SINGLE_FILE, *lay_out(groups[0]))]
     numbered = enumerate(groups, start=1)
@@ -185,10 +185,10 @@ def _here(tensor: Source) -> Source:
 
 
 def _places(held: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(tuple((run.whole, run.length) for run in runs_of(index)) for index in held)
+    return tuple(tuple((run.whole, run.length) for run in intervals_of(index)) for index in held)
 
 
-class _Writer:
+class _FolderWriter:
     """Writes local parts into the files of a draft, each opened when its first tensor is written.
 
     Attributes:
@@ -207,7 +207,7 @@ class _Writer:
     def bytes_written(self) -> int:
         return sum(file.bytes_moved for file in self._open.values())
 
-    def write(self, entries: Sequence[Entry], tensors: Mapping[str, Source], report: Report | None) -> None:
+    def write(self, entries: Sequence[HFEntry], tensors: Mapping[str, Source], report: ReportBytes | None) -> None:
         """Write this rank's parts of our tensors; each file goes to the disk while the ones behind it are written."""
         parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
         last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
@@ -220,10 +220,10 @@ class _Writer:
                 if report is not None:
                     report(_here(tensors[entry.name]).nbytes)
 
-    def _write_part(self, entry: Entry, tensor: Source) -> None:
+    def _write_part(self, entry: HFEntry, tensor: Source) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
         local = _here(tensor)
-        runs = [runs_of(index) for index in global_indices(tensor)]
+        runs = [intervals_of(index) for index in global_indices(tensor)]
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             if self._fp8 is not None and dtype == torch.float8_e4m3fn:

@@ -223,7 +223,7 @@ def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box
     return values.float().mul_(scales)
 
 
-def repeats(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
+def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
     """Whether FP8 values of a box say what the weights there say, up to one step of E4M3: others round otherwise."""
     step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
     difference = dequantise(values, scales, scheme, columns, box).sub_(weight)

@@ -18,15 +18,15 @@ from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
-from glm46.huggingface.boxes import overlaps, runs_of
+from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
-from glm46.huggingface.fp8 import Scheme, dequantise, repeats, scale_faults, scales_of_box, scheme_of
-from glm46.huggingface.names import HFNames, has_copies, raise_if
+from glm46.huggingface.fp8 import Scheme, dequantise, matches, scale_faults, scales_of_box, scheme_of
+from glm46.huggingface.names import HFNames, has_repeats, raise_if
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-Report = Callable[[int], None]
+ReportBytes = Callable[[int], None]
 """Takes the bytes that the part of a tensor has in the model, when it was read or written."""
 
 NOT_FINITE = "holds NaN or infinite values: its training had diverged; take weights of an earlier step"
@@ -103,7 +103,7 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             f"{folder}: holds no multi-token prediction layer (transformers does not save them), but "
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
-    names = HFNames(shape, with_copies=has_copies(found, shape))
+    names = HFNames(shape, repeat_shared=has_repeats(found, shape))
     # A part of width 0, such as the shared experts where n_shared_experts = 0, is saved by some and left out by others.
     found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
     scheme = scheme_of(raw, str(folder / CONFIG))
@@ -156,7 +156,7 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
 
 @torch.no_grad()
 def import_weights(
-    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], *, report: Report | None = None
+    folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor], *, report: ReportBytes | None = None
 ) -> int:
     """Fill this rank's parts of parameters and buffers from a Hugging Face folder. Collective.
 
@@ -225,15 +225,15 @@ class FolderReader:
 
     def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
         """Fill one local part; returns what is wrong with it: copies that differ, values that are not finite."""
-        runs = [runs_of(index) for index in held]
+        runs = [intervals_of(index) for index in held]
         filled, faults = 0, []
         for part in self._names.entries[name].parts:
             differs, finite = False, True
-            if part.is_copy and part.hf_name not in self._found:
+            if part.is_repeat and part.hf_name not in self._found:
                 continue
             for overlap in overlaps(part, runs):
                 target = local[overlap.local]
-                if part.is_copy:
+                if part.is_repeat:
                     differs |= not self._repeats(part.hf_name, overlap.box, target)
                 else:
                     self._fill(part.hf_name, overlap.box, target)
@@ -259,7 +259,7 @@ class FolderReader:
         values = self._file(hf_name).read(hf_name, box)
         if values.dtype != torch.float8_e4m3fn:
             return torch.equal(target, values.to(target))
-        return repeats(target.float().cpu(), values, *self._scales(hf_name, box))
+        return matches(target.float().cpu(), values, *self._scales(hf_name, box))
 
     def _scales(self, hf_name: str, box: Box) -> tuple[Tensor, Scheme, int, Box]:
         assert self._scheme is not None

@@ -90,7 +90,7 @@ _MTP_TABLE = {
 
 
 @dataclass(frozen=True)
-class Part:
+class HFPart:
     """One Hugging Face tensor as a box inside one of our tensors."""
 
     hf_name: str
@@ -98,7 +98,7 @@ class Part:
     start: tuple[int, ...]
     """First place of the box, one number per dimension of *our* tensor; a leading dimension that the Hugging Face
     tensor does not have is one thick."""
-    is_copy: bool = False
+    is_repeat: bool = False
     """True for a repetition of a tensor that has another name too."""
 
     def index(self) -> tuple[int | slice, ...]:
@@ -109,12 +109,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HFEntry:
     """One of our tensors and the Hugging Face tensors that it consists of."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[HFPart, ...]
 
     @property
     def is_fp32(self) -> bool:
@@ -124,21 +124,21 @@ class Entry:
     @property
     def is_repeated(self) -> bool:
         """True where the checkpoint holds the tensor under several names."""
-        return any(part.is_copy for part in self.parts)
+        return any(part.is_repeat for part in self.parts)
 
 
 class HFNames:
     """The table of one shape.
 
     Attributes:
-        entries: our name -> `Entry`, in the order of the model.
+        entries: our name -> `HFEntry`, in the order of the model.
         places: Hugging Face name -> the entry that it is part of, and which part.
         empty: Hugging Face name -> shape of the tensors without elements that transformers has besides. No reader
             needs them, but transformers reports them as missing.
     """
 
-    def __init__(self, shape: ModelShape, *, with_copies: bool):
-        self.entries = {entry.name: entry for entry in _entries(shape, with_copies)}
+    def __init__(self, shape: ModelShape, *, repeat_shared: bool):
+        self.entries = {entry.name: entry for entry in _entries(shape, repeat_shared)}
         self.places = {part.hf_name: (entry, part) for entry in self.entries.values() for part in entry.parts}
         self.empty = {} if shape.n_shared_experts else {
             f"model.layers.{i}.{kind.name}": kind.shape
@@ -210,7 +210,7 @@ class HFNames:
         be missing: what it repeats is there."""
         found = set(hf_names)
         faults = []
-        missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_copy]
+        missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
         unknown = sorted(name for name in found if name not in self.places)
         if missing:
             faults.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
@@ -219,11 +219,11 @@ class HFNames:
         return faults
 
     @staticmethod
-    def _others(entry: Entry, hf_name: str) -> str:
+    def _others(entry: HFEntry, hf_name: str) -> str:
         return " and ".join(part.hf_name for part in entry.parts if part.hf_name != hf_name)
 
 
-def has_copies(hf_names: Iterable[str], shape: ModelShape) -> bool:
+def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
     """Whether a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
     copies = {name for k in range(shape.num_nextn_predict_layers) for name in _copy_names(shape, k).values()}
     return not copies.isdisjoint(hf_names)
@@ -249,14 +249,14 @@ def _copy_names(shape: ModelShape, k: int) -> dict[str, str]:
     return {"embed_tokens.weight": f"{layer}.embed_tokens.weight", "lm_head.weight": f"{layer}.shared_head.head.weight"}
 
 
-def _entries(shape: ModelShape, with_copies: bool) -> list[Entry]:
+def _entries(shape: ModelShape, repeat_shared: bool) -> list[HFEntry]:
     dense_layers, _, mtp_layers = layer_counts(shape)
-    entries = [_vocabulary_entry("embed_tokens.weight", "model.embed_tokens.weight", shape, with_copies)]
+    entries = [_vocabulary_entry("embed_tokens.weight", "model.embed_tokens.weight", shape, repeat_shared)]
     for i in range(shape.num_hidden_layers):
         kinds = dense_layer_kinds(shape) if i < dense_layers else moe_layer_kinds(shape)
         entries += _layer_entries(f"layers.{i}", f"model.layers.{i}", kinds)
     entries.append(_whole("norm.weight", "model.norm.weight", (shape.hidden_size,)))
-    entries.append(_vocabulary_entry("lm_head.weight", "lm_head.weight", shape, with_copies))
+    entries.append(_vocabulary_entry("lm_head.weight", "lm_head.weight", shape, repeat_shared))
     for k in range(mtp_layers):
         hf_prefix = f"model.layers.{shape.num_hidden_layers + k}"
         kinds = mtp_layer_kinds(shape)
@@ -267,21 +267,21 @@ def _entries(shape: ModelShape, with_copies: bool) -> list[Entry]:
     return entries
 
 
-def _whole(name: str, hf_name: str, shape: tuple[int, ...], copies: tuple[str, ...] = ()) -> Entry:
+def _whole(name: str, hf_name: str, shape: tuple[int, ...], copies: tuple[str, ...] = ()) -> HFEntry:
     origin = (0,) * len(shape)
-    parts = [Part(hf_name, shape, origin)] + [Part(copy, shape, origin, is_copy=True) for copy in copies]
-    return Entry(name, shape, tuple(parts))
+    parts = [HFPart(hf_name, shape, origin)] + [HFPart(copy, shape, origin, is_repeat=True) for copy in copies]
+    return HFEntry(name, shape, tuple(parts))
 
 
-def _vocabulary_entry(name: str, hf_name: str, shape: ModelShape, with_copies: bool) -> Entry:
-    depths = range(shape.num_nextn_predict_layers) if with_copies else ()
+def _vocabulary_entry(name: str, hf_name: str, shape: ModelShape, repeat_shared: bool) -> HFEntry:
+    depths = range(shape.num_nextn_predict_layers) if repeat_shared else ()
     copies = tuple(_copy_names(shape, k)[name] for k in depths)
     return _whole(name, hf_name, (shape.vocab_size, shape.hidden_size), copies)
 
 
-def _layer_entries(prefix: str, hf_prefix: str, kinds: list[TensorKind]) -> list[Entry]:
+def _layer_entries(prefix: str, hf_prefix: str, kinds: list[TensorKind]) -> list[HFEntry]:
     """Entries of one decoder layer. A kind that the table does not know is our bug and fails with its name."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HFEntry] = {}
     stacks: dict[str, list[tuple[int, TensorKind]]] = {}
     for kind in kinds:
         rule = _LAYER_TABLE[kind.name]
@@ -294,12 +294,12 @@ def _layer_entries(prefix: str, hf_prefix: str, kinds: list[TensorKind]) -> list
     return list(entries.values())
 
 
-def _stacked(name: str, hf_prefix: str, blocks: list[tuple[int, TensorKind]]) -> Entry:
+def _stacked(name: str, hf_prefix: str, blocks: list[tuple[int, TensorKind]]) -> HFEntry:
     rows, columns = blocks[0][1].shape
     num_experts = blocks[0][1].count
     parts = [
-        Part(f"{hf_prefix}.{kind.name.replace('.E.', f'.{expert}.')}", kind.shape, (expert, block * rows, 0))
+        HFPart(f"{hf_prefix}.{kind.name.replace('.E.', f'.{expert}.')}", kind.shape, (expert, block * rows, 0))
         for expert in range(num_experts)
         for block, kind in blocks
     ]
-    return Entry(name, (num_experts, rows * len(blocks), columns), tuple(parts))
+    return HFEntry(name, (num_experts, rows * len(blocks), columns), tuple(parts))

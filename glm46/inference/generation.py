@@ -1,6 +1,6 @@
 """Tokens for a batch of prompts, one or, with drafts of the prediction layers, several at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -154,3 +154,43 @@ class Generation:
             for draft, guess in zip(drafts, guesses.tolist(), strict=True):  # sync: the next layer reads the guess
                 draft.append(guess)
         return drafts
+
+
+@torch.no_grad()
+def continue_tokens(
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop: frozenset[int],
+    vocab_size: int,
+    device: torch.device,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Continue a prompt without a cache: each token runs the model on the whole sequence.
+
+    For models that `Decoder` cannot run, because their layers are sharded over ranks (FSDP2 gathers the weights only in
+    the forward of the whole model). Collective if the model is: all ranks call it with the same arguments.
+
+    Args:
+        logits_of: the model, int64 [1, S] to [1, S, V].
+        prompt: token ids, at least one.
+        temperature: 0 takes the most likely token; otherwise draw with a fixed seed, the same on every rank.
+        stop: ids that end the text.
+        vocab_size: ids from here on are padding rows of the head and are never taken.
+        is_stopped: called before each token; true ends the text. All ranks must get the same answer.
+
+    Returns:
+        The new ids, without the stop id.
+    """
+    sampling, generator, tokens = Sampling(temperature), torch.Generator().manual_seed(0), list(prompt)
+    for _ in range(max_new_tokens):
+        if is_stopped():
+            break
+        logits = logits_of(torch.tensor([tokens], device=device))[0, -1, :vocab_size].float().cpu()
+        token = int(logits.argmax()) if sampling.is_greedy else draw(probabilities(logits, sampling), generator)
+        if token in stop:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.config.command_line import module_command
-from glm46.inference.generate import continue_tokens
+from glm46.inference.generation import continue_tokens
 from glm46.reliability.stop import StopRequest
 from glm46.training.build import Parts
 from glm46.training.state import Progress

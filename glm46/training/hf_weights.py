@@ -8,9 +8,9 @@ from torch import Tensor
 from glm46.distributed.local_tensor import local_tensor
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import config_of, read_config
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
-from glm46.huggingface.names import has_copies
+from glm46.huggingface.names import has_repeats
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.training.build import Parts
 from glm46.training.state import Progress
@@ -41,14 +41,14 @@ def save_weights(parts: Parts, progress: Progress) -> Path:
     """
     config = parts.config
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
-    raw, with_copies = None, False
+    raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
         origin = Path(config.checkpoint.initial_load_path)
-        raw, with_copies = read_config(origin), has_copies(find_tensors(origin), parts.shape)
+        raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), parts.shape)
     config_json = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
     files = files_beside_weights(parts.tokenizer, max_length=parts.shape.max_position_embeddings)
-    layout = Layout(dtype=torch.bfloat16, with_copies=with_copies, other_files=files)
-    export_weights(folder, parts.shape, config_json, _tensors(parts), layout=layout)
+    options = ExportOptions(dtype=torch.bfloat16, repeat_shared=repeat_shared, other_files=files)
+    export_weights(folder, parts.shape, config_json, _tensors(parts), options=options)
     return folder
 
 

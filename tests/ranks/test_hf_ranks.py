@@ -21,7 +21,7 @@ from glm46.distributed.mesh import build_meshes
 from glm46.distributed.process import join, leave
 from glm46.distributed.ranks import CheckpointError
 from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import import_weights
 from glm46.huggingface.names import HFNames
 from glm46.model.transformer import Transformer
@@ -46,11 +46,11 @@ class Kind:
     """A release in small: what tells it from the others stays."""
 
     shape: ModelShape
-    with_copies: bool
+    repeat_shared: bool
 
     @classmethod
-    def of(cls, release: str, *, with_copies: bool, **changes: int) -> "Kind":
-        return cls(PRESETS[release].model_copy(update=TINY | changes), with_copies)
+    def of(cls, release: str, *, repeat_shared: bool, **changes: int) -> "Kind":
+        return cls(PRESETS[release].model_copy(update=TINY | changes), repeat_shared)
 
     @property
     def config(self) -> dict:
@@ -59,7 +59,7 @@ class Kind:
     def published(self, seed: int = 0) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         tensors = {}
-        for entry in HFNames(self.shape, with_copies=self.with_copies).entries.values():
+        for entry in HFNames(self.shape, repeat_shared=self.repeat_shared).entries.values():
             whole = torch.randn(entry.shape, generator=generator)
             tensors |= {part.hf_name: whole[part.index()].contiguous().clone() for part in entry.parts}
             if not entry.is_fp32:
@@ -73,10 +73,10 @@ class Kind:
 
 
 # QK-norm and copies; several dense layers, no copies, its length; no QK-norm, its scaling factor, two more experts.
-GLM_45 = Kind.of("GLM-4.5", with_copies=True)
+GLM_45 = Kind.of("GLM-4.5", repeat_shared=True)
 OTHERS = {
-    "4.6-like": Kind.of("GLM-4.6", with_copies=False, first_k_dense_replace=2, max_position_embeddings=202752),
-    "Air-like": Kind.of("GLM-4.5-Air", with_copies=True, n_routed_experts=8),
+    "4.6-like": Kind.of("GLM-4.6", repeat_shared=False, first_k_dense_replace=2, max_position_embeddings=202752),
+    "Air-like": Kind.of("GLM-4.5-Air", repeat_shared=True, n_routed_experts=8),
 }
 
 
@@ -222,7 +222,7 @@ def round_trips(folder: Path, first: int) -> None:
     source = folder / "published"
     expected = GLM_45.published()
     total = sum(t.nbytes for t in expected.values())
-    names = HFNames(GLM_45.shape, with_copies=True)
+    names = HFNames(GLM_45.shape, repeat_shared=True)
     for number, (case, make) in list(enumerate(MESHES.items()))[first : first + MESHES_AT_ONCE]:
         tensors = make(GLM_45.shape)
         read = import_weights(source, GLM_45.shape, tensors)
@@ -238,8 +238,8 @@ def round_trips(folder: Path, first: int) -> None:
 
 def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: str) -> None:
     """Written by all ranks, byte for byte what was read; the config too."""
-    layout = Layout(with_copies=kind.with_copies, max_file_bytes=SMALL_FILES)
-    written = export_weights(folder, kind.shape, kind.config, tensors, layout=layout)
+    options = ExportOptions(repeat_shared=kind.repeat_shared, max_file_bytes=SMALL_FILES)
+    written = export_weights(folder, kind.shape, kind.config, tensors, options=options)
     of_ranks: list[int] = [0] * WORLD
     dist.all_gather_object(of_ranks, written)
     assert sum(of_ranks) == sum(t.nbytes for t in expected.values()), (case, of_ranks)
@@ -328,7 +328,7 @@ def transformers_opens(folder: Path, kind: Kind) -> None:
 
     ours, whole = Transformer(kind.shape), kind.published()
     own = dict(ours.named_parameters()) | dict(ours.named_buffers())
-    HFNames(kind.shape, with_copies=kind.with_copies).from_hf(whole.items(), own)
+    HFNames(kind.shape, repeat_shared=kind.repeat_shared).from_hf(whole.items(), own)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(24).view(2, 12)
     expected = ours(tokens)

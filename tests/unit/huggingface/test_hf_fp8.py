@@ -13,7 +13,7 @@ from glm46.config.presets import resolve_shape
 from glm46.distributed.local_tensor import global_indices
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.fp8 import (
     CONFIG_KEY,
     ERRORS_FILE,
@@ -42,8 +42,8 @@ def export(folder, fp8, tensors):
     shape = resolve_shape(TABLE)
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
     if fp8 is not None:
-        config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, with_copies=False))
-    export_weights(folder, shape, config, tensors, layout=Layout(fp8=fp8))
+        config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, repeat_shared=False))
+    export_weights(folder, shape, config, tensors, options=ExportOptions(fp8=fp8))
     return folder
 
 
@@ -144,11 +144,11 @@ def test_folders_of_others_are_read(suffix, tensors, tmp_path):
         want[name] = stored[name].float() * each
     rewrite(folder, stored)
     if suffix == "_scale":
-        change_config(folder, config_of_scheme(Scheme(), HFNames(resolve_shape(TABLE), with_copies=False)))
+        change_config(folder, config_of_scheme(Scheme(), HFNames(resolve_shape(TABLE), repeat_shared=False)))
     else:
         change_config(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
     got = dict(
-        pair for n, t in read(folder).items() for pair in HFNames(resolve_shape(TABLE), with_copies=False).to_hf(n, t)
+        pair for n, t in read(folder).items() for pair in HFNames(resolve_shape(TABLE), repeat_shared=False).to_hf(n, t)
     )
     assert all(torch.equal(got[name], want[name]) for name in quantised)
     assert torch.equal(got["lm_head.weight"], stored["lm_head.weight"].float())
@@ -159,10 +159,10 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
     """GLM-4.5-FP8: a scale for each row; the prediction layer repeats the head in FP8 and the embedding in BF16."""
     shape = resolve_shape(TABLE)
     folder = tmp_path / "a"
-    names = HFNames(shape, with_copies=True)
+    names = HFNames(shape, repeat_shared=True)
     scheme = SCHEMES["fp8-channel"]
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
-    export_weights(folder, shape, config, tensors, layout=Layout(fp8=scheme, with_copies=True))
+    export_weights(folder, shape, config, tensors, options=ExportOptions(fp8=scheme, repeat_shared=True))
     stored = stored_in(folder)
     copy = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
     head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
@@ -181,7 +181,7 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
 def test_blocks_that_divide_nothing_are_refused():
     shape = resolve_shape(TABLE).model_copy(update={"hidden_size": 200})
     with pytest.raises(UserError, match="take fp8-channel"):
-        config_of_scheme(SCHEMES["fp8-block"], HFNames(shape, with_copies=False))
+        config_of_scheme(SCHEMES["fp8-block"], HFNames(shape, repeat_shared=False))
 
 
 def rewrite(folder, stored):

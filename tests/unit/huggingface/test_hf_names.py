@@ -7,7 +7,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
-from glm46.huggingface.names import HFNames, has_copies
+from glm46.huggingface.names import HFNames, has_repeats
 from glm46.model.transformer import Transformer
 
 TINY = dict(
@@ -39,7 +39,7 @@ def to_hf(names, tensors):
 
 
 @pytest.mark.parametrize(
-    "preset, with_copies, tensors, parameters",
+    "preset, repeat_shared, tensors, parameters",
     [
         ("GLM-4.5", True, 44_691, 358_337_791_296),
         ("GLM-4.6", False, 44_689, 356_785_898_816),
@@ -47,24 +47,24 @@ def to_hf(names, tensors):
         ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
     ],
 )
-def test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases(preset, with_copies, tensors, parameters):
+def test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases(preset, repeat_shared, tensors, parameters):
     shape = PRESETS[preset]
-    pairs = to_hf(HFNames(shape, with_copies=with_copies), model_tensors(shape, "meta"))
+    pairs = to_hf(HFNames(shape, repeat_shared=repeat_shared), model_tensors(shape, "meta"))
     assert len(pairs) == len({name for name, _ in pairs}) == tensors
     assert sum(tensor.numel() for _, tensor in pairs) == parameters
     layers = {int(name.split(".")[2]) for name, _ in pairs if name.startswith("model.layers.")}
     assert layers == set(range(shape.num_hidden_layers + 1))
 
 
-@pytest.mark.parametrize("with_copies", [False, True])
+@pytest.mark.parametrize("repeat_shared", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_there_and_back_gives_every_bit_again(shape, with_copies):
+def test_there_and_back_gives_every_bit_again(shape, repeat_shared):
     tensors = model_tensors(shape)
-    names = HFNames(shape, with_copies=with_copies)
+    names = HFNames(shape, repeat_shared=repeat_shared)
     assert set(names.entries) == set(tensors)
     pairs = to_hf(names, tensors)
     assert {name for name, _ in pairs} == set(names.places)
-    assert has_copies(dict(pairs), shape) == (with_copies and shape.num_nextn_predict_layers > 0)
+    assert has_repeats(dict(pairs), shape) == (repeat_shared and shape.num_nextn_predict_layers > 0)
     again = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     names.from_hf(reversed(pairs), again)  # reversed: a copy may come before the original
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
@@ -72,7 +72,7 @@ def test_there_and_back_gives_every_bit_again(shape, with_copies):
 
 def test_boxes_of_a_tensor_cover_each_place_once():
     shape = SHAPES["4.6-like"]
-    for entry in HFNames(shape, with_copies=False).entries.values():
+    for entry in HFNames(shape, repeat_shared=False).entries.values():
         covered = torch.zeros(entry.shape, dtype=torch.int64)
         for part in entry.parts:
             covered[part.index()] += 1
@@ -80,7 +80,7 @@ def test_boxes_of_a_tensor_cover_each_place_once():
 
 
 def test_expert_boxes_are_gate_then_up_then_down():
-    names = HFNames(SHAPES["4.6-like"], with_copies=False)
+    names = HFNames(SHAPES["4.6-like"], repeat_shared=False)
     gate_up = torch.randn(6, 24, 24)
     pairs = dict(names.to_hf("layers.1.mlp.experts.gate_up", gate_up))
     assert len(pairs) == 12
@@ -95,7 +95,7 @@ def test_transformers_opens_what_the_table_writes(tmp_path):
     """The independent reference for the names: it loads the file and reports no missing and no unknown key."""
     shape = SHAPES["4.6-like"]
     tensors = model_tensors(shape)
-    pairs = to_hf(HFNames(shape, with_copies=True), tensors)
+    pairs = to_hf(HFNames(shape, repeat_shared=True), tensors)
     save_file({name: t.contiguous().clone() for name, t in pairs}, tmp_path / "model.safetensors", {"format": "pt"})
     keys = shape.model_dump(exclude={"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"})
     Glm4MoeConfig(
@@ -112,10 +112,10 @@ def test_transformers_opens_what_the_table_writes(tmp_path):
     assert torch.equal(bias, tensors["layers.2.mlp.router.e_score_correction_bias"])
 
 
-def _import(change, with_copies=True):
+def _import(change, repeat_shared=True):
     shape = SHAPES["4.5-like, two MTP layers"]
     tensors = model_tensors(shape)
-    names = HFNames(shape, with_copies=with_copies)
+    names = HFNames(shape, repeat_shared=repeat_shared)
     pairs = {name: tensor.clone() for name, tensor in to_hf(names, tensors)}
     with pytest.raises(UserError) as error:
         names.from_hf(change(pairs), tensors)
@@ -168,4 +168,4 @@ def test_a_copy_that_differs_is_refused(name):
 
 def test_a_tensor_of_another_shape_is_our_bug():
     with pytest.raises(ValueError, match="the model's shape says"):
-        HFNames(SHAPES["Air-like"], with_copies=False).to_hf("norm.weight", torch.zeros(3))
+        HFNames(SHAPES["Air-like"], repeat_shared=False).to_hf("norm.weight", torch.zeros(3))

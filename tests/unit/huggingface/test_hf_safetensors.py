@@ -15,11 +15,11 @@ from glm46.config.presets import PRESETS
 from glm46.distributed.ranks import CheckpointError
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface import boxes
-from glm46.huggingface.boxes import overlaps, runs_of
+from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import config_of, read_config, shape_of
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import check_folder, find_tensors, import_weights, stored_shape
-from glm46.huggingface.names import HFNames, Part
+from glm46.huggingface.names import HFNames, HFPart
 from glm46.model.transformer import Transformer
 
 EOS = [40, 41, 42]
@@ -49,17 +49,17 @@ def zeros_of(shape):
     return {name: torch.zeros_like(tensor) for name, tensor in empty_model(shape)[1].items()}
 
 
-def make_folder(folder, shape, with_copies, files=3, seed=0):
+def make_folder(folder, shape, repeat_shared, files=3, seed=0):
     """A published checkpoint in small, written by the `safetensors` library; returns its tensors."""
     generator = torch.Generator().manual_seed(seed)
-    names = HFNames(shape, with_copies=with_copies)
+    names = HFNames(shape, repeat_shared=repeat_shared)
     tensors = {}
     for hf_name, (entry, part) in names.places.items():
         values = torch.randn(part.hf_shape, generator=generator) * (part.hf_shape[-1] ** -0.5)
         tensors[hf_name] = values if entry.is_fp32 else values.bfloat16()
     for entry in names.entries.values():
         for part in entry.parts:
-            if part.is_copy:
+            if part.is_repeat:
                 tensors[part.hf_name] = tensors[entry.parts[0].hf_name].clone()
     folder.mkdir()
     config = config_of(shape, None, eos_ids=EOS, dtype="bfloat16") | {"unknown_field": [1, {"a": None}]}
@@ -87,17 +87,17 @@ def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape, with_copies", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("shape, repeat_shared", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_round_trip_gives_every_byte_and_the_config_again(shape, with_copies, dtype, tmp_path):
-    published = make_folder(tmp_path / "in", shape, with_copies)
+def test_round_trip_gives_every_byte_and_the_config_again(shape, repeat_shared, dtype, tmp_path):
+    published = make_folder(tmp_path / "in", shape, repeat_shared)
     _, tensors = empty_model(shape, dtype)
     read = import_weights(tmp_path / "in", shape, tensors)
     assert read == sum(t.nbytes for t in published.values())
     raw = read_config(tmp_path / "in")
     config = config_of(shape_of(raw), raw, eos_ids=[0], dtype="bfloat16")
-    layout = Layout(with_copies=with_copies, max_file_bytes=20_000)
-    written = export_weights(tmp_path / "out", shape, config, tensors, layout=layout)
+    options = ExportOptions(repeat_shared=repeat_shared, max_file_bytes=20_000)
+    written = export_weights(tmp_path / "out", shape, config, tensors, options=options)
     assert written == read
     again = read_folder(tmp_path / "out")
     assert set(again) == set(published)
@@ -118,8 +118,8 @@ def test_transformers_computes_the_same_logits_from_the_export(files, tmp_path):
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     import_weights(tmp_path / "in", shape, tensors)
     config = config_of(shape, read_config(tmp_path / "in"), eos_ids=EOS, dtype="float32")
-    layout = Layout(dtype=torch.float32, max_file_bytes=10**9 // (1 if files == 1 else 10**5))
-    export_weights(tmp_path / "out", shape, config, tensors, layout=layout)
+    options = ExportOptions(dtype=torch.float32, max_file_bytes=10**9 // (1 if files == 1 else 10**5))
+    export_weights(tmp_path / "out", shape, config, tensors, options=options)
     assert (tmp_path / "out/model.safetensors").exists() == (files == 1)
     theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.float32
@@ -166,7 +166,7 @@ def test_models_without_a_part_go_from_transformers_and_back(change, tmp_path):
     tokens = torch.randint(0, 48, (2, 17))
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
     raw = config_of(shape, read_config(tmp_path / "saved"), eos_ids=EOS, dtype="float32")
-    export_weights(tmp_path / "out", shape, raw, tensors, layout=Layout(dtype=torch.float32))
+    export_weights(tmp_path / "out", shape, raw, tensors, options=ExportOptions(dtype=torch.float32))
     saved, again = read_folder(tmp_path / "saved"), read_folder(tmp_path / "out")
     assert set(again) == set(saved) and all(same_bits(again[name], saved[name]) for name in saved)
     _, report = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -179,7 +179,7 @@ def test_copies_may_be_left_out_or_added(tmp_path):
     _, tensors = empty_model(shape)
     import_weights(tmp_path / "in", shape, tensors)
     config = read_config(tmp_path / "in")
-    export_weights(tmp_path / "out", shape, config, tensors, layout=Layout(with_copies=False))
+    export_weights(tmp_path / "out", shape, config, tensors, options=ExportOptions(repeat_shared=False))
     copies = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
     assert set(published) - set(read_folder(tmp_path / "out")) == copies
     _, again = empty_model(shape)
@@ -209,7 +209,7 @@ def cut_tensor(draw):
     for size in (experts, 2 * rows, columns):
         places = draw(st.lists(st.integers(0, size - 1), unique=True))
         held.append(torch.tensor(sorted(places), dtype=torch.int64))
-    part = Part("x", (rows, columns), (draw(st.integers(0, experts - 1)), draw(st.sampled_from([0, rows])), 0))
+    part = HFPart("x", (rows, columns), (draw(st.integers(0, experts - 1)), draw(st.sampled_from([0, rows])), 0))
     return (experts, 2 * rows, columns), part, held
 
 
@@ -229,7 +229,7 @@ def test_boxes_of_a_rank_are_what_indexing_gives(tmp_path_factory, case, most):
     kept = inside[held[0]][:, held[1]][:, :, held[2]]
     before, boxes._MOST_ELEMENTS = boxes._MOST_ELEMENTS, most
     try:
-        found = list(overlaps(part, [runs_of(index) for index in held]))
+        found = list(overlaps(part, [intervals_of(index) for index in held]))
     finally:
         boxes._MOST_ELEMENTS = before
     got, times = torch.full_like(local, -1.0), torch.zeros_like(local)
@@ -375,8 +375,8 @@ HEAD = "model.layers.3.shared_head.head.weight"
     ],
 )  # fmt: skip
 def test_a_broken_folder_is_refused_before_a_weight_is_touched(break_it, words, tmp_path):
-    shape, with_copies = MODELS["4.5-like"]
-    make_folder(tmp_path / "in", shape, with_copies)
+    shape, repeat_shared = MODELS["4.5-like"]
+    make_folder(tmp_path / "in", shape, repeat_shared)
     break_it(tmp_path / "in")
     _, tensors = empty_model(shape)
     with pytest.raises(UserError) as error:
@@ -424,14 +424,14 @@ def test_other_files_are_written_with_the_weights(tmp_path):
     shape, _ = MODELS["4.6-like"]
     tensors = zeros_of(shape)
     config = config_of(shape, None, eos_ids=EOS, dtype="bfloat16")
-    layout = Layout(other_files={"tokenizer.json": b"{}"})
-    export_weights(tmp_path / "a/b/out", shape, config, tensors, layout=layout)
+    options = ExportOptions(other_files={"tokenizer.json": b"{}"})
+    export_weights(tmp_path / "a/b/out", shape, config, tensors, options=options)
     assert (tmp_path / "a/b/out/tokenizer.json").read_bytes() == b"{}"
 
 
 def test_a_wrong_config_is_told_in_a_few_lines(tmp_path):
-    shape, with_copies = MODELS["4.6-like"]
-    make_folder(tmp_path / "hf", shape, with_copies)
+    shape, repeat_shared = MODELS["4.6-like"]
+    make_folder(tmp_path / "hf", shape, repeat_shared)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(config | {"moe_intermediate_size": 16}))
     with pytest.raises(UserError) as caught:

@@ -14,7 +14,7 @@ import re
 import pytest
 
 from glm46.config.presets import PRESETS
-from glm46.huggingface.export_weights import Layout, _lay_out_files
+from glm46.huggingface.export_weights import ExportOptions, _lay_out_files
 from glm46.huggingface.fp8 import SCHEMES, config_of_scheme, scheme_of
 from glm46.huggingface.names import HFNames
 
@@ -104,8 +104,8 @@ def parameters_of_layer(shape, prefix: str, module: str, quantization, *, dense:
 @pytest.mark.parametrize("preset", ["GLM-4.6", "GLM-4.5-Air", "debug"])
 def test_every_parameter_of_a_server_is_filled_and_no_tensor_left(preset, scheme, copies):
     shape = PRESETS[preset].model_copy(update=TINY)
-    names = HFNames(shape, with_copies=copies)
-    files = _lay_out_files(names, Layout(fp8=SCHEMES.get(scheme), with_copies=copies))
+    names = HFNames(shape, repeat_shared=copies)
+    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES.get(scheme), repeat_shared=copies))
     exported = [name for file in files for name in file.records]
     quantization = config_of_scheme(SCHEMES[scheme], names) if scheme else None
     main = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -130,10 +130,10 @@ def test_every_parameter_of_a_server_is_filled_and_no_tensor_left(preset, scheme
 
 def sizes_refused(shape, scheme: str, parts: int) -> list[str]:
     """`validate_fp8_block_shape` and the rule of a FusedMoE: what vLLM refuses in so many tensor-parallel parts."""
-    names = HFNames(shape, with_copies=False)
+    names = HFNames(shape, repeat_shared=False)
     if SCHEMES[scheme].block is None:
         return []
-    fp8 = {name for file in _lay_out_files(names, Layout(fp8=SCHEMES[scheme])) for name in file.records}
+    fp8 = {name for file in _lay_out_files(names, ExportOptions(fp8=SCHEMES[scheme])) for name in file.records}
     refused = []
     for name in sorted(fp8):
         if not name.endswith("_proj.weight_scale"):
@@ -179,8 +179,8 @@ def test_the_published_fp8_folders_leave_out_what_ours_do(preset):
         if i == shape.num_hidden_layers:
             kinds += ["embed_tokens", "eh_proj", "enorm", "hnorm", "shared_head.norm"]
         ignore |= {f"model.layers.{i}.{kind}" for kind in kinds}
-    names = HFNames(shape, with_copies=True)
-    files = _lay_out_files(names, Layout(fp8=SCHEMES["fp8-channel"], with_copies=True))
+    names = HFNames(shape, repeat_shared=True)
+    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES["fp8-channel"], repeat_shared=True))
     stored = {name for file in files for name in file.records}
     plain = {name.removesuffix(".weight") for name in names.places if f"{name}_scale" not in stored}
     assert plain - ignore == {f"model.layers.{shape.num_hidden_layers}.shared_head.head"} and ignore <= plain

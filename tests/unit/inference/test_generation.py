@@ -25,12 +25,11 @@ from glm46.config.run_config import RunConfig
 from glm46.data.chat import chat_prompt
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import Layout, export_weights
+from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.inference import display, few_tokens
 from glm46.inference.decoder import Decoder
-from glm46.inference.generate import continue_tokens
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Generation, continue_tokens
 from glm46.inference.sampling import Sampling, draw_again, probabilities
 from glm46.model.transformer import Transformer
 
@@ -241,8 +240,8 @@ def folders(tmp_path_factory):
     CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=64)
-    layout = Layout(dtype=torch.float32, other_files=files)
-    export_weights(folder / "hf", model.shape, config, tensors, layout=layout)
+    options = ExportOptions(dtype=torch.float32, other_files=files)
+    export_weights(folder / "hf", model.shape, config, tensors, options=options)
     return folder / "step-000001", folder / "hf", model
 
 

@@ -17,7 +17,7 @@ from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
-from glm46.inference.generate import continue_tokens
+from glm46.inference.generation import continue_tokens
 from glm46.reliability.stop import Diverged, StopRequest
 from glm46.training import final_report, trainer
 from glm46.training.loss import count_tokens
