@@ -30,7 +30,7 @@ _FAR = 10**9
 _SOURCES = 8
 
 
-class Measurement(NamedTuple):
+class Result(NamedTuple):
     """One measured number."""
 
     what: str
@@ -88,7 +88,7 @@ def real_texts(total_bytes: int) -> list[str]:
     return found
 
 
-def _tokenizer(texts: Sequence[str], rounds: int) -> list[Measurement]:
+def _tokenizer(texts: Sequence[str], rounds: int) -> list[Result]:
     """Tokens per second, and against `tokenizers` on the same documents in turn; ids must be equal."""
     ours = load_tokenizer("builtin")
     tokens = sum(len(ours.encode(text)) for text in texts)
@@ -103,14 +103,14 @@ def _tokenizer(texts: Sequence[str], rounds: int) -> list[Measurement]:
         for name, encode in encoders.items():
             seconds[name].append(_timed(lambda encode=encode: [encode(text) for text in some]))
     whole = statistics.median(_timed(lambda: [ours.encode(text) for text in texts]) for _ in range(rounds))
-    figures = [Measurement("tokenise", tokens / whole / 1e6, "M tokens/s", 2.5)]
+    figures = [Result("tokenise", tokens / whole / 1e6, "M tokens/s", 2.5)]
     if "peer" in seconds:
         ratio = statistics.median(p / o for p, o in zip(seconds["peer"], seconds["ours"], strict=True))
-        figures.append(Measurement("tokenise, against `tokenizers`, interleaved", ratio, "times", 4.0))
+        figures.append(Result("tokenise, against `tokenizers`, interleaved", ratio, "times", 4.0))
     return figures
 
 
-def _preparation(texts: Sequence[str], folder: Path) -> list[Measurement]:
+def _preparation(texts: Sequence[str], folder: Path) -> list[Result]:
     """A user's command from JSON lines to shards, in one process, its start included."""
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -119,13 +119,11 @@ def _preparation(texts: Sequence[str], folder: Path) -> list[Measurement]:
     seconds = _timed(lambda: manifests.append(prepare_text(recipe, report=lambda _: None)))
     tokens = sum(split.tokens for split in manifests[0].splits.values())
     return [
-        Measurement(
-            "prepare end to end, JSON lines to shards, near copies out", tokens / seconds / 1e6, "M tokens/s", 0.7
-        )
+        Result("prepare end to end, JSON lines to shards, near copies out", tokens / seconds / 1e6, "M tokens/s", 0.7)
     ]
 
 
-def _deduplication(texts: Sequence[str], folder: Path) -> list[Measurement]:
+def _deduplication(texts: Sequence[str], folder: Path) -> list[Result]:
     """Hashes of all documents, and what follows from them; tokens are there before."""
     tokenizer = load_tokenizer("builtin")
     documents = [tokenizer.encode(text) for text in texts if text]
@@ -137,9 +135,7 @@ def _deduplication(texts: Sequence[str], folder: Path) -> list[Measurement]:
         Copies([folder / "piece"], 10**9, folder).take(len(documents))
 
     return [
-        Measurement(
-            "find copies (MinHash and sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0
-        )
+        Result("find copies (MinHash and sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)
     ]
 
 
@@ -156,7 +152,7 @@ def synthetic_source(folder: Path, tokens: int) -> None:
     save_manifest(Manifest(folder, "synthetic", "synthetic", 8192, 0, {"train": split, "validation": Split.of(())}))
 
 
-def _reading(work: DataWorkload, parent: Path) -> list[Measurement]:
+def _reading(work: DataWorkload, parent: Path) -> list[Result]:
     """The loader of one rank with labels, document mask and one prediction depth, in this process."""
     folder = parent / "synthetic"
     folder.mkdir()
@@ -185,12 +181,12 @@ def _reading(work: DataWorkload, parent: Path) -> list[Measurement]:
     next(iter(state))
     name = f"loader, {work.batch} x {work.seq_len} tokens"
     return [
-        Measurement(f"{name}, through StatefulDataLoader", statistics.median(rates["with"]) / 1e6, "M tokens/s", 20.0),
-        Measurement(f"{name}, without", statistics.median(rates["without"]) / 1e6, "M tokens/s", 40.0),
-        Measurement(f"disk, {_MEAN_DOCUMENT_TOKENS}-token documents", size / work.shard_tokens, "bytes/token", 4.02, True),
-        Measurement(f"seek to a sample and read its batch, {_SOURCES} sources", statistics.median(seeks), "ms", 5.0, True),
-        Measurement("the same, the slowest of a hundred", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
-        Measurement("state of the loader, per source", len(json.dumps(state.state_dict())) / _SOURCES, "bytes", 1024, True),
+        Result(f"{name}, through StatefulDataLoader", statistics.median(rates["with"]) / 1e6, "M tokens/s", 20.0),
+        Result(f"{name}, without", statistics.median(rates["without"]) / 1e6, "M tokens/s", 40.0),
+        Result(f"disk, {_MEAN_DOCUMENT_TOKENS}-token documents", size / work.shard_tokens, "bytes/token", 4.02, True),
+        Result(f"seek to a sample and read its batch, {_SOURCES} sources", statistics.median(seeks), "ms", 5.0, True),
+        Result("the same, the slowest of a hundred", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
+        Result("state of the loader, per source", len(json.dumps(state.state_dict())) / _SOURCES, "bytes", 1024, True),
     ]  # fmt: skip
 
 
