@@ -130,7 +130,9 @@ def fault_of(action) -> Exception | None:
 def one_rank_fails(folder: Path, rank: int) -> None:
     manager = CheckpointManager(folder, keep_latest_k=0)
     manager.save(1, {"w": torch.ones(3)}, {})
-    broken = {"w": torch.ones(3), f"only{rank}": torch.ones(3, device="meta" if rank == 2 else "cpu")}
+    # Integers, because the values of floats are looked at before anything is written.
+    unwritable = torch.ones(3, dtype=torch.int64, device="meta" if rank == 2 else "cpu")
+    broken = {"w": torch.ones(3), f"only{rank}": unwritable}
     error = fault_of(lambda: manager.save(2, broken, {}))
     assert isinstance(error, CheckpointError) and len(error.faults) == 1 and "rank 2, writing tensors" in str(error)
     error = fault_of(lambda: manager.save(2, {"w": torch.full((3,), float(rank == 3))}, {}))
