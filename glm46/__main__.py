@@ -1,4 +1,4 @@
-"""``python -m glm46``."""
+"""Entry point of ``python -m glm46``."""
 
 import sys
 
@@ -6,9 +6,9 @@ from glm46.reliability.stop import EXIT_SIGNAL, code_before_training, end_on_sig
 
 
 def _run() -> int:
-    # Before the imports, which take seconds, and where the exception of a Ctrl-C can get lost.
-    trains = sys.argv[1:2] in (["launch"], ["train"])
-    end_on_signals(code_before_training if trains else lambda number: EXIT_SIGNAL + number)
+    # Before the import of the command line, which takes seconds and in which a KeyboardInterrupt can get lost.
+    is_training = sys.argv[1:2] in (["launch"], ["train"])
+    end_on_signals(code_before_training if is_training else lambda number: EXIT_SIGNAL + number)
     from glm46.cli import main
 
     return main()

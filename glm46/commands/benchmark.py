@@ -1,4 +1,4 @@
-"""``python -m glm46 benchmark``: how fast this machine trains, beside what else could be used."""
+"""``python -m glm46 benchmark``: speed and memory of this machine, beside installed alternatives."""
 
 import argparse
 import platform
@@ -12,6 +12,7 @@ from glm46.benchmark.data_speed import DataWorkload, data_speed
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import SECONDS
 from glm46.benchmark.text_speed import tokenizer_speed
+from glm46.commands.options import positive
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
@@ -23,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 def benchmark_command(argv: Sequence[str]) -> int:
-    """Run the verb; prints a report that names machine, versions and work.
+    """Run the verb; prints a report with machine, versions and workload.
 
     Returns:
         Exit code.
@@ -40,11 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(title="what", metavar="model|generate|data|tokenizer|checkpoint", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
     model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
-    model.add_argument("--layers", type=_positive, help="decoder layers; absent: the preset's")
-    model.add_argument("--batch", type=_positive, default=4, help="sequences")
-    model.add_argument("--seq-len", type=_positive, default=512, help="tokens of each")
-    model.add_argument("--rounds", type=_positive, help=f"timed steps of each contestant; {_FITTING}")
-    model.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
+    model.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
+    model.add_argument("--batch", type=positive, default=4, help="sequences")
+    model.add_argument("--seq-len", type=positive, default=512, help="tokens of each")
+    model.add_argument("--rounds", type=positive, help=f"timed steps of each contestant; {_FITTING}")
+    model.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     model.add_argument("--device", choices=["cpu", "cuda"], help="absent: a GPU if there is one")
     model.add_argument("--dtype", choices=["float32", "bfloat16"], help="absent: float32 on a CPU, bfloat16 on a GPU")
     model.add_argument(
@@ -58,39 +59,33 @@ def _parser() -> argparse.ArgumentParser:
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
     weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
-    generate.add_argument("--batch", type=_positive, default=1, help="prompts")
-    generate.add_argument("--prompt-tokens", type=_positive, default=32, help="tokens of each prompt")
+    generate.add_argument("--batch", type=positive, default=1, help="prompts")
+    generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
-    generate.add_argument("--rounds", type=_positive, help=f"timed runs of each contestant; {_FITTING}")
+    generate.add_argument("--rounds", type=positive, help=f"timed runs of each contestant; {_FITTING}")
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
-    generate.add_argument("--threads", type=_positive, help="threads of torch; absent: its own choice")
+    generate.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
     data = kinds.add_parser("data", help="from text to batches, each figure beside its goal", allow_abbrev=False)
-    data.add_argument("--batch", type=_positive, default=4, help="sequences of a batch")
-    data.add_argument("--seq-len", type=_positive, default=4096, help="tokens of each")
-    data.add_argument("--rounds", type=_positive, default=7, help="timed rounds")
-    data.add_argument("--megabytes", type=_positive, default=32, help="of text to tokenise and prepare")
-    data.add_argument("--shard-tokens", type=_positive, default=20_000_000, help="of made-up text to read")
+    data.add_argument("--batch", type=positive, default=4, help="sequences of a batch")
+    data.add_argument("--seq-len", type=positive, default=4096, help="tokens of each")
+    data.add_argument("--rounds", type=positive, default=7, help="timed rounds")
+    data.add_argument("--megabytes", type=positive, default=32, help="of text to tokenise and prepare")
+    data.add_argument("--shard-tokens", type=positive, default=20_000_000, help="of made-up text to read")
     data.set_defaults(run=_data)
     tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
-    tokenizer.add_argument("--rounds", type=_positive, help=f"timed rounds; {_FITTING}")
+    tokenizer.add_argument("--rounds", type=positive, help=f"timed rounds; {_FITTING}")
     tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
     checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load", allow_abbrev=False)
     checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
     checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
-    checkpoint.add_argument("--rounds", type=_positive, help=f"timed saves; {_FITTING}")
+    checkpoint.add_argument("--rounds", type=positive, help=f"timed saves; {_FITTING}")
     checkpoint.set_defaults(run=_checkpoint)
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
-
-
 def _two_or_more(text: str) -> int:
-    if _positive(text) < 2:
+    if positive(text) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: expected at least 2, the first comes with the prompt")
     return int(text)
 
@@ -100,7 +95,7 @@ def _print(text: str) -> None:
 
 
 class _Progress:
-    """Lines of progress on the error stream: all of them on a terminal, elsewhere one now and then."""
+    """Prints lines of progress to stderr: all on a terminal, elsewhere at most one in 15 seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -122,11 +117,11 @@ def _model(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("benchmark: --device cuda, but torch finds no GPU; say --device cpu")
+        raise UserError("benchmark: --device cuda, but torch finds no GPU; use --device cpu")
     device = torch.device(kind)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if kind == "cuda" else "float32"))
     work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
-    # Compiling takes a CPU minutes.
+    # Compilation takes minutes on a CPU.
     names = tuple(arguments.only or (name for name in _installed() if kind == "cuda" or "compiled" not in name))
     contestants = race(work, names, arguments.rounds, _progress)
     if kind == "cpu":
@@ -147,7 +142,7 @@ def _checkpoint(arguments: argparse.Namespace) -> None:
     from glm46.benchmark.checkpoint_speed import checkpoint_speed
 
     if not arguments.folder.is_dir():
-        raise UserError(f"benchmark: --folder {arguments.folder}: no such folder")
+        raise UserError(f"benchmark: --folder {arguments.folder}: no such folder; name an existing one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device, _progress))
 

@@ -1,4 +1,4 @@
-"""``python -m glm46 checkpoint``: look at checkpoints, verify them, remove old ones."""
+"""``python -m glm46 checkpoint``: list, verify and show checkpoints, remove old ones."""
 
 import argparse
 import json
@@ -10,20 +10,22 @@ from pathlib import Path
 from glm46.checkpoint.inspection import CheckpointSummary, contents, summarise
 from glm46.checkpoint.publish import remove, step_folder
 from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.commands.options import positive
 from glm46.config.errors import UserError
 
-_DAMAGED = 1
-_SMALL = 200  # characters of a meta value that are shown
+_EXIT_DAMAGED = 1
+_LONGEST_SHOWN = 200
+"""Characters of a value of the meta; longer values are only counted."""
 
 
 def checkpoint_command(argv: Sequence[str]) -> int:
     """Run the verb.
 
     Returns:
-        Exit code: 0, or 1 when a checkpoint that was looked at is incomplete or damaged.
+        Exit code: 0; 1 if a listed or verified checkpoint is incomplete or damaged.
 
     Raises:
-        UserError: a folder that is absent, or no whole checkpoint would be left.
+        UserError: a folder is absent, or prune would leave no checkpoint that is complete and undamaged.
     """
     arguments = _parser().parse_args(list(argv))
     return arguments.run(arguments)
@@ -42,18 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_show)
     prune = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes", allow_abbrev=False)
     prune.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")
-    prune.add_argument("--keep-latest-k", type=_positive, required=True, help="newest ones that stay")
-    prune.add_argument("--keep-every", type=_positive, default=0, help="multiples of this step stay")
-    prune.add_argument("--keep-best-k", type=_positive, default=0, help="lowest validation losses that stay")
+    prune.add_argument("--keep-latest-k", type=positive, required=True, help="newest ones that stay")
+    prune.add_argument("--keep-every", type=positive, default=0, help="multiples of this step stay")
+    prune.add_argument("--keep-best-k", type=positive, default=0, help="lowest validation losses that stay")
     prune.add_argument("--yes", action="store_true", help="remove them")
     prune.set_defaults(run=_prune)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -64,7 +60,7 @@ def _list(arguments: argparse.Namespace) -> int:
     print(f"{'step':>10} {'saved':19} {'tokens':>18} {'val. loss':>9} {'size':>10}  state")
     for summary in summaries:
         _print_summary(summary, "verified" if arguments.read_contents else "complete")
-    return _DAMAGED if any(summary.faults for summary in summaries) else 0
+    return _EXIT_DAMAGED if any(summary.faults for summary in summaries) else 0
 
 
 def _print_summary(summary: CheckpointSummary, good: str) -> None:
@@ -87,7 +83,7 @@ def _show(arguments: argparse.Namespace) -> int:
     meta, tensors = contents(arguments.folder)
     for key, value in meta.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        if "\n" in text or len(text) > _SMALL:
+        if "\n" in text or len(text) > _LONGEST_SHOWN:
             text = f"{len(text):,} characters, in {arguments.folder / 'meta.json'}"
         print(f"{key:20} {text}")
     width = max((len(tensor.name) for tensor in tensors), default=0)
@@ -102,8 +98,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     rule = Retention(arguments.keep_latest_k, arguments.keep_every, arguments.keep_best_k)
     complete = {one.step: one for one in summarise(arguments.folder, read_contents=False) if not one.faults}
     losses = {step: one.validation_loss for step, one in complete.items()}
-    going = steps_to_remove(losses, rule, doubtful=[step for step, one in complete.items() if not one.is_good])
-    if not going:
+    removed = steps_to_remove(losses, rule, doubtful=[step for step, one in complete.items() if not one.is_good])
+    if not removed:
         print("nothing to remove")
         return 0
     newest = step_folder(arguments.folder, max(complete))
@@ -112,10 +108,10 @@ def _prune(arguments: argparse.Namespace) -> int:
         raise UserError(
             *faults, f"{newest}: the newest checkpoint is damaged, so no older one is removed; remove it first"
         )
-    for step in going:
+    for step in removed:
         print(f"{'removed' if arguments.yes else 'would remove'} {complete[step].path} ({_size(complete[step].bytes)})")
         if arguments.yes:
             remove(complete[step].path)
     if not arguments.yes:
-        print("nothing was removed; give --yes to do it")
+        print("nothing was removed; add --yes to remove them")
     return 0

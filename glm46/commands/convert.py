@@ -1,4 +1,4 @@
-"""``python -m glm46 convert``: a checkpoint as a Hugging Face folder, and back, without a model in memory."""
+"""``python -m glm46 convert``: a checkpoint to a Hugging Face folder and back, without a model in memory."""
 
 import argparse
 import json
@@ -31,14 +31,14 @@ from glm46.huggingface.names import HFNames, raise_if
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 _HF_CONFIG = "hf_config"
-"""Key of a checkpoint's meta: the config.json that its weights came with, so that an export keeps unknown fields."""
+"""Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
 
 
 def convert_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        UserError: input that is missing, damaged or does not fit; nothing is half-written then.
+        UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
     try:
@@ -52,33 +52,23 @@ def convert_command(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m glm46 convert", allow_abbrev=False)
     kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf", required=True)
-    to_hf = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder", allow_abbrev=False)
-    add_to_hf_options(to_hf)
-    from_hf = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder", allow_abbrev=False)
-    add_from_hf_options(from_hf)
-    return parser
-
-
-def add_to_hf_options(parser: argparse.ArgumentParser) -> None:
-    """Options of to-hf; scripts/convert_to_hf.py has the same."""
-    parser.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
-    parser.add_argument("--output", type=Path, required=True, help="new folder")
-    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
+    export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder", allow_abbrev=False)
+    export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
+    export.add_argument("--output", type=Path, required=True, help="new folder")
+    export.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
     types = "type of the weights; fp8-…: projections in FP8 with a scale per 128 x 128 block or per row, the rest BF16"
-    parser.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
-    copies = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
-    parser.add_argument("--mtp-copies", action="store_true", help=copies)
-    parser.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
-    parser.set_defaults(run=_to_hf)
-
-
-def add_from_hf_options(parser: argparse.ArgumentParser) -> None:
-    """Options of from-hf; scripts/convert_from_hf.py has the same."""
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
-    parser.set_defaults(run=_from_hf)
+    export.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
+    export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
+    duplicates = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
+    export.add_argument("--mtp-copies", action="store_true", help=duplicates)
+    export.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
+    export.set_defaults(run=_to_hf)
+    load = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder", allow_abbrev=False)
+    load.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
+    load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
+    load.set_defaults(run=_from_hf)
+    return parser
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
@@ -98,7 +88,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     raw = tensors.meta.get(_HF_CONFIG)
     if arguments.config:
         raw = read_config(arguments.config)
-        shape_of(raw, str(arguments.config / CONFIG))  # its faults name the file
+        shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file
     stored = {name: tensors.stored(name) for name in names.entries}
     options = ExportOptions(
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
@@ -111,7 +101,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if options.fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(options.fp8, names)
     total = sum(tensor.nbytes for tensor in stored.values())
-    with bytes_progress("writing weights", total, _tell) as report:
+    with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
     if options.fp8 is not None:
@@ -125,12 +115,12 @@ def _from_hf(arguments: argparse.Namespace) -> int:
     raw = read_config(arguments.model)
     shape = stored_shape(arguments.model)
     if known := published_steps(arguments.output):
-        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; give an empty folder")
+        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; name another folder")
     entries = HFNames(shape, repeat_shared=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
     total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
-    with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _tell) as report:
+    with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _report) as report:
 
         def fill(name: str, tensor: Tensor) -> None:
             raise_if([f"{arguments.model}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
@@ -143,7 +133,7 @@ def _from_hf(arguments: argparse.Namespace) -> int:
 
 
 def _table_of(shape: ModelShape, folder: Path) -> Model:
-    """[model] with the nearest preset and the keys that differ from it; the tokenizer is that of the folder."""
+    """[model] of a shape: the nearest preset, the keys that differ from it, and the folder's tokenizer."""
 
     def differences(flavor: str) -> dict[str, Any]:
         preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
@@ -153,5 +143,5 @@ def _table_of(shape: ModelShape, folder: Path) -> Model:
     return Model.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr)

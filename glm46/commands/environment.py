@@ -1,7 +1,8 @@
-"""Whether this interpreter has what glm46 asks for: one message about all packages, before any is imported.
+"""Compare the installed packages with pyproject.toml: one message about all of them, before any is imported.
 
-``python -m glm46.commands.environment EXTRA,EXTRA`` exits with 0 or 1; the scripts ask it about each interpreter they
-find. Only the standard library is imported until the packages that are needed to ask are known to be there.
+``python -m glm46.commands.environment EXTRA,EXTRA`` exits with 0 if everything fits, else 1; the scripts run it with
+each interpreter they find. Modules beyond the standard library are imported inside functions, because they may be
+missing.
 """
 
 import sys
@@ -16,10 +17,10 @@ _PROJECT = _ROOT / "pyproject.toml"
 
 
 def unfit_packages(extras: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Each package that is missing or of a version that does not fit: what is wrong, and what pip would be asked for.
+    """Packages that are missing or whose version does not fit, each as (fault, requirement for pip).
 
     Args:
-        extras: names of optional dependencies of the project that are needed too.
+        extras: names of optional dependencies in pyproject.toml that are required too.
     """
     try:
         from packaging.requirements import Requirement
@@ -43,15 +44,15 @@ def unfit_packages(extras: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 
 def describe_unfit(unfit: Sequence[tuple[str, str]]) -> str:
-    """One message about packages that do not fit, and what to do."""
+    """One message about packages that do not fit, with the command that installs them."""
     what = "; ".join(fault for fault, _ in unfit)
     asked = " ".join(f"'{requirement}'" for _, requirement in unfit)
-    script = "; ./run_train.sh makes an environment that has all" if (_ROOT / "run_train.sh").is_file() else ""
+    script = "; ./run_train.sh makes an environment with all of them" if (_ROOT / "run_train.sh").is_file() else ""
     return f"{sys.executable}: {what}: {sys.executable} -m pip install {asked}{script}"
 
 
 def describe_version() -> str:
-    """The versions that a report of a fault needs."""
+    """Versions of glm46, torch and Python, for bug reports."""
     own = _project()["version"] if _PROJECT.is_file() else metadata.version("glm46")
     try:
         torch = metadata.version("torch")
@@ -61,7 +62,7 @@ def describe_version() -> str:
 
 
 def _requirements(extras: Sequence[str]) -> list[str]:
-    """Lines of the checkout's project file; of an installed package, the lines that were made of it."""
+    """Requirements from pyproject.toml in a checkout, else from the metadata of the installed package."""
     if not _PROJECT.is_file():
         return metadata.requires("glm46") or []
     project = _project()

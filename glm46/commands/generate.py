@@ -1,4 +1,4 @@
-"""``python -m glm46 generate``: text from a checkpoint or a Hugging Face folder."""
+"""``python -m glm46 generate``: generate text with a checkpoint or a Hugging Face folder."""
 
 import argparse
 import math
@@ -17,14 +17,14 @@ from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
-"""What `torch.Generator.manual_seed` takes."""
+"""Range of `torch.Generator.manual_seed`."""
 
 
 def generate_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        UserError: an option or a folder that cannot be used.
+        UserError: an option is out of range or has no effect, or a folder cannot be used.
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def raise_for_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that are out of range or would do nothing, all at once."""
+    """Raise one UserError for all options that are out of range or have no effect."""
     faults = []
     if arguments.max_new_tokens < 1:
         faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
@@ -99,9 +99,10 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
     for option, given in texts.items():
         faults += [
-            f"{option} {text!r}: holds bytes that are no UTF-8; convert the text, or say LC_ALL=C.UTF-8 if it is UTF-8"
+            f"{option} {text!r}: contains bytes that are not UTF-8; convert the text, or set LC_ALL=C.UTF-8"
             for text in given
-            if any("\ud800" <= letter <= "\udfff" for letter in text)  # how Python hands over such bytes
+            # Python decodes such bytes of the command line to surrogates.
+            if any("\ud800" <= letter <= "\udfff" for letter in text)
         ]
     if not arguments.chat and (arguments.system is not None or arguments.thinking):
         faults.append("--system and --thinking belong to --chat; add it")
@@ -110,7 +111,7 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
 
 
 def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
-    """Refuse text that is longer than what the model has positions for."""
+    """Raise UserError if the longest prompt and its new tokens exceed the positions of the model."""
     longest = max(len(prompt) for prompt in prompts)
     if longest + max_new_tokens > positions:
         raise UserError(
@@ -123,12 +124,12 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: no such device; say cpu, or cuda:0 for the first GPU") from None
+        raise UserError(f"--device {name}: unknown device; use cpu, or cuda:0 for the first GPU") from None
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: glm46 runs on cpu and cuda")
+        raise UserError(f"--device {name}: glm46 runs on cpu and cuda; use one of them")
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise UserError(f"--device {name}: torch finds {gpus} GPUs here; say cpu")
+        raise UserError(f"--device {name}: torch finds {gpus} GPUs on this machine; use cpu")
     return device
 
 
@@ -139,7 +140,7 @@ def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> l
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
-    """The id of a special token by its name, or of a text that is one token."""
+    """Id of a special token, by its name, or of a text that is exactly one token."""
     if text in tokenizer.special:
         return tokenizer.special[text]
     ids = tokenizer.encode(text).tolist()

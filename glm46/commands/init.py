@@ -1,21 +1,40 @@
-"""The verb ``init``: the shipped TOML files and the schema, for people who have the package and no checkout."""
+"""``python -m glm46 init``: write the shipped TOML files and their schema, for an installation without a checkout."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import glm46
+from glm46.commands.options import parse_without_overrides
 from glm46.config.errors import UserError
 
 _PACKAGE = Path(glm46.__path__[0])
 
 
+def init_command(argv: Sequence[str]) -> int:
+    """Write the files and print their paths; returns the exit code.
+
+    Raises:
+        UserError: a key is overridden, or `write_configs` refuses the folder.
+    """
+    parser = argparse.ArgumentParser(prog="python -m glm46 init", allow_abbrev=False)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("train_configs"), help="train_configs, if not given"
+    )
+    folder = parse_without_overrides(parser, argv).folder
+    written = write_configs(folder)
+    print("\n".join(f"wrote {path}" for path in written) or f"{folder} has them all")
+    return 0
+
+
 def write_configs(folder: Path) -> list[Path]:
-    """Write the shipped TOML files and their schema; nothing that is there is replaced.
+    """Write the shipped TOML files and their schema; existing files are kept.
 
     Returns:
         The files that were written.
 
     Raises:
-        UserError: a file of the same name says something else, or the folder cannot be written; nothing is written.
+        UserError: a file of the same name differs, or the folder cannot be written; nothing is written.
     """
     # Inside the package in a wheel (setup.py), beside it in a checkout.
     shipped = next(place for place in (_PACKAGE, _PACKAGE.parent) if (place / "train_configs").is_dir())

@@ -1,4 +1,4 @@
-"""Which machines a run has and which of them this is, from the variables of torchrun's users, Slurm or PBS."""
+"""The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Slurm or PBS."""
 
 import re
 from collections.abc import Mapping
@@ -12,37 +12,36 @@ VARIABLES = (
     "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID",
     "PBS_NODEFILE", "PBS_JOBID",
 )  # fmt: skip
-"""What `detect_nodes` reads."""
+"""Environment variables that `detect_nodes` reads."""
 
 _PORT = 29500
-"""Where the first node listens unless MASTER_PORT says otherwise. Source: torchrun's default."""
-
+"""Port of the first node without MASTER_PORT. Source: torchrun's default."""
 
 LAST_PORT = 2**16 - 1
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run as one of them sees them."""
+    """The nodes of a run, seen from one of them."""
 
     count: int = 1
     rank: int = 0
-    """Number of this one; 0 prepares the data, and all meet there."""
+    """Rank of this node; node 0 prepares the data and hosts the rendezvous."""
     host: str = "localhost"
-    """Name or address of the first."""
+    """Name or address of node 0."""
     port: int = _PORT
     job: str = "glm46"
-    """Tells runs apart that meet at one place."""
+    """Id of the rendezvous; separates runs that use one address."""
 
 
 def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
-    """The nodes of this run: NNODES and its kin go before Slurm's variables, those before PBS's; else this one alone.
+    """The nodes of this run. NNODES goes before Slurm's variables, Slurm's before PBS's; with none of them, one node.
 
     Args:
-        variables: of the environment, those of `VARIABLES` that are set.
+        variables: those of `VARIABLES` that are set, with their values.
 
     Raises:
-        UserError: variables that are missing, no numbers, or contradict each other.
+        UserError: variables are missing, are not numbers, or contradict each other.
     """
     if "NNODES" in variables:
         found = _number(variables, "NNODES"), _number(variables, "NODE_RANK", "0"), variables.get("MASTER_ADDR")
@@ -71,10 +70,12 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """The first name of a list as Slurm writes it, such as ``gpu[007-012,20],login1``: ``gpu007``."""
+    """The first host of a Slurm node list: ``gpu007`` of ``gpu[007-012,20],login1``."""
     found = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[(\d+)[^\]]*\]([A-Za-z0-9._-]*))?(?:,.*)?", nodelist.strip())
     if not found:
-        raise UserError(f"environment: SLURM_JOB_NODELIST = {nodelist!r}: not understood; set MASTER_ADDR and NNODES")
+        raise UserError(
+            f"environment: SLURM_JOB_NODELIST = {nodelist!r}: cannot be parsed; set MASTER_ADDR, NNODES and NODE_RANK"
+        )
     return "".join(part or "" for part in found.groups())
 
 
@@ -83,7 +84,7 @@ def _pbs_nodes(file: Path, hostname: str) -> tuple[int, int, str]:
         lines = file.read_text(encoding="utf-8").split()
     except OSError as error:
         raise UserError(f"environment: PBS_NODEFILE = {str(file)!r}: {error.strerror}; set NNODES instead") from error
-    hosts = list(dict.fromkeys(lines))  # a host stands there once for each of its processes
+    hosts = list(dict.fromkeys(lines))  # PBS lists a host once for each of its processes
     short = [host.partition(".")[0] for host in hosts]
     if hostname.partition(".")[0] not in short:
         raise UserError(

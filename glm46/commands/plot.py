@@ -1,4 +1,4 @@
-"""``python -m glm46 plot``: loss, learning rate, speed and expert balance of runs, drawn side by side into one PNG."""
+"""``python -m glm46 plot``: draw loss, learning rate, speed and expert balance of runs into one PNG."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ROWS_FILE = "metrics.jsonl"
 _NAN = float("nan")
 _X_AXES = {"tokens": "tokens", "steps": "step"}
-"""What the horizontal axis may count, and its column."""
+"""Units of the horizontal axis, and the column of each."""
 
 
 class _Panel(NamedTuple):
@@ -25,7 +25,7 @@ class _Panel(NamedTuple):
     title: str
     unit: str
     columns: tuple[str, ...]
-    """The line, of each row the first column that it has; the second column is drawn thin behind it."""
+    """Columns of the line: each row gives the first one that it has. The second column is also drawn thin behind it."""
     markers: str | None = None
     """Column of validation rows."""
     starts_at_zero: bool = False
@@ -74,7 +74,7 @@ def plot_command(argv: Sequence[str]) -> int:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """The shortest names that tell runs apart: their folders, without the ones that all have in common."""
+    """Names of the runs: their folders relative to the deepest common folder."""
     folders = [file.resolve().parent if file.name == _ROWS_FILE else file.resolve() for file in files]
     if len(set(folders)) == 1:
         return [folders[0].name] * len(folders)
@@ -87,7 +87,7 @@ def _read(file: Path, name: str) -> _Run:
         rows = read_history(file)
     except OSError as error:
         raise UserError(f"plot: {file}: {error.strerror}; give the job.dump_folder of a run") from error
-    # Rows of older releases do not say their kind.
+    # Rows of older releases have no kind.
     kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
     run = _Run(
         name,
@@ -100,7 +100,7 @@ def _read(file: Path, name: str) -> _Run:
 
 
 def draw(runs: Sequence[_Run], output: Path, x_axis: str) -> None:
-    """Draw the panels that some run has figures for, and write the PNG whole or not at all."""
+    """Draw the panels for which some run has metrics, and write the PNG completely or not at all."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -132,7 +132,7 @@ def _draw_run(axes: "Axes", panel: _Panel, run: _Run, colour: str, x: str) -> No
     steps = _values(run.train, (x,))
     if len(panel.columns) > 1:
         axes.plot(steps, _values(run.train, panel.columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
-    # A line of one point would not be seen.
+    # A line of one point is invisible.
     marker = "." if len(steps) == 1 else None
     axes.plot(steps, _values(run.train, panel.columns), color=colour, linewidth=1.8, marker=marker)
     if panel.markers is not None:
@@ -141,7 +141,7 @@ def _draw_run(axes: "Axes", panel: _Panel, run: _Run, colour: str, x: str) -> No
 
 
 def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
-    """Of each row the first column that it has; a gap where there is none, or no finite value."""
+    """Per row, the value of the first column that it has; NaN, a gap, if there is none or it is not finite."""
     values = [next((row[column] for column in columns if column in row), None) for row in rows]
     return [value if isinstance(value, int | float) else _NAN for value in values]
 
@@ -160,7 +160,7 @@ def _label(axes: "Axes", panel: _Panel, x_axis: str) -> None:
 
 
 def short_number(value: float) -> str:
-    """A number of an axis as people write it: 1.5M, 20B, 0.25, 3e-04."""
+    """A number for an axis: 1.5M, 20B, 0.25, 3e-04."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

@@ -1,4 +1,4 @@
-"""The verbs as a person meets them. Most run in this process: starting one costs seconds."""
+"""Verbs, messages and exit codes of the command line. Most tests run in this process: starting one costs seconds."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
+from glm46.commands.options import VERBS
 
 ROOT = Path(__file__).parents[3]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -28,11 +29,28 @@ def test_help_of_train_prints_every_key(capsys):
     assert "Tokens per sequence." in printed
 
 
-def test_a_python_without_the_packages_is_told_which_one_has_them(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "glm46.commands.key_help", raising=False)
+def test_a_missing_package_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["train", "--help"]) == 2
     assert "rich is missing" in capsys.readouterr().err
+
+
+def test_help_lists_the_verbs_and_each_verb_is_one_module(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    for verb, meaning in VERBS.items():
+        assert f"\n    {verb} " in printed and meaning.split("; ")[-1] in " ".join(printed.split())
+        source = (ROOT / "glm46" / "commands" / f"{verb}.py").read_text(encoding="utf-8")
+        assert f"\ndef {verb}_command(argv: Sequence[str]) -> int:" in source
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian", "--config", DEBUG], ["--training.steps", "3", "train"]])
+def test_a_verb_is_required(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and "usage: python -m glm46" in capsys.readouterr().err
 
 
 def test_schema_is_json(capsys):
@@ -48,7 +66,7 @@ def test_faults_are_printed_one_per_line_and_the_exit_code_is_two(capsys):
     ]
 
 
-def test_plan_says_how_big(capsys):
+def test_plan_prints_the_number_of_parameters(capsys):
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
     assert main(["plan", "--config", phase, "--gpu", "H200", "--nproc", "8192"]) == 0
     printed = capsys.readouterr().out
@@ -66,7 +84,7 @@ def test_number_of_processes_is_a_positive_number(text, capsys):
     assert "expected auto, or a number of at least 1" in capsys.readouterr().err
 
 
-def test_verbs_with_their_own_options_are_reached(capsys, tmp_path):
+def test_verbs_with_their_own_options_are_called(capsys, tmp_path):
     for verb, option in (("benchmark", "model"), ("checkpoint", "verify")):
         with pytest.raises(SystemExit) as end:
             main([verb, "--help"])
@@ -74,9 +92,10 @@ def test_verbs_with_their_own_options_are_reached(capsys, tmp_path):
     assert main(["checkpoint", "list", str(tmp_path / "none")]) == 2
 
 
-def test_verb_without_a_run_takes_no_keys(capsys):
-    assert main(["schema", "--training.steps", "3"]) == 2
-    assert "--training.steps: the verb schema reads no run" in capsys.readouterr().err
+def test_verb_without_a_config_takes_no_overrides(capsys):
+    for verb in ("schema", "init"):
+        assert main([verb, "--training.steps", "3"]) == 2
+        assert f"--training.steps: the verb {verb} reads no config; remove" in capsys.readouterr().err
 
 
 def test_refusing_a_file_loads_no_torch(tmp_path):
@@ -100,9 +119,9 @@ def test_refusing_a_file_loads_no_torch(tmp_path):
         ("launch --config nowhere.toml", 2),
     ],
 )
-def test_a_reader_that_has_seen_enough_is_no_error(arguments, code):
+def test_a_closed_output_is_an_error_only_for_verbs_that_do_work(arguments, code):
     command = f"exec 3>&1; ( '{sys.executable}' -m glm46 {arguments} 2>&3; echo $? >&3 ) | true"
-    # The reader has gone before the first line.
+    # `true` closes the pipe before the first line.
     end = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert end.stdout.splitlines()[-1] == str(code)
     assert "Traceback" not in end.stdout and "BrokenPipe" not in end.stdout
@@ -110,7 +129,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments, code):
 
 
 @pytest.mark.parametrize("arguments", ["schema", "train --help", f"plan --config {DEBUG}"])
-def test_output_that_cannot_be_written_is_said(arguments):
+def test_output_that_cannot_be_written_is_reported(arguments):
     command = f"'{sys.executable}' -m glm46 {arguments} > /dev/full"
     end = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert end.returncode == 2
@@ -119,7 +138,7 @@ def test_output_that_cannot_be_written_is_said(arguments):
     )
 
 
-def test_work_whose_reader_has_gone_does_not_end_as_if_it_were_done(monkeypatch):
+def test_work_that_a_closed_output_cuts_off_has_its_own_exit_code(monkeypatch):
     def gone(*_):
         raise BrokenPipeError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm46.commands.data import read_recipe
+from glm46.commands.prepare import read_recipe
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 

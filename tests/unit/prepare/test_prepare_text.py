@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glm46.cli import main
-from glm46.commands.data import read_recipe
+from glm46.commands.prepare import read_recipe
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.manifest import load_manifest

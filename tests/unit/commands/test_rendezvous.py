@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from glm46.commands import meeting
+from glm46.commands import rendezvous
 from glm46.commands.nodes import Nodes
 from glm46.config.errors import UserError
 
@@ -20,17 +20,17 @@ def free_port() -> int:
 def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
     with socket.create_server(("localhost", free_port)):
         with pytest.raises(UserError, match=f"MASTER_PORT = {free_port}: .*in use.*another port"):
-            meeting.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
+            rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
         with pytest.raises(UserError, match=f"port {free_port} of this node"):  # of the second start
-            meeting.require_free_port(Nodes(2, 0, "localhost", free_port - 1), 1)
-        meeting.require_free_port(Nodes(2, 1, "localhost", free_port), 0)
-        meeting.require_free_port(Nodes(1, 0, "localhost", free_port), 0)
-    meeting.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
+            rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port - 1), 1)
+        rendezvous.require_free_port(Nodes(2, 1, "localhost", free_port), 0)
+        rendezvous.require_free_port(Nodes(1, 0, "localhost", free_port), 0)
+    rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
 
 
 def test_a_node_waits_until_the_first_listens_and_says_for_whom(free_port, monkeypatch):
-    monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.05)
-    monkeypatch.setattr(meeting, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.01)
     nodes, said, told = Nodes(2, 1, "localhost", free_port), [], threading.Event()
 
     def report(line):
@@ -38,7 +38,7 @@ def test_a_node_waits_until_the_first_listens_and_says_for_whom(free_port, monke
         if len(said) == 3:
             told.set()
 
-    waiting = threading.Thread(target=meeting.wait_for_first, args=(nodes, 0, report), daemon=True)
+    waiting = threading.Thread(target=rendezvous.wait_for_first, args=(nodes, 0, report), daemon=True)
     waiting.start()
     assert told.wait(30)
     with socket.create_server(("localhost", free_port)):
@@ -49,20 +49,20 @@ def test_a_node_waits_until_the_first_listens_and_says_for_whom(free_port, monke
 
 
 def test_a_node_that_waits_too_long_names_address_and_fault(monkeypatch):
-    monkeypatch.setattr(meeting, "_PREPARE_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_PREPARE_SECONDS", 0.0)
     with pytest.raises(UserError, match=r"MASTER_ADDR = 'no-such-node\.invalid': .*start it"):
-        meeting.wait_for_first(Nodes(2, 1, "no-such-node.invalid", 29500), 0, print)
+        rendezvous.wait_for_first(Nodes(2, 1, "no-such-node.invalid", 29500), 0, print)
 
 
 def test_the_first_node_says_that_others_are_missing_until_they_are_there(monkeypatch):
-    monkeypatch.setattr(meeting, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.01)
     said, told, met = [], threading.Event(), threading.Event()
 
     def report(line):
         said.append(line)
         told.set()
 
-    with meeting.telling_who_is_missing(Nodes(3, 0, "a"), met.is_set, report):
+    with rendezvous.reporting_missing_nodes(Nodes(3, 0, "a"), met.is_set, report):
         assert told.wait(30)
         met.set()
     assert "all 3 nodes are at a" in said[0]

@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet: at a port of the first node."""
+"""Rendezvous of the launchers of several nodes, at a port of the first node."""
 
 import socket
 import threading
@@ -10,17 +10,17 @@ from glm46.commands.nodes import Nodes
 from glm46.config.errors import UserError
 
 _PREPARE_SECONDS = 3600
-"""How long other nodes wait for the first, which may have data to prepare."""
+"""Longest wait of the other nodes for the first one, which may have data to prepare."""
 _REJOIN_SECONDS = 600
-"""How long a node that starts again waits for the others to do so."""
-_TELL_SECONDS = 5.0
-"""Time between two lines about a node that is waited for."""
+"""Longest wait of a restarted node for the restart of the others."""
+_REPORT_SECONDS = 5.0
+"""Time between two lines about a missing node."""
 _ANSWER_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 
 
-def meeting_options(nodes: Nodes, processes: int, start: int) -> list[str]:
-    """Options of torchrun for the n-th start: how many processes, and where the nodes meet."""
+def rendezvous_options(nodes: Nodes, processes: int, start: int) -> list[str]:
+    """Options of torchrun for the n-th start: processes of this node, and the address of the first node."""
     options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
         return [*options, "--local-addr=localhost"]
@@ -31,15 +31,15 @@ def meeting_options(nodes: Nodes, processes: int, start: int) -> list[str]:
         f"--rdzv-id={nodes.job}",
         f"--rdzv-conf=is_host={int(nodes.rank == 0)},join_timeout={seconds},read_timeout={seconds}",
     ]
-    # Nodes on one machine, for a trial: its own name need not lead to it.
+    # Several nodes on one machine, for a trial: its host name may not resolve.
     return [*options, f"--local-addr={nodes.host}"] if nodes.host in ("localhost", "127.0.0.1") else options
 
 
 def require_free_port(nodes: Nodes, start: int) -> None:
-    """Refuse a port on which another process of the first node listens.
+    """Refuse the port of the n-th start if another process of the first node listens on it.
 
     Raises:
-        UserError: on the first node.
+        UserError: on the first node; the others check nothing.
     """
     if nodes.count == 1 or nodes.rank != 0:
         return
@@ -54,14 +54,14 @@ def require_free_port(nodes: Nodes, start: int) -> None:
 
 
 def wait_for_first(nodes: Nodes, start: int, report: Callable[[str], None]) -> None:
-    """Wait on another node until the first one listens, and say so every few seconds.
+    """Wait until the first node listens on the port of the n-th start, and report it every few seconds.
 
     Raises:
-        UserError: it has not listened for as long as it may prepare data.
+        UserError: it did not listen within the time that preparing data may take.
     """
     if nodes.rank == 0:
         return
-    place, began, told = f"{nodes.host}:{_port(nodes, start)}", time.monotonic(), 0.0
+    address, began, reported = f"{nodes.host}:{_port(nodes, start)}", time.monotonic(), 0.0
     while True:
         try:
             socket.create_connection((nodes.host, _port(nodes, start)), timeout=_ANSWER_SECONDS).close()
@@ -70,28 +70,28 @@ def wait_for_first(nodes: Nodes, start: int, report: Callable[[str], None]) -> N
             fault, waited = error.strerror or str(error), time.monotonic() - began
         if waited > _seconds(start):
             raise UserError(
-                f"environment: MASTER_ADDR = {nodes.host!r}: no answer from {place} for {waited:.0f} s ({fault}); set "
-                "MASTER_ADDR and MASTER_PORT to those of the first node, and start it"
+                f"environment: MASTER_ADDR = {nodes.host!r}: no answer from {address} for {waited:.0f} s ({fault}); "
+                "set MASTER_ADDR and MASTER_PORT to those of the first node, and start it"
             )
-        if waited - told >= _TELL_SECONDS or not told:
-            told = max(waited, _RETRY_SECONDS)
-            report(f"node {nodes.rank} waits for the first node at {place}, {waited:.0f} s so far: {fault}")
+        if waited - reported >= _REPORT_SECONDS or not reported:
+            reported = max(waited, _RETRY_SECONDS)
+            report(f"node {nodes.rank} waits for the first node at {address}, {waited:.0f} s so far: {fault}")
         time.sleep(_RETRY_SECONDS)
 
 
 @contextmanager
-def telling_who_is_missing(nodes: Nodes, has_met: Callable[[], bool], report: Callable[[str], None]) -> Iterator[None]:
-    """Say every few seconds that nodes are waited for, until they have met."""
+def reporting_missing_nodes(nodes: Nodes, has_met: Callable[[], bool], report: Callable[[str], None]) -> Iterator[None]:
+    """Report every few seconds that nodes are missing, until `has_met` returns True."""
     end = threading.Event()
 
-    def tell() -> None:
+    def report_missing() -> None:
         began = time.monotonic()
-        while not end.wait(_TELL_SECONDS) and not has_met():
+        while not end.wait(_REPORT_SECONDS) and not has_met():
             waited = time.monotonic() - began
             report(f"node {nodes.rank} waits until all {nodes.count} nodes are at {nodes.host}, {waited:.0f} s so far")
 
     if nodes.count > 1:
-        threading.Thread(target=tell, name="missing nodes", daemon=True).start()
+        threading.Thread(target=report_missing, name="missing nodes", daemon=True).start()
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def telling_who_is_missing(nodes: Nodes, has_met: Callable[[], bool], report: Ca
 
 
 def _port(nodes: Nodes, start: int) -> int:
-    # A node may be ahead of the first, which then still listens for the start before.
+    # One port per start: a node that restarts before the first node would join its old rendezvous.
     return nodes.port + start
 
 

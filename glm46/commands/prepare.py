@@ -1,4 +1,4 @@
-"""The verbs ``prepare --input`` (keys of a recipe on the command line, over those of a file) and ``inspect``."""
+"""``python -m glm46 prepare``: make the sources of a config, or one source of files (``--input``, ``--recipe``)."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,15 +7,13 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
+from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.config.errors import UserError
+from glm46.config.loader import load_config
 from glm46.config.overrides import key_parts
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate, without_lists
-from glm46.data.inspect_source import describe, show_rows
-from glm46.data.manifest import load_manifest
-from glm46.data.tokenizer import load_tokenizer
-from glm46.prepare.pipeline import prepare_text
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -24,40 +22,32 @@ def prepare_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: every key or file that cannot be used.
     """
-    arguments = vars(_parser().parse_args(argv))
+    if any(token.partition("=")[0] in ("--input", "--recipe") for token in argv):
+        return _prepare_files(argv)
+    parser = config_parser("prepare")
+    parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
+    arguments, overrides = parse_with_overrides(parser, argv)
+    # Imported here: --help needs no numpy.
+    from glm46.prepare.corpus import prepare_run
+
+    for name, manifest in prepare_run(load_config(arguments.config, overrides), report=print).items():
+        validation, train = manifest.splits["validation"], manifest.splits["train"]
+        print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
+    return 0
+
+
+def _prepare_files(argv: Sequence[str]) -> int:
+    from glm46.prepare.pipeline import prepare_text
+
+    arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")
     stated = {key: _value(key, text) for key, text in arguments.items() if text is not None}
     prepare_text(read_recipe(file, stated), report=print)
     return 0
 
 
-def inspect_command(argv: Sequence[str]) -> int:
-    """Show what is in a folder of shards; returns the exit code.
-
-    Raises:
-        UserError: the folder is not a source, is damaged, or belongs to another tokenizer.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m glm46 inspect", allow_abbrev=False, description="Verify a folder of shards and show its text.",
-    )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="a folder that prepare has made")
-    parser.add_argument("--rows", type=int, default=2, help="rows to show as text, picked at random")
-    parser.add_argument("--seq_len", type=int, default=512, help="tokens per row")
-    parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
-    parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with")
-    arguments = parser.parse_args(argv)
-    for line in describe(arguments.folder):
-        print(line)
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    manifest = load_manifest(arguments.folder, full=False)
-    sizes = {"rows": max(0, arguments.rows), "seq_len": max(1, arguments.seq_len), "seed": arguments.seed}
-    for line in show_rows(manifest, tokenizer, **sizes):
-        print(line)
-    return 0
-
-
 def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
-    """A recipe from a TOML file with keys put over it.
+    """A recipe from a TOML file, with the keys of the command line in place of those of the file.
 
     Raises:
         UserError: one fault per key that is unknown, missing or wrong.
@@ -82,7 +72,7 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
     return recipe
 
 
-def _parser() -> argparse.ArgumentParser:
+def _recipe_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m glm46 prepare", allow_abbrev=False, description="Turn files of text into a folder of shards.",
         epilog="Interrupted work goes on when the same command is given again.",
@@ -90,14 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of the keys below")
     for key, field in TextRecipe.model_fields.items():
         meaning = " ".join(field.description.split()).replace("%", "%%")
-        many = key in ("input", "decontaminate", "pack_lengths")
-        shape = {"nargs": "+", "action": "extend"} if many else {}
+        is_list = key in ("input", "decontaminate", "pack_lengths")
+        shape = {"nargs": "+", "action": "extend"} if is_list else {}
         parser.add_argument(f"--{key}", help=meaning, metavar="VALUE", **shape)
     return parser
 
 
 def _value(key: str, text: str | list[str]):
-    """Lists and words are text; numbers are numbers."""
+    """The value of a key of the recipe from its text; text that is not a number stays text and is refused later."""
     if isinstance(text, list):
         return [int(word) if key == "pack_lengths" and word.isdecimal() else word for word in text]
     if TextRecipe.model_fields[key].annotation in (int, float, int | None):

@@ -1,0 +1,142 @@
+"""The list of verbs, and the options that several verbs share: a config with overrides of its keys, and numbers."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glm46.config.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from glm46.config.schema import SectionRows
+
+VERBS = {
+    "launch": "check, compare with this machine, prepare the data and train",
+    "train": "train in this process; launch and torchrun start one for each rank",
+    "prepare": "make the shards of the sources that are missing, verify the others",
+    "plan": "say how big, how long and whether it fits, on any number of any GPU",
+    "benchmark": "measure speed and memory of this machine; see benchmark --help",
+    "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
+    "inspect": "count and show what is in a folder of shards; see inspect --help",
+    "plot": "draw loss, learning rate, speed and balance of runs as a PNG; see plot --help",
+    "convert": "weights from and to Hugging Face folders; see convert --help",
+    "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
+    "schema": "print the JSON schema of the TOML file",
+    "init": "write the shipped TOML files and their schema",
+}
+"""Help of each verb. The function of the verb ``plan`` is `glm46.commands.plan.plan_command`, and so on."""
+
+_ARRAYS_OF_TABLES = ("data.sources", "data.stages")
+
+
+def config_parser(verb: str) -> argparse.ArgumentParser:
+    """Parser of a verb that reads a config: ``--config FILE``, and ``--help`` that also prints every key.
+
+    Parse with `parse_with_overrides`.
+    """
+    meaning = VERBS[verb]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m glm46 {verb}",
+        description=f"{meaning[0].upper()}{meaning[1:]}.",
+        epilog="Any key of the file can be stated again as --section.key VALUE; VALUE is read as TOML, a bare word is "
+        "a string, and --section.key= takes the key out of the file.",
+        usage=f"python -m glm46 {verb} --config FILE [options] [--section.key VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action=_KeysHelp)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
+    return parser
+
+
+def parse_with_overrides(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The options of a verb, and the tokens that override keys of its config (see `load_config`)."""
+    tokens, overrides = split_overrides(argv)
+    return parser.parse_args(tokens), tuple(overrides)
+
+
+def parse_without_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a verb that reads no config.
+
+    Raises:
+        UserError: an option overrides a key.
+    """
+    tokens, overrides = split_overrides(argv)
+    if overrides:
+        verb = parser.prog.rpartition(" ")[2]
+        raise UserError(f"command line: {overrides[0]}: the verb {verb} reads no config; remove the option")
+    return parser.parse_args(tokens)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate ``--section.key value`` from the verb's own options: only overrides have a dot in their name."""
+    own, overrides, remaining = [], [], list(argv)
+    while remaining:
+        token = remaining.pop(0)
+        name = token.partition("=")[0]
+        if not (token.startswith("--") and "." in name):
+            own.append(token)
+            continue
+        overrides.append(token)
+        if "=" not in token and remaining and not remaining[0].startswith("--"):
+            overrides.append(remaining.pop(0))
+    return own, overrides
+
+
+def positive(text: str) -> int:
+    """Type of an option: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def process_count(text: str) -> int | None:
+    """Type of the option ``--nproc``: a number of processes, or None for ``auto``."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, or a number of at least 1")
+    return int(text)
+
+
+class _KeysHelp(argparse.Action):
+    """``--help`` of a verb that reads a config: its options, then every key of the file."""
+
+    def __init__(self, option_strings, dest, **_):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="show this, and every key of the file")
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.print_help()
+        print_keys()
+        parser.exit()
+
+
+def print_keys() -> None:
+    """Print each section of a config with its keys: values and default on one line, the meaning below it."""
+    # Only the help needs them; the packages may be missing, which `cli.main` reports.
+    from rich.console import Console
+
+    from glm46.config.schema import describe_keys
+
+    # Without rich's highlighting of numbers and paths: bold is a key, dim is a type.
+    console = Console(highlight=False)
+    for section in describe_keys():
+        _print_section(console, section)
+
+
+def _print_section(console: "Console", section: "SectionRows") -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    header = f"[[{section.name}]]" if section.name in _ARRAYS_OF_TABLES else f"[{section.name}]"
+    console.print()
+    console.print(Text.assemble((header, "bold green"), "  ", section.meaning))
+    for row in section.rows:
+        default = row.default if row.default in ("required", "absent") else f"default {row.default}"
+        title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
+        console.print(Padding(title, (0, 0, 0, 2), expand=False))
+        console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))

@@ -1,0 +1,42 @@
+"""``python -m glm46 plan``: estimate parameters, memory and time of a config on any number of any GPU."""
+
+from collections.abc import Sequence
+
+from glm46.commands.options import config_parser, parse_with_overrides, process_count
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.report import plan_text
+
+
+def plan_command(argv: Sequence[str]) -> int:
+    """Print the plan of a config; returns the exit code.
+
+    Raises:
+        UserError: the config has faults, or an option is wrong.
+    """
+    parser = config_parser("plan")
+    parser.add_argument("--nproc", type=process_count, metavar="N", help="processes; the fewest that the degrees allow")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="GPU to compare with, such as H200; H100 and this machine, if not given"
+    )
+    parser.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is assumed to reach")
+    arguments, overrides = parse_with_overrides(parser, argv)
+    config = load_config(arguments.config, overrides, world_size=arguments.nproc)
+    options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
+    if arguments.gpu is None:
+        options["machine"] = _this_machine()
+    try:
+        print(plan_text(config, **{name: value for name, value in options.items() if value is not None}))
+    except ValueError as error:
+        raise UserError(f"command line: {error}") from error
+    return 0
+
+
+def _this_machine() -> Machine:
+    machine = detect_machine()
+    if machine.gpus:  # Only torch says which of them are visible; its import takes seconds.
+        from glm46.distributed.process import visible_gpus
+
+        machine = detect_machine(visible_gpus())
+    return machine
