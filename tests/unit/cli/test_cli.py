@@ -41,7 +41,7 @@ def test_help_lists_the_verbs_and_each_verb_is_one_module(capsys):
     printed = capsys.readouterr().out
     assert end.value.code == 0
     for verb, meaning in VERBS.items():
-        assert f"\n    {verb} " in printed and meaning.split("; ")[-1] in " ".join(printed.split())
+        assert f"    {verb}" in printed and " ".join(meaning.split()[:3]) in printed
         source = (ROOT / "glm46" / "commands" / f"{verb}.py").read_text(encoding="utf-8")
         assert f"\ndef {verb}_command(argv: Sequence[str]) -> int:" in source
 
