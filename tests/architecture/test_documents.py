@@ -1,0 +1,50 @@
+"""The documents for developers name only files, functions, verbs and options that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/configuration.md")
+FOLDERS = "glm46|docs|tests|scripts|train_configs"
+VERBS = {
+    path.stem
+    for path in (ROOT / "glm46" / "commands").glob("*.py")
+    if f"def {path.stem}_command(" in path.read_text(encoding="utf-8")
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_files_and_verbs_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w/.-]*\w/?", text) + re.findall(r"\./([\w/]+\.sh)", text)
+    paths = [path for path in paths if not re.search(r"\b(ROOM|NAME)\b", path)]  # what a reader fills in
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    verbs = re.findall(r"python -m glm46 ([a-z][\w-]*)", text)
+    assert set(verbs) - VERBS == set()
+
+
+def test_stops_of_the_ways_exist():
+    """``file: name`` in docs/architecture.md: the file defines the name at its top level."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    stops = re.findall(r"`(\w+/\w+\.py): (\w+)`", text)
+    ways = re.split(r"\n\*\*(?:A|An) [\w ]+\*\*\n", text)[1:]
+    assert len(ways) == 5 and [len(re.findall(r"(?m)^\d\. `", way)) for way in ways] == [6] * 5
+    unknown = []
+    for file, name in stops:
+        path = ROOT / "glm46" / file
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+        names = {getattr(node, "name", "") for node in tree.body}
+        names |= {getattr(node.target, "id", "") for node in tree.body if isinstance(node, ast.AnnAssign)}
+        if name not in names:
+            unknown.append(f"{file}: {name}")
+    assert unknown == []
+
+
+def test_rooms_of_the_page_are_the_rooms():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = re.findall(r"(?m)^\| \d \| `(\w+)/` \|", text)
+    found = [path.name for path in (ROOT / "glm46").iterdir() if (path / "__init__.py").is_file()]
+    assert sorted(rooms) == sorted(found)
