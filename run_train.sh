@@ -2,20 +2,20 @@
 # Train the run of a TOML file on this machine. On a fresh machine this sets up its environment first.
 #
 #   ./run_train.sh                                                      a small GLM on text of this machine
-#   CONFIG_FILE=train_configs/other.toml NGPU=4 ./run_train.sh --training.steps 100 --optimizer.lr 3e-4
+#   CONFIG_FILE=train_configs/debug_hsdp.toml NGPU=4 ./run_train.sh --training.steps 100 --optimizer.lr 3e-4
 #
 # CONFIG_FILE  the TOML file; looked for in the current folder, then in this checkout
 # NGPU         processes to start; one per GPU, or two on a CPU, if not set
 # Any key of the file can be overridden: --section.key VALUE. `python -m glm46 launch --help` prints all of them.
 set -euo pipefail
-# Until Python has the signals: 75 asks a job system to start the same command again.
+# Until Python handles the signals: 75 asks a job system to start the same command again.
 trap 'exit 130' INT
 trap 'exit 75' TERM HUP USR1
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 use_environment ""
 
-# What the launcher prints for a person to type, beside the overrides.
+# The launcher prints this command, with overrides, for a person to copy.
 script="$root/run_train.sh"
 if [ "$PWD" = "$root" ]; then script=./run_train.sh; fi
 printf -v GLM46_START '%s%s%q' "${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"

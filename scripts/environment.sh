@@ -4,8 +4,8 @@
 # This checkout's code is used whatever environment runs it, from any working directory.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-# attended COMMAND: run it in a process group of its own, so that a signal ends it at once: bash waits for a command in the
-# foreground before it heeds a signal.
+# attended COMMAND: run it in a process group of its own, so that a signal ends it at once: bash handles a signal only after
+# a command in the foreground has ended.
 trap 'if [ -n "${child:-}" ]; then kill -KILL -- "-$child" 2>/dev/null || true; fi' EXIT
 attended() {
     local code=0
@@ -18,12 +18,12 @@ attended() {
     return "$code"
 }
 
-# has_everything INTERPRETER EXTRAS: whether it has every package that pyproject.toml asks for, in a fitting version.
+# has_everything INTERPRETER EXTRAS: succeeds if it has every package of pyproject.toml in a version that fits.
 has_everything() {
     command -v "$1" >/dev/null 2>&1 && attended "$1" -m glm46.commands.environment "$2" 2>/dev/null
 }
 
-# The newest Python that glm46 supports and that can make environments.
+# find_base_python: print the newest Python that glm46 supports and that can make environments.
 find_base_python() {
     local candidate
     for candidate in python3.13 python3.12 python3.11 python3.10 python3 python; do
@@ -65,7 +65,7 @@ use_environment() {
     fi
     "$python" -m pip --version >/dev/null 2>&1 || attended "$python" -m ensurepip >/dev/null
     echo "Installing glm46 and what it needs into $root/.venv; PyTorch is large, this takes minutes the first time"
-    # The gpu extra only reads temperature and power; without a driver there is nothing to read.
+    # The gpu extra reads temperature and power, which needs a driver.
     if [ -e /proc/driver/nvidia/version ]; then extras="${extras:+$extras,}gpu"; fi
     attended install "$extras"
 }

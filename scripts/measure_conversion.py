@@ -3,8 +3,8 @@
     python scripts/measure_conversion.py --folder /tmp                    # 3.5 GB in 20 files, three rounds
     python scripts/measure_conversion.py --folder /tmp --gb 0.1 --rounds 0   # memory and bytes only
 
-Takes about four times --gb of disk, and as much memory as --gb; all files are removed. Linux only. Ends with 1 when a
-limit is missed: speed below 0.6 of the copy, more memory than two of the largest tensors, bytes read in vain.
+Takes about four times --gb of disk, and as much memory as --gb; all files are removed. Linux only. Exit code 1
+if a limit is missed: speed below 0.6 of the copy, more memory than two of the largest tensors, needless bytes read.
 """
 
 import argparse
@@ -36,26 +36,26 @@ from glm46.huggingface.names import HFNames, raise_if  # noqa: E402
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
 
 LEAST_SPEED = 0.6
-"""Of the copy's bytes per second."""
+"""Limit: speed relative to the copy's bytes per second."""
 
 MOST_TENSORS = {"convert from-hf": 2}
-"""Memory beyond the model's, in tensors as large as the largest: one is written while the next is filled. Everything
-else moves pieces."""
+"""Limit: memory beyond the model, in units of the largest tensor: one is written while the next is filled. All other
+actions move pieces."""
 
 BASE_BYTES = 48_000_000
-"""Memory besides: pieces, headers, and what Python and torch load on first use."""
+"""Limit: further memory for pieces, headers, and modules that Python and torch load on first use."""
 
 SMALL_READS = 50_000
-"""Bytes that a process may read besides: what it asks the system about itself."""
+"""Limit: further bytes read, such as those of /proc."""
 
 RANKS = 4
-"""Of so many ranks, one after the other reads its part."""
+"""Ranks that read their parts, one after the other."""
 
 DTYPE = torch.bfloat16
 
 
 def shape_of_size(gb: float) -> ModelShape:
-    """GLM-4.6 in narrow: as many expert layers as fill the size."""
+    """A narrow GLM-4.6 with as many expert layers as fill the size."""
     width = 1536 if gb >= 1 else 384
     shape = PRESETS["GLM-4.6"].model_copy(
         update=dict(
@@ -70,7 +70,7 @@ def shape_of_size(gb: float) -> ModelShape:
 
 
 def kinds_of(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Our name -> shape and type of every tensor."""
+    """Shape and type of every tensor, by our name."""
     entries = HFNames(shape, repeat_shared=False).entries
     return {name: (entry.shape, torch.float32 if entry.is_fp32 else DTYPE) for name, entry in entries.items()}
 
@@ -86,7 +86,7 @@ def nbytes_of(shape: ModelShape) -> int:
 
 
 class RandomTensors(Mapping[str, Tensor]):
-    """A model that exists one tensor at a time, the same whenever it is asked for."""
+    """A model whose tensors are generated on access, always with the same values."""
 
     def __init__(self, shape: ModelShape):
         self._kinds = kinds_of(shape)
@@ -104,7 +104,7 @@ class RandomTensors(Mapping[str, Tensor]):
 
 
 def memory_of(line: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since `peak_of` began."""
+    """Bytes of this process: VmRSS now, VmHWM the maximum since `peak_of` began."""
     for text in Path("/proc/self/status").read_text().splitlines():
         if text.startswith(f"{line}:"):
             return 1024 * int(text.split()[1])
@@ -112,13 +112,13 @@ def memory_of(line: str) -> int:
 
 
 def read_so_far() -> int:
-    """Bytes that this process has asked the system to read."""
+    """Bytes that this process has read with system calls."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 def peak_of(action: Callable[[], object]) -> tuple[float, int, int]:
-    """Seconds, most memory beyond what was there before, and bytes read."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+    """Run the action; returns seconds, peak memory beyond the memory before, and bytes read."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     memory, read, started = memory_of("VmRSS"), read_so_far(), time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         action()
@@ -126,7 +126,7 @@ def peak_of(action: Callable[[], object]) -> tuple[float, int, int]:
 
 
 def forget(folder: Path) -> None:
-    """Have files read from the disk again, not from the page cache; what is not on the disk yet goes there first."""
+    """Sync all files and drop them from the page cache, so that they are read from the disk again."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -135,13 +135,13 @@ def forget(folder: Path) -> None:
 
 
 def header_of(path: Path) -> int:
-    """Bytes that reading a safetensors file's header takes: its length, itself, and what Python reads ahead."""
+    """Bytes read for the header of a safetensors file: its length, the header, and Python's read-ahead."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little") + io.DEFAULT_BUFFER_SIZE
 
 
 def copy(source: Path, target: Path) -> None:
-    """`cp`, then every file synced: what speeds are compared with."""
+    """Copy with `cp` and sync every file: the reference of all speeds."""
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for path in target.iterdir():
         with path.open("rb") as file:
@@ -149,7 +149,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 class Measurement:
-    """A folder, what is done with it, and which limits were missed.
+    """The measured folder, the measurements, and the limits that were missed.
 
     Attributes:
         missed: one line for each limit.
@@ -169,7 +169,7 @@ class Measurement:
         print(f"{self.nbytes / 1e9:.3f} GB in {count} files, largest tensor {self.largest / 1e6:.0f} MB", flush=True)
 
     def _read_parts(self, kept: dict[str, Tensor], held: dict[str, list[Tensor]]) -> int:
-        """Fill parts of tensors, those at the given places of each dimension, as a rank does; the bytes read."""
+        """Fill the given indices of tensors, as a rank does; returns the bytes read."""
         check_folder(self.source, self.shape)  # as an import does, once for all ranks
         with FolderReader(self.source, self.shape) as reader:
             for name, tensor in kept.items():
@@ -182,7 +182,7 @@ class Measurement:
             self.missed.append(text)
 
     def parts(self) -> None:
-        """Each of several ranks reads its rows of every tensor: no more than it keeps, in bounded memory."""
+        """Check that each of several ranks reads only the rows that it keeps, in bounded memory."""
         # Headers, index and config are read to check the folder, and again to read from it.
         known = sum(map(header_of, self.source.glob("*.safetensors")))
         known += sum((self.source / name).stat().st_size for name in (CONFIG, INDEX))
@@ -210,8 +210,8 @@ class Measurement:
     def race(self, rounds: int) -> None:
         """Convert both ways, import and export, each right after a copy; without rounds, once, for the memory alone.
 
-        Each begins with none of its files in memory, and with what the one before wrote removed: a machine may get
-        its memory anew, slowly, or have some at hand, and neither may have the better lot.
+        Each starts with its files out of the page cache and the output of the one before removed, so that all have the
+        same free memory.
         """
         step = self.place / "checkpoint/step-000000"
         from_hf = ["from-hf", "--model", str(self.source), "--output", str(step.parent), "--dtype", "bfloat16"]
@@ -254,7 +254,7 @@ class Measurement:
         export_weights(self.place / "exported", self.shape, self.config, model, options=self.options)
 
     def _require_same(self, folder: Path) -> None:
-        """The weights of the folder are those of the source, byte for byte; they may lie in other files."""
+        """Check that the folder has the weights of the source, byte for byte, in whatever files."""
         again = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in kinds_of(self.shape).items()}
         import_weights(folder, self.shape, again)
         expected = RandomTensors(self.shape)
@@ -264,7 +264,7 @@ class Measurement:
 
 
 def _spread(values: list[float]) -> str:
-    """The median, and from where to where."""
+    """Median, minimum and maximum."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 

@@ -1,14 +1,14 @@
 """Muon against AdamW on the debug model: how many tokens does Muon need for AdamW's best validation loss?
 
-    python scripts/muon_against_adamw.py                     # about an hour on one core; again after a stop: goes on
+    python scripts/muon_against_adamw.py                     # about an hour on one core; the same command continues after a stop
     python scripts/muon_against_adamw.py --tokens 409600     # longer runs
 
 Every run is `python -m glm46 train` on train_configs/debug.toml with the same tokens in the same order, the same
 initial weights, warm-up and decay; only optimizer, rate and budget differ. AdamW trains on all tokens, Muon on a part
-of them, each with its rate decayed by its own end: a shorter run is a whole run and not a cut one. Rates are swept in
-factors of two until the best one has a worse one on both sides. A run that is finished is not made again.
+of them, each with its rate decayed to its own end: a shorter run is a complete run. Rates are swept in
+factors of two until the best one has a worse one on both sides. Finished runs are reused.
 
-Writes <output>.json (what was run, every curve) and <output>.svg (the best curves).
+Writes <output>.json (commands and curves) and <output>.svg (the best curves).
 """
 
 import argparse
@@ -32,7 +32,7 @@ COLOURS = ("#c44e52", "#4c72b0", "#55a868")
 
 
 def rounded(tokens: float) -> int:
-    """Whole optimizer steps, a multiple of the number of validations."""
+    """Tokens rounded to whole optimizer steps, a multiple of the number of validations."""
     unit = BATCH_SEQUENCES * SEQ_LEN * VALIDATIONS
     return max(1, round(tokens / unit)) * unit
 
@@ -59,7 +59,7 @@ def arguments(optimizer: str, rate: float | str, tokens: int, folder: Path) -> l
 
 
 def curves(folder: Path) -> dict[str, list]:
-    """[tokens, loss] of training and validation, as far as the run has come."""
+    """[tokens, loss] of training and validation, up to the last row of the run."""
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return {
@@ -69,14 +69,14 @@ def curves(folder: Path) -> dict[str, list]:
 
 
 def measure(optimizer: str, rate: float, tokens: int, root: Path) -> dict:
-    """The run with its curves, made now unless it was before."""
+    """Train one run, unless it is finished; returns it with its curves."""
     folder = root / f"{optimizer}_{rate:g}_{tokens}"
     found = curves(folder)
     if not found["validation"] or found["validation"][-1][0] < tokens:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with open(folder / "console.txt", "w") as console:
-            # One thread: a run does not depend on how many cores are free.
+            # One thread, so that results do not depend on the number of free cores.
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             command = arguments(optimizer, rate, tokens, folder)
             subprocess.run(command, cwd=ROOT, env=environment, stdout=console, stderr=console, check=True)
@@ -87,7 +87,7 @@ def measure(optimizer: str, rate: float, tokens: int, root: Path) -> dict:
 
 
 def sweep(first: float, run: Callable[[float], dict]) -> tuple[dict, list[dict]]:
-    """The best run, and all: rates in factors of two around ``first`` until both neighbours of the best are known."""
+    """Try rates in factors of two around ``first`` until both neighbours of the best are known; returns best and all."""
     runs = {first: run(first), first / 2: run(first / 2)}
     while True:
         best = min(runs, key=lambda rate: runs[rate]["final_validation_loss"])
@@ -98,7 +98,7 @@ def sweep(first: float, run: Callable[[float], dict]) -> tuple[dict, list[dict]]
 
 
 def best_curves_svg(lines: list[dict]) -> str:
-    """Validation loss over tokens; the points before training are left out, and the first line's end is the goal."""
+    """SVG of validation loss over tokens, without the points before training; the end of the first line is the goal."""
     curves_shown = [[point for point in run["validation"] if point[0]] for run in lines]
     points = [point for curve in curves_shown for point in curve]
     most = max(tokens for tokens, _ in points)

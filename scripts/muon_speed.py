@@ -1,4 +1,4 @@
-"""Speed of Muon beside others, interleaved in one process, because separate runs differ by a quarter on a busy machine.
+"""Speed of Muon beside alternatives, interleaved in one process: separate runs differ by a quarter on a busy machine.
 
     python scripts/muon_speed.py                                          # one process: torch.optim.Muon
     torchrun --nproc-per-node 4 scripts/muon_speed.py                     # several: gathering everywhere
