@@ -1,6 +1,6 @@
 """Muon against AdamW on the debug model: how many tokens does Muon need for AdamW's best validation loss?
 
-    python scripts/muon_against_adamw.py                     # about an hour on one core; the same command continues after a stop
+    python scripts/muon_against_adamw.py                     # about an hour on one core; can be continued
     python scripts/muon_against_adamw.py --tokens 409600     # longer runs
 
 Every run is `python -m glm46 train` on train_configs/debug.toml with the same tokens in the same order, the same
@@ -87,7 +87,7 @@ def measure(optimizer: str, rate: float, tokens: int, root: Path) -> dict:
 
 
 def sweep(first: float, run: Callable[[float], dict]) -> tuple[dict, list[dict]]:
-    """Try rates in factors of two around ``first`` until both neighbours of the best are known; returns best and all."""
+    """Try rates in factors of two around ``first`` until the best has two worse neighbours; returns best and all."""
     runs = {first: run(first), first / 2: run(first / 2)}
     while True:
         best = min(runs, key=lambda rate: runs[rate]["final_validation_loss"])

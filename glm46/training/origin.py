@@ -37,14 +37,14 @@ def refuse_origin(config: RunConfig) -> None:
     checkpoint, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
     if checkpoint.enable and folder.exists() and not folder.is_dir():
         raise UserError(
-            f"checkpoint.folder = {config.folder!r}: {folder} is a file; move it away, or name another folder"
+            f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:
             there = ", ".join(map(str, saved)) or "none"
             raise UserError(
-                f"checkpoint.load_step = {config.load_step}: no such checkpoint in {folder}; steps there: {there}; "
+                f"checkpoint.load_step = {checkpoint.load_step}: no such checkpoint in {folder}; steps there: {there}; "
                 "give one of them, or -1 for the newest"
             )
         return
