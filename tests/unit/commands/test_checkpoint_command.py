@@ -1,4 +1,4 @@
-"""python -m glm46 checkpoint list|verify|show|prune: says what is there, changes only what it was told to."""
+"""`python -m glm46 checkpoint list|verify|show|prune`: output, exit codes, and which files it removes."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def names(folder):
     return sorted(path.name for path in folder.glob("step-*"))
 
 
-def test_list_says_step_tokens_loss_and_size(run, capsys):
+def test_list_prints_step_tokens_loss_and_size(run, capsys):
     assert checkpoint_command(["list", str(run)]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 4
@@ -37,7 +37,7 @@ def test_list_says_step_tokens_loss_and_size(run, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_list_finds_what_is_missing_and_verify_what_was_changed(run, capsys):
+def test_list_finds_missing_files_and_verify_changed_ones(run, capsys):
     flip(run / "step-000100" / "__0_0.distcp")
     (run / "step-000300" / "meta.json").unlink()
     assert checkpoint_command(["list", str(run)]) == 1
@@ -57,7 +57,7 @@ def test_show_lists_meta_and_tensors(run, capsys):
         checkpoint_command(["show", str(run / "step-000200")])
 
 
-def test_prune_removes_what_it_named_and_only_with_yes(run, capsys):
+def test_prune_removes_only_with_yes_and_only_what_it_named(run, capsys):
     prune = ["prune", str(run), "--keep-latest-k", "1", "--keep-best-k", "1"]
     assert checkpoint_command(prune) == 0
     assert names(run) == ["step-000100", "step-000200", "step-000300"]
@@ -74,7 +74,7 @@ def test_prune_removes_nothing_when_the_newest_is_damaged(run):
     assert len(names(run)) == 3
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_folder_is_named(tmp_path):
     for verb in ("list", "verify", "show"):
         with pytest.raises(UserError, match="absent: no such folder"):
             checkpoint_command([verb, str(tmp_path / "absent")])

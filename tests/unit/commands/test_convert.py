@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
     return folder / "step-000007", model
 
 
-def test_transformers_opens_what_convert_writes(trained, tmp_path):
+def test_transformers_loads_a_converted_folder(trained, tmp_path):
     step, model = trained
     out = tmp_path / "hf"
     command = ["--checkpoint", str(step), "--output", str(out), "--dtype", "float32", "--max-file-gb", "0.001"]
@@ -68,7 +68,7 @@ def test_transformers_opens_what_convert_writes(trained, tmp_path):
     assert generation.eos_token_id == theirs.config.eos_token_id == stops
 
 
-def test_there_and_back_gives_every_bit_of_the_model(trained, tmp_path, capsys):
+def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
     step, _ = trained
     assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "a"), "--mtp-copies",
                  "--dtype", "float32"]) == 0  # fmt: skip
@@ -99,7 +99,7 @@ def step_with(folder, trained, tokenizer_path, fingerprint=None):
 
 @pytest.mark.parametrize("neighbour", [True, False])
 @pytest.mark.parametrize("name", ["glm.json", "ranks.txt", "tokenizer.json"])
-def test_the_export_has_the_tokenizer_of_the_run_whatever_lies_beside_it(name, neighbour, trained, tmp_path, capsys):
+def test_the_export_has_the_tokenizer_of_the_run(name, neighbour, trained, tmp_path, capsys):
     folder = tmp_path / "tok"
     folder.mkdir()
     content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
@@ -122,7 +122,7 @@ def test_the_export_has_the_tokenizer_of_the_run_whatever_lies_beside_it(name, n
     )
 
 
-def test_a_tokenizer_that_changed_since_or_is_too_large_is_refused(trained, tmp_path, capsys, monkeypatch):
+def test_a_changed_or_too_large_tokenizer_is_refused(trained, tmp_path, capsys, monkeypatch):
     content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
     (tmp_path / "own.json").write_text(json.dumps(content))
     to_hf = step_with(tmp_path / "run", trained, "own.json", load_tokenizer("builtin").fingerprint)
@@ -172,14 +172,14 @@ def test_an_import_keeps_the_tokenizer_of_its_folder(trained, tmp_path, monkeypa
         (["from-hf", "--model", "{tmp}/none", "--output", "{tmp}/x"], "none: no such folder"),
     ],
 )  # fmt: skip
-def test_mistakes_end_with_2_and_leave_nothing(arguments, words, trained, tmp_path, capsys):
+def test_mistakes_have_exit_code_2_and_leave_nothing(arguments, words, trained, tmp_path, capsys):
     filled = [word.format(tmp=tmp_path, step=trained[0]) for word in arguments]
     assert main(["convert", *filled]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_or_has_checkpoints_is_refused(trained, tmp_path, capsys):
+def test_an_output_that_cannot_be_written_or_has_checkpoints_is_refused(trained, tmp_path, capsys):
     step, _ = trained
     assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "hf")]) == 0
     assert capsys.readouterr().out.startswith(str(tmp_path))  # no empty line of a progress bar before it

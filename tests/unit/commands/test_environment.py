@@ -1,4 +1,4 @@
-"""An interpreter whose packages do not fit is told so in one message, before anything heavy is imported."""
+"""Missing and unfit packages are one message, before torch is imported."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_torch_in_range_fits(versions, torch):
     assert unfit_packages() == []
 
 
-def test_all_that_does_not_fit_is_one_message(versions, capsys):
+def test_all_unfit_packages_are_one_message(versions, capsys):
     versions |= {"torch": "2.16.0", "torchdata": None}
     assert main(["launch", "--config", DEBUG, "--training.seq_len", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -54,7 +54,7 @@ def test_extras_are_asked_for_by_name(versions):
     assert unfit_packages() == []
 
 
-def test_version_names_what_a_report_needs(capsys):
+def test_version_prints_the_versions_of_a_bug_report(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -62,7 +62,7 @@ def test_version_names_what_a_report_needs(capsys):
     assert f"torch {metadata.version('torch')}, Python {sys.version.split()[0]}" in describe_version()
 
 
-def test_scripts_ask_without_importing_torch():
+def test_the_check_of_packages_imports_no_torch():
     code = "import sys, glm46.commands.environment as e; e.unfit_packages(); print('torch' in sys.modules)"
     end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert end.stdout == "False\n"

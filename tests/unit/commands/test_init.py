@@ -1,4 +1,4 @@
-"""The shipped TOML files reach people who have the package alone."""
+"""The shipped TOML files can be written from an installed package."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path.name for path in (ROOT / "train_configs").iterdir() if path.suffix in (".toml", ".json"))
 
 
-def test_init_writes_what_is_missing_and_replaces_nothing(tmp_path, capsys):
+def test_init_writes_missing_files_and_keeps_existing_ones(tmp_path, capsys):
     folder = tmp_path / "new" / "configs"
     assert main(["init", str(folder)]) == 0
     assert sorted(path.name for path in folder.iterdir()) == SHIPPED

@@ -8,7 +8,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure_conversion.py"
 
 
-def test_no_more_is_read_and_held_than_a_rank_keeps(tmp_path):
+def test_a_rank_reads_and_holds_only_what_it_keeps(tmp_path):
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--gb", "0.1", "--rounds", "0"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -19,7 +19,7 @@ def test_no_more_is_read_and_held_than_a_rank_keeps(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missed_limit_is_named_and_ends_with_1(tmp_path, monkeypatch, capsys):
+def test_a_missed_limit_is_named_with_exit_code_1(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("measure_conversion", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

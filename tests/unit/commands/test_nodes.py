@@ -1,4 +1,4 @@
-"""The nodes of a run are read from the variables of torchrun's users, Slurm and PBS, or refused with the variable."""
+"""Nodes from the variables of torchrun, Slurm and PBS; refusals name the variable."""
 
 import pytest
 
@@ -30,11 +30,11 @@ def test_variables_name_the_nodes(variables, nodes):
     ("text", "host"),
     [("n1", "n1"), ("n1,n2", "n1"), ("n[1-3]", "n1"), ("n[01,07-09]", "n01"), ("a-b.c[3-4]-ib,x", "a-b.c3-ib")],
 )
-def test_first_host_of_a_list_of_slurm(text, host):
+def test_first_host_of_a_slurm_list(text, host):
     assert first_slurm_host(text) == host
 
 
-def test_hosts_of_pbs_stand_once_for_each_process(tmp_path):
+def test_pbs_lists_a_host_once_for_each_process(tmp_path):
     file = tmp_path / "nodes"
     file.write_bytes(b"n1.site\r\nn1.site\nn2.site\nn2.site\n")
     assert detect_nodes({"PBS_NODEFILE": str(file), "PBS_JOBID": "9"}, "n2") == Nodes(2, 1, "n1.site", job="9")
@@ -55,7 +55,7 @@ def test_hosts_of_pbs_stand_once_for_each_process(tmp_path):
         ({"PBS_NODEFILE": "nowhere/at/all"}, "No such file"),
     ],
 )
-def test_variables_that_make_no_sense_are_refused(variables, message):
+def test_invalid_variables_are_refused(variables, message):
     with pytest.raises(UserError) as caught:
         detect_nodes(variables, "here")
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""The picture of runs: drawn for real and read back, from rows of this release and older ones."""
+"""`python -m glm46 plot` with rows of this release and older ones; the drawn PNG is read back."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def test_points_of_validation_are_drawn_over_steps_too(tmp_path):
     assert ink(run / "plot.png", ORANGE).sum() == 0
 
 
-def test_a_model_without_experts_has_no_panel_of_their_balance(tmp_path):
+def test_a_model_without_experts_has_no_balance_panel(tmp_path):
     run = write_run(tmp_path / "dense")
     text = (run / "metrics.jsonl").read_text().replace(', "expert_balance_cv": 0.5', "")
     (run / "metrics.jsonl").write_text(text)
@@ -90,7 +90,7 @@ def test_a_model_without_experts_has_no_panel_of_their_balance(tmp_path):
         (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
     ],
 )
-def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys, arguments, words):
+def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
@@ -102,7 +102,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys, arguments, 
     assert list(tmp_path.rglob("*.png*")) == []
 
 
-def test_without_matplotlib_one_message_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_one_message_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
     monkeypatch.setattr("glm46.commands.plot.find_spec", lambda name: None)
     assert main(["plot", str(run)]) == 2
@@ -117,6 +117,6 @@ def test_help_needs_no_matplotlib(monkeypatch, capsys):
     assert end.value.code == 0 and "RUN" in capsys.readouterr().out
 
 
-def test_numbers_of_axes_are_short():
+def test_axis_numbers_are_short():
     known = {0: "0", 0.25: "0.25", 3e-4: "3.0e-04", 950: "950", 2000: "2K", 1.5e6: "1.5M", 2e10: "20B", 2.2e13: "22T"}
     assert {value: short_number(value) for value in known} == known

@@ -1,4 +1,4 @@
-"""Nodes wait for the first one and say so; a port that cannot be used is refused with its variable."""
+"""Nodes wait for the first one and report it; a port that cannot be used is refused with its variable."""
 
 import socket
 import threading
@@ -28,7 +28,7 @@ def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
     rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
 
 
-def test_a_node_waits_until_the_first_listens_and_says_for_whom(free_port, monkeypatch):
+def test_a_node_waits_until_the_first_listens_and_reports_it(free_port, monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.05)
     monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.01)
     nodes, said, told = Nodes(2, 1, "localhost", free_port), [], threading.Event()
@@ -54,7 +54,7 @@ def test_a_node_that_waits_too_long_names_address_and_fault(monkeypatch):
         rendezvous.wait_for_first(Nodes(2, 1, "no-such-node.invalid", 29500), 0, print)
 
 
-def test_the_first_node_says_that_others_are_missing_until_they_are_there(monkeypatch):
+def test_the_first_node_reports_missing_nodes_until_they_join(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.01)
     said, told, met = [], threading.Event(), threading.Event()
 
