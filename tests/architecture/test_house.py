@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def test_test_rooms_are_rooms():
     """The rhyme: a room's proof lies in the folder of its name."""
     rooms = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms - house.LAYERS.keys() == set()
+
+
+def test_these_tests_load_nothing_of_the_package():
+    """The rules must hold for code that cannot be loaded, on a machine without torch."""
+    files = [*(ROOT / "tests").glob("conftest.py"), *(ROOT / "tests" / "architecture").glob("*.py")]
+    assert len(files) >= 2
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    imported = {node.module or "" for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {a.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    allowed = sys.stdlib_module_names | {"pytest"}
+    assert {name for name in imported if name.split(".")[0] not in allowed} <= {"tests.architecture"}
 
 
 def test_tests_assert_something():

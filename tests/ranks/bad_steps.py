@@ -11,8 +11,8 @@ from torch import Tensor
 import glm46.training.step as step_module
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import trainer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import small_config, write_source
 
 LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
 SITES = ("gradient", "gradient shard", "activation", "router", "loss")

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks.server import Server
+from tests.small_run import make_config, source_folder, tokenizer
+
+__all__ = ["make_config", "source_folder", "tokenizer"]
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from glm46.data.shards import BLOCK_BYTES
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.verified import VerifiedShard
 from glm46.training import trainer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.small_run import small_config, write_source
 
 SOUND_STEPS = 3
 CASES = [

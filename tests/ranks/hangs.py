@@ -18,9 +18,9 @@ from glm46.checkpoint import saving
 from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability import watchdog
 from glm46.training import trainer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import small_config, write_source
 
 HANGS = {
     "asleep": lambda: time.sleep(1000),

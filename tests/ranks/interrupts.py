@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import is_alive
+from tests.small_run import small_config, write_source
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -19,8 +19,8 @@ from glm46.checkpoint.publish import published_steps
 from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import resume, trainer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.small_run import small_config, write_source
 
 MOMENTS = ("start", "load", "validation", "save", "step")
 LEFT_WITH = 7

@@ -30,9 +30,9 @@ from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability.stop import EXIT_STOPPED
 from glm46.training import trainer
-from tests.conftest import small_config, write_source
 from tests.ranks.forked_launch import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
+from tests.small_run import small_config, write_source
 
 SECONDS_TO_END = 10
 """For a rank whose neighbour is gone, before it is killed. In a collective gloo notices at once; while connections are

@@ -19,7 +19,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.tokenizer_files import tokenizer_files
 from glm46.prepare import duplicates, parts, sharding, sorting
 from glm46.prepare.pipeline import prepare_text
-from tests.conftest import call_here
+from tests.small_run import call_here
 
 
 def write_lines(file, texts):

@@ -20,7 +20,7 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, and two wor
 import torch
 from glm46.benchmark.model_speed import Workload, race
 from glm46.training.trainer import train
-from tests.conftest import small_config
+from tests.small_run import small_config
 
 run = small_config(
     Path(sys.argv[1]), Path(sys.argv[2]), training={"steps": 2}, optimizer={"state_dtype": "8bit"},

@@ -11,7 +11,7 @@ from glm46.config.loader import load_config
 from glm46.prepare import embedded
 from glm46.prepare.corpus import prepare_run
 from glm46.training.trainer import train
-from tests.conftest import call_here
+from tests.small_run import call_here
 
 EXAMPLE = Path(__file__).parents[3] / "train_configs" / "data_example.toml"
 TINY = {

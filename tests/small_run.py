@@ -1,4 +1,8 @@
-"""A prepared source of a few thousand tokens and a model of a few thousand parameters: a run takes a second."""
+"""A prepared source of a few thousand tokens and a model of a few thousand parameters: a run takes a second.
+
+The fixtures are imported by the conftest.py of tests/unit and of tests/ranks. There is none above these two, so that
+tests/architecture loads nothing of the package.
+"""
 
 import ctypes
 import json
