@@ -1,8 +1,8 @@
-"""On four ranks: save on one mesh, go on with others; what each pair shows is printed as JSON.
+"""On four ranks: save on one mesh, continue on others; print one JSON object per pair of meshes.
 
-    PYTHONPATH=. python tests/ranks/changed_meshes.py
+    PYTHONPATH=. python tests/ranks/changed_meshes.py [NAME ...]
 
-Names of meshes as arguments: only these save, and every mesh loads what one of them, not itself, has saved.
+Without names of pairs, such as fsdp-to-tp2, all of `ALL_PAIRS`; the test runs `SHORT_PAIRS`.
 The trainer's own parts, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
 another has saved: every weight, optimizer state, buffer and balance must be equal bit for bit, and the next losses
 those of the mesh that saved and went on.
@@ -23,28 +23,35 @@ from glm46.training.build import Parts, assemble
 from glm46.training.loss import count_tokens
 from glm46.training.resume import checkpoint_tensors
 from glm46.training.step import train_step
-from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.forked_ranks import run_cases, run_ranks
 from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_config, micro_batches, whole
 
 MESHES = {
-    "FSDP": Layout(),
-    "HSDP": Layout(replicate=2),
-    "copies": Layout(replicate=4),
-    "EP": Layout(experts_over=2),
-    "EP4": Layout(experts_over=4),
-    "CP": Layout(context=2),
-    "TP": Layout(tensor=2),
-    "TP and EP": Layout(tensor=4, experts_over=2),
-    "PP": Layout(pipeline=2, micro_batches=4),
-    "PP and TP": Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
-    "PP and CP": Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
-    "PP4": Layout(pipeline=4, micro_batches=4),
+    "fsdp": Layout(),
+    "hsdp2": Layout(replicate=2),
+    "replicas": Layout(replicate=4),
+    "ep2": Layout(experts_over=2),
+    "ep4": Layout(experts_over=4),
+    "cp2": Layout(context=2),
+    "tp2": Layout(tensor=2),
+    "tp4_ep2": Layout(tensor=4, experts_over=2),
+    "pp2": Layout(pipeline=2, micro_batches=4),
+    "pp2_tp2": Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
+    "pp2_cp2": Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
+    "pp4": Layout(pipeline=4, micro_batches=4),
 }
 # Twelve experts, which every mesh can divide.
 MESHES = {name: layout._replace(num_experts=12) for name, layout in MESHES.items()}
 STEPS_BEFORE, STEPS_AFTER = 2, 2
-OFFSETS = (1, 5)
-"""Each mesh loads what those so many places before it have saved."""
+_NAMES = list(MESHES)
+ALL_PAIRS = [f"{_NAMES[place - offset]}-to-{_NAMES[place]}" for place, offset in product(range(len(MESHES)), (1, 5))]
+"""Each mesh loads what the meshes one and five places before it have saved."""
+SHORT_PAIRS = [
+    "fsdp-to-ep2", "fsdp-to-tp2", "fsdp-to-pp2_tp2",
+    "tp4_ep2-to-fsdp", "tp4_ep2-to-hsdp2", "tp4_ep2-to-ep4", "tp4_ep2-to-pp2_cp2",
+    "pp2_tp2-to-replicas", "pp2_tp2-to-cp2", "pp2_tp2-to-tp4_ep2", "pp2_tp2-to-pp2", "pp2_tp2-to-pp4",
+]  # fmt: skip
+"""Every mesh loads once; three save."""
 
 
 def settings(layout: Layout):
@@ -110,17 +117,16 @@ def save_all(base: Path, names: list[str]) -> None:
     leave()
 
 
-def load_some(base: Path, pairs: list[tuple[str, str]]) -> None:
+def load_some(base: Path, pairs: list[str]) -> None:
     """On each rank: `load` each pair, and compare."""
     process = join(120)
-    for saved, name in pairs:
+    for pair in pairs:
+        saved, name = pair.split("-to-")
         tensors, losses = load(process, base, saved, name)
         before, expected = torch.load(base / f"{saved}.pt", mmap=True)
         errors = [abs(found / wanted - 1.0) for found, wanted in zip(losses, expected, strict=True)]
         row = {
-            "saved on": saved,
-            "went on with": name,
-            "tensors": len(before),
+            "name": pair,
             "states": sum(key.startswith("optimizer.") for key in before),
             "different": [key for key in before.keys() | tensors.keys()
                           if key not in tensors or key not in before or not torch.equal(before[key], tensors[key])],
@@ -131,19 +137,15 @@ def load_some(base: Path, pairs: list[tuple[str, str]]) -> None:
     leave()
 
 
-def main(*some: str) -> None:
+def main(*pairs: str) -> None:
     """Save, then load pair by pair, with new ranks every few meshes."""
     torch.set_num_threads(1)
-    names = list(MESHES)
-    pairs = [(names[place - offset], names[place]) for place, offset in product(range(len(names)), OFFSETS)]
-    if some:
-        pairs = [(some[(i + (some[i % len(some)] == name)) % len(some)], name) for i, name in enumerate(names)]
-    saving = list(dict.fromkeys(saved for saved, _ in pairs))
+    pairs = list(pairs or ALL_PAIRS)
+    saving = list(dict.fromkeys(pair.split("-to-")[0] for pair in pairs))
     with tempfile.TemporaryDirectory() as folder:
         for first in range(0, len(saving), LAYOUTS_AT_ONCE):
             run_ranks(4, lambda some=saving[first : first + LAYOUTS_AT_ONCE]: save_all(Path(folder), some))
-        for first in range(0, len(pairs), LAYOUTS_AT_ONCE):
-            run_ranks(4, lambda some=pairs[first : first + LAYOUTS_AT_ONCE]: load_some(Path(folder), some))
+        run_cases(4, pairs, lambda some: load_some(Path(folder), some), LAYOUTS_AT_ONCE)
 
 
 if __name__ == "__main__":

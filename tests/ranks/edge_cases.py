@@ -1,10 +1,13 @@
-"""On each of two ranks: extreme routing, windows and compiled layers against one process.
+"""Compare extreme routing, windows and compiled layers on two ranks with one process; print one JSON object per case.
 
-Prints one JSON object per case from rank 0.
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/edge_cases.py [NAME ...]
+
+Without names all cases.
 """
 
 import functools
 import json
+import sys
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise, parallelize
 from glm46.planner.layout import resolve_layout
 from glm46.training.loss import LossWeights, count_tokens, objective
+from tests.ranks.forked_ranks import run_cases
 
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
@@ -35,7 +39,7 @@ STEPS = 4
 
 
 class Case(NamedTuple):
-    """What is extreme about it."""
+    """Layout, batch and routing of one case."""
 
     experts_over: int = 1
     context: int = 1
@@ -49,8 +53,23 @@ class Case(NamedTuple):
     compiled: bool = False
     checkpointing: str = "none"
 
+    @property
+    def name(self) -> str:
+        """All that is not the default, for example "ep2-favourite3-full_ac"."""
+        degrees = [f"{key}2" for key, degree in (("cp", self.context), ("ep", self.experts_over)) if degree > 1]
+        return "-".join([
+            *(degrees or ["fsdp"]),
+            *([f"favourite{self.favourite}"] if self.favourite is not None else []),
+            *([f"rows{self.rows}"] if self.rows != 4 else []),
+            *([f"padding{self.padding_rows}"] if self.padding_rows else []),
+            *([f"window{self.window}"] if self.window else []),
+            *([] if self.documents else ["no_documents"]),
+            *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
+            *(["compiled"] if self.compiled else []),
+        ])  # fmt: skip
 
-CASES = [
+
+_CASES = [
     Case(experts_over=2, favourite=0),  # all tokens to rank 0, none to rank 1
     Case(experts_over=2, favourite=3, checkpointing="selective"),
     Case(experts_over=2, favourite=3, checkpointing="full"),
@@ -68,6 +87,7 @@ CASES = [
     Case(compiled=True, context=2),
     Case(compiled=True, experts_over=2, checkpointing="selective"),
 ]
+CASES = {case.name: case for case in _CASES}
 
 
 def make_batch(case: Case, step: int) -> dict[str, Tensor]:
@@ -166,8 +186,8 @@ def compare(process: Process, case: Case) -> dict:
     # Gradients that are zero in exact arithmetic (key biases) are pure rounding: a floor of 1e-4 of the whole norm.
     errors = {n: ((gradients[n] - g).norm() / (g.norm() + 1e-4 * total)).item() for n, g in gradients0.items()}
     return {
-        "case": case._asdict(),
-        "loss_error": abs(loss.item() / loss0.item() - 1.0),
+        "name": case.name,
+        "loss_error": (abs(loss.item() / loss0.item() - 1.0), f"{loss.item()!r} instead of {loss0.item()!r}"),
         "counts_equal": torch.equal(counted, counted0),
         "assignments": counted.sum(1).tolist(),
         "busiest": counted.amax(1).tolist(),
@@ -175,14 +195,23 @@ def compare(process: Process, case: Case) -> dict:
     }
 
 
-def main() -> None:
-    """Compare all cases."""
-    torch.set_num_threads(1)
-    # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+def compare_some(names: list[str]) -> None:
+    """On each rank."""
     process = join(60)
-    for case in CASES:
-        figures = compare(process, case)
+    for name in names:
+        figures = compare(process, CASES[name])
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
+
+
+def main(*names: str) -> None:
+    """Compare the named cases, or all."""
+    torch.set_num_threads(1)
+    # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    run_cases(2, list(names or CASES), compare_some, at_once=len(CASES))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """Ranks of a small run by fork: the imports are paid once, so that hundreds of starts and ends take minutes."""
 
+import json
 import math
 import os
 import signal
@@ -67,13 +68,38 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
 
 def run_ranks(count: int, work: Callable[[], None], seconds: float = 600) -> None:
     """Run ``work()`` on so many ranks and print what rank 0 prints; this process ends where one of them fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        codes = await_ranks(start_ranks(count, log, lambda rank: work() or 0), seconds, patience=20)
-        texts = [log.with_name(f"log{rank}").read_text() for rank in range(count)]
+    codes, texts = _run(count, work, seconds)
     if any(codes):
         sys.exit(f"exit codes {codes}\n" + "\n".join(texts))
     print(texts[0], end="", flush=True)
+
+
+def run_cases(
+    count: int, names: list[str], work: Callable[[list[str]], None], at_once: int, seconds: float = 600
+) -> None:
+    """Run ``work(some)`` on new ranks, ``at_once`` of the named cases at a time; print what rank 0 prints.
+
+    Rank 0 prints one JSON object per case, with its "name". A case whose ranks fail does not end the others: its row
+    has the output of its ranks under "failed", and new ranks continue with the cases after it.
+    """
+    remaining = list(names)
+    while remaining:
+        some = remaining[:at_once]
+        codes, texts = _run(count, lambda some=some: work(some), seconds)
+        rows = {json.loads(line)["name"]: line for line in texts[0].splitlines() if line.startswith("{")}
+        failed = next((name for name in some if name not in rows), some[-1] if any(codes) else None)
+        if failed is not None:
+            rows[failed] = json.dumps({"name": failed, "failed": f"exit codes {codes}\n" + "\n".join(texts)})
+        print("\n".join(rows.values()), flush=True)
+        remaining = [name for name in remaining if name not in rows]
+
+
+def _run(count: int, work: Callable[[], None], seconds: float) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        codes = await_ranks(start_ranks(count, log, lambda rank: work() or 0), seconds, patience=20)
+        return codes, [log.with_name(f"log{rank}").read_text() for rank in range(count)]
 
 
 def await_ranks(children: list[int], seconds: float, patience: float = math.inf) -> list[int]:

@@ -14,6 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def differences(row: dict, bounds: dict[str, float]) -> list[str]:
+    """Each error of a row that is not below its bound, with its place: a parameter, or the values of a step."""
+    return [
+        f"{key} {row[key][0]:.1e} is not below {bound:.0e}: {row[key][1]}"
+        for key, bound in bounds.items()
+        if not row[key][0] < bound
+    ]
+
+
 class Forked:
     """A started program, in a session of its own; of what `subprocess.Popen` has, what the tests use."""
 
@@ -35,6 +44,41 @@ class Forked:
                 raise AssertionError(f"not through after {seconds} s\n{self.output.read_text()[-4000:]}")
             time.sleep(0.02)
         return self.returncode
+
+
+class CaseRows:
+    """The rows that a started program prints, one per named case, available while it runs. See `run_cases`."""
+
+    def __init__(self, started: Forked, names: list[str], seconds: float):
+        self._started, self._names, self._rows = started, names, {}
+        self._end = time.monotonic() + seconds
+
+    def row(self, name: str) -> dict:
+        """The row of a case; waits until it is printed, and fails the test if the ranks of this case failed."""
+        while name not in self._rows:
+            code = self._started.poll()  # before the output is read: it is complete if the program has ended
+            lines = self._started.output.read_text().rpartition("\n")[0].splitlines()
+            self._rows = {row["name"]: row for row in map(json.loads, (x for x in lines if x.startswith("{")))}
+            if name in self._rows:
+                break
+            if code is not None or time.monotonic() > self._end:
+                self._kill()
+                state = "is too slow" if code is None else f"ended with exit code {code}"
+                raise AssertionError(f"{name}: no result, the program {state}\n" + "\n".join(lines)[-4000:])
+            time.sleep(0.05)
+        if "failed" in self._rows[name]:
+            raise AssertionError(f"{name}: its ranks failed\n{self._rows[name]['failed'][-8000:]}")
+        return self._rows[name]
+
+    def close(self) -> None:
+        """Wait until the program has removed its files; end it if the tests stopped before its last case."""
+        if self._rows.keys() >= set(self._names):
+            self._started.wait(60)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._started.poll() is None:
+            os.killpg(self._started.pid, signal.SIGKILL)
 
 
 class Server:
@@ -63,6 +107,7 @@ class Server:
         """
         self._started += 1
         output = self._folder / f"{self._started}-{program}"
+        output.touch()
         return Forked(self, self.ask(program=program, arguments=arguments, output=str(output), **options), output)
 
     def text(self, program: str, *arguments: str | int, seconds: float, **options) -> str:

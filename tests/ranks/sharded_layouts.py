@@ -1,6 +1,8 @@
-"""Compare every layout of a world size with one process, and print the figures, one JSON object per layout.
+"""Compare layouts of a world size with one process; print one JSON object per layout.
 
-PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/sharded_layouts.py 4
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/sharded_layouts.py 4 [NAME ...]
+
+Without names all layouts of this world size.
 """
 
 import faulthandler
@@ -29,7 +31,7 @@ from glm46.parallelize.plan import initialise
 from glm46.training.build import Parts, assemble
 from glm46.training.loss import LossWeights, count_tokens, objective
 from glm46.training.step import forward_backward, to_device, train_step
-from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.forked_ranks import run_cases
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {
@@ -41,7 +43,7 @@ DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
 
 class Layout(NamedTuple):
-    """One way to lay out the run."""
+    """Degrees and options of one run."""
 
     replicate: int = 1
     experts_over: int = 1
@@ -56,9 +58,25 @@ class Layout(NamedTuple):
     document_mask: bool = True
     compiled: bool = False
 
+    @property
+    def name(self) -> str:
+        """All that is not the default, for example "pp2-tp2-DualPipeV-micro4"; "fsdp" if every degree is 1."""
+        degrees = {"hsdp": self.replicate, "pp": self.pipeline, "cp": self.context, "tp": self.tensor}
+        degrees["ep"] = self.experts_over
+        return "-".join([
+            *([f"{key}{degree}" for key, degree in degrees.items() if degree > 1] or ["fsdp"]),
+            *([f"experts{self.num_experts}"] if self.num_experts != 6 else []),
+            *([self.schedule] if self.pipeline > 1 else []),
+            *([f"micro{self.micro_batches}"] if self.micro_batches != 2 else []),
+            *([f"reshard_{self.reshard}"] if self.reshard != "default" else []),
+            *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
+            *([] if self.document_mask else ["no_documents"]),
+            *(["compiled"] if self.compiled else []),
+        ])  # fmt: skip
+
 
 # 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
-LAYOUTS = {
+_LAYOUTS = {
     1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective")],
     2: [
         Layout(), Layout(replicate=2), Layout(reshard="never"), Layout(checkpointing="full"),
@@ -107,6 +125,8 @@ LAYOUTS = {
         Layout(replicate=2, context=2, experts_over=4, num_experts=12), Layout(num_experts=16, micro_batches=1),
     ],
 }  # fmt: skip
+LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
+"""By number of ranks and name."""
 ROWS, SEQ_LEN = 8, 24
 WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
@@ -322,15 +342,29 @@ def gradient_errors(ranks: list[dict[tuple, tuple]], reference: dict[str, Tensor
     ]
 
 
+def relative(found: float, wanted: float) -> float:
+    """Relative error; infinite if it is not a number, so that the largest of several shows it."""
+    error = abs(found / wanted - 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def step_error(found: list[float], wanted: list[float]) -> tuple[float, str]:
+    """The largest relative error of any step, and its values."""
+    steps = enumerate(zip(found, wanted, strict=True), 1)
+    return max((relative(*pair), f"{pair[0]!r} instead of {pair[1]!r} in step {step}") for step, pair in steps)
+
+
 def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
-    """Relative differences between a layout and one process; collective, because ranks hold different layers."""
+    """Relative differences between a layout and one process, each the largest with its place; collective, because ranks
+    hold different layers."""
     initial, by_token, figures, gradients, final = found
     initial0, by_token0, figures0, gradients0, final0 = reference
     here = (
-        all(
-            torch.equal(whole, initial0[name]) and torch.equal(held.part, held.of(initial0[name]))
+        {
+            name
             for name, (whole, held) in initial.items()
-        ),
+            if not (torch.equal(whole, initial0[name]) and torch.equal(held.part, held.of(initial0[name])))
+        },
         set(initial),
         squares(by_token[1], by_token0[1]),
         squares(gradients, gradients0),
@@ -338,7 +372,7 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
-    equal, names, token_squares, gradient_squares, final_squares = zip(*ranks, strict=True)
+    different, names, token_squares, gradient_squares, final_squares = zip(*ranks, strict=True)
     last = distances(final_squares, final0)
     moved = {
         n: distance / (final0[n] - initial0[n]).norm().item()
@@ -347,12 +381,14 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
     apart = {n: distance / final0[n].norm().item() for n, distance in last.items() if not n.endswith("bias")}
     return {
-        "layout": layout._asdict(),
-        "initial_weights_equal": all(equal) and set.union(*names) == set(initial0),
-        "loss_error": max(abs(a[0] / b[0] - 1.0) for a, b in zip(figures, figures0, strict=True)),
-        "norm_error": max(abs(a[2] / b[2] - 1.0) for a, b in zip(figures, figures0, strict=True)),
-        "counts_equal": all(torch.equal(a[1], b[1]) for a, b in zip(figures, figures0, strict=True)),
-        "token_error": abs(by_token[0] - by_token0[0]) / by_token0[2],
+        "name": layout.name,
+        "initial_weights_different": sorted(set.union(*different, set.union(*names) ^ set(initial0))),
+        "loss_error": step_error([row[0] for row in figures], [row[0] for row in figures0]),
+        "norm_error": step_error([row[2] for row in figures], [row[2] for row in figures0]),
+        "steps_of_different_counts": [
+            step for step, (a, b) in enumerate(zip(figures, figures0, strict=True), 1) if not torch.equal(a[1], b[1])
+        ],
+        "token_error": (abs(by_token[0] - by_token0[0]) / by_token0[2], f"{by_token[0]} instead of {by_token0[0]}"),
         "token_gradient_error": max(gradient_errors(token_squares, by_token0[1])),
         "gradient_error": max(gradient_errors(gradient_squares, gradients0)),
         "update_error": max((error, name) for name, error in moved.items()),
@@ -371,18 +407,20 @@ def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
     leave()
 
 
-def main(world_size: int) -> None:
-    """Compare all layouts of this world size with one process, which is this one."""
+def main(world_size: int, *names: str) -> None:
+    """Compare the named layouts of this world size, or all, with one process, which is this one."""
     torch.set_num_threads(1)
-    layouts = LAYOUTS[world_size]
+    layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
     # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    kinds = {(layout.num_experts, layout.document_mask): layout for layout in layouts}
+    kinds = {(layout.num_experts, layout.document_mask): layout for layout in layouts.values()}
     references = {kind: run_reference(make_config(layout)) for kind, layout in kinds.items()}
-    for first in range(0, len(layouts), LAYOUTS_AT_ONCE):
-        some = layouts[first : first + LAYOUTS_AT_ONCE]
-        run_ranks(world_size, lambda some=some: compare_some(some, references))
+
+    def work(some: list[str]) -> None:
+        compare_some([layouts[name] for name in some], references)
+
+    run_cases(world_size, list(layouts), work, LAYOUTS_AT_ONCE)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])
