@@ -1,15 +1,59 @@
 #!/usr/bin/env bash
-# Set up what the tests need and run them all. Arguments go to pytest, for example: scripts/run_tests.sh -k loader -x
+# Set up what the tests need and run them.
+#
+#   scripts/run_tests.sh                      all tests
+#   scripts/run_tests.sh --fast               unit and architecture tests that are not marked slow
+#   scripts/run_tests.sh data model           the unit tests of these rooms
+#   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 . "$root/scripts/environment.sh"
-use_environment test
 
+side_by_side=() alone=() options=() fast= previous=
+for argument in "$@"; do
+    path=${argument%%::*}
+    path=${path#"$root"/}
+    case $previous in
+        -k | -m | -n | -p | -o | -c | -W | -r) options+=("$argument") ;; # the value of an option, never a path
+        *) case ${path#./} in
+            --fast) fast=1 ;;
+            tests/ranks* | tests/gpu*) alone+=("$argument") ;;
+            tests | tests/) side_by_side+=(tests/unit tests/architecture) alone+=(tests/ranks tests/gpu) ;;
+            tests/*) side_by_side+=("$argument") ;;
+            -*) options+=("$argument") ;;
+            *) if [ -n "$path" ] && [ -d "$root/tests/unit/$path" ]; then
+                side_by_side+=("tests/unit/$path")
+            else
+                options+=("$argument")
+            fi ;;
+        esac ;;
+    esac
+    previous=$argument
+done
+if [ ${#side_by_side[@]} -eq 0 ] && [ ${#alone[@]} -eq 0 ]; then
+    side_by_side=(tests/unit tests/architecture)
+    [ -n "$fast" ] || alone=(tests/ranks tests/gpu)
+fi
+[ -z "$fast" ] || options+=(-m "not slow")
+
+use_environment test
 cd "$root"
-if [ $# -gt 0 ]; then exec "$python" -m pytest --durations=15 "$@"; fi
+
+# Runs pytest and keeps the exit code of a failure. Code 5 is that no test was selected: it counts only if both runs
+# say so.
+status=5
+run() {
+    local code=0
+    "$python" -m pytest --durations=15 "$@" ${options[@]+"${options[@]}"} || code=$?
+    case $code in 5) ;; 0) [ "$status" -ne 5 ] || status=0 ;; *) status=$code ;; esac
+}
 
 # Tests of one process side by side, a core each; then those that start several ranks, which want all cores themselves.
-status=0
-OMP_NUM_THREADS=1 "$python" -m pytest --durations=15 -n auto --maxprocesses=8 tests/unit tests/architecture || status=$?
-"$python" -m pytest --durations=15 tests/ranks tests/gpu || status=$?
+if [ ${#side_by_side[@]} -gt 0 ]; then
+    OMP_NUM_THREADS=1 run -n auto --maxprocesses=8 "${side_by_side[@]}"
+fi
+# With arguments, an interruption or a wrong option ends it here.
+if [ ${#alone[@]} -gt 0 ] && { [ $# -eq 0 ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
+    run "${alone[@]}"
+fi
 exit "$status"

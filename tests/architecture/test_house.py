@@ -31,12 +31,22 @@ ENFORCED = (
     house.broad_excepts,
     house.undocumented,
     house.unread_config_fields,
+    house.over_budget,
 )
 
 
 @pytest.mark.parametrize("rule", ENFORCED, ids=lambda rule: rule.__name__)
 def test_package_keeps_the_rule(rule, modules):
     assert rule(modules) == []
+
+
+def test_lines_are_reported(modules):
+    """A warning, so that the counts are in every report; `over_budget` is the rule."""
+    lines = house.room_lines(modules)
+    rooms = ", ".join(f"{room} {lines[room]}" for room in sorted(lines) if lines[room])
+    text = f"the package has {sum(lines.values())} lines (goal {house.LINE_GOAL}): {rooms}"
+    warnings.warn(text, stacklevel=1)
+    assert lines.keys() - {""} == {room for room in house.LINE_BUDGETS if room}
 
 
 def test_sizes_are_reported(modules):
@@ -59,6 +69,7 @@ PLANTED = {
     "broad_excepts": ("model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
     "undocumented": ("model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
     "unread_config_fields": ("config/extra.py", "class Extra(Section):\n    forgotten: int = 1\n"),
+    "over_budget": ("novelty/thing.py", '"""Thing."""\n\n\n'),
     "oversized": ("model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
 }
 EXPECTED = {
@@ -73,6 +84,9 @@ EXPECTED = {
     "broad_excepts": "glm46.model.rope:3",
     "undocumented": "glm46.model.rope.rotate",
     "unread_config_fields": "glm46.config.extra.Extra.forgotten",
+    "over_budget": (
+        "glm46/novelty: 3 lines, budget 0; shorten it, or say in the change of LINE_BUDGETS what the lines are for"
+    ),
     "oversized": "glm46.model.rope.f: 9 parameters",
 }
 

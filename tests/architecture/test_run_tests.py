@@ -1,0 +1,79 @@
+"""scripts/run_tests.sh gives its arguments to the right runs of pytest and ends with the right code."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "run_tests.sh"
+# In place of scripts/environment.sh: a python that prints its arguments and ends with the next of the codes.
+ENVIRONMENT = """
+use_environment() { python=fake_python; codes=($CODES); }
+fake_python() {
+    local code=${codes[0]:-0}
+    codes=("${codes[@]:1}")
+    echo "${OMP_NUM_THREADS:-all} $*"
+    return "$code"
+}
+"""
+SIDE_BY_SIDE = "1 -m pytest --durations=15 -n auto --maxprocesses=8 "
+ALONE = "all -m pytest --durations=15 "
+UNIT, RANKS = SIDE_BY_SIDE + "tests/unit tests/architecture", ALONE + "tests/ranks tests/gpu"
+
+
+@pytest.fixture
+def run_tests(tmp_path):
+    """Run the script in a checkout of a few empty rooms; its exit code and what pytest would have been called with."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
+    for room in ("data", "model"):
+        (tmp_path / "tests" / "unit" / room).mkdir(parents=True)
+
+    def run(*arguments: str, codes: str = "") -> tuple[int, list[str]]:
+        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        command = ["bash", str(tmp_path / "scripts" / SCRIPT.name), *arguments]
+        done = subprocess.run(command, env=variables | {"CODES": codes}, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "calls"),
+    [
+        ([], [UNIT, RANKS]),
+        (["--fast"], [UNIT + " -m not slow"]),
+        (["data"], [SIDE_BY_SIDE + "tests/unit/data"]),
+        (["--fast", "data", "model", "-x"], [SIDE_BY_SIDE + "tests/unit/data tests/unit/model -x -m not slow"]),
+        (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
+        (["-k", "tp2 and pp2", "-x"], [UNIT + " -k tp2 and pp2 -x", RANKS + " -k tp2 and pp2 -x"]),
+        (["tests"], [UNIT, RANKS]),
+        (["tests/unit/data", "--pdb"], [SIDE_BY_SIDE + "tests/unit/data --pdb"]),
+        (["./tests/ranks/test_a.py::test_b[2ranks-tp2]"], [ALONE + "./tests/ranks/test_a.py::test_b[2ranks-tp2]"]),
+        (["tests/gpu", "tests/unit/model"], [SIDE_BY_SIDE + "tests/unit/model", ALONE + "tests/gpu"]),
+    ],
+)
+def test_arguments_reach_the_right_run(run_tests, arguments, calls):
+    assert run_tests(*arguments) == (0, calls)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes", "code", "runs"),
+    [
+        ([], "1 0", 1, 2),
+        ([], "0 1", 1, 2),
+        ([], "2 0", 2, 2),  # an error of collection in one half does not hide the other half
+        (["-x"], "2", 2, 1),
+        (["-k", "a"], "5 0", 0, 2),  # only one half has tests of this name
+        (["-k", "a"], "0 5", 0, 2),
+        (["-k", "a"], "5 1", 1, 2),
+        (["-k", "a"], "5 5", 5, 2),
+    ],
+)
+def test_a_failure_in_either_run_is_the_exit_code(run_tests, arguments, codes, code, runs):
+    found, calls = run_tests(*arguments, codes=codes)
+    assert (found, len(calls)) == (code, runs)
