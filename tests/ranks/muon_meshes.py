@@ -76,6 +76,17 @@ def cases(world: int) -> list[Case]:
     ]
 
 
+def has_replicas(case: Case) -> bool:
+    """Whether several ranks hold the same matrices: such a case is also run with ``replicate_mode="redundant"``."""
+    return "hsdp" in case.name or "replicated" in case.name
+
+
+def case_names(world: int) -> list[str]:
+    """Names of all rows that `run_case` gives for a world size."""
+    chosen = cases(world)
+    return [case.name for case in chosen] + [f"{case.name}, redundant" for case in chosen if has_replicas(case)]
+
+
 def cut(full: Tensor, case: Case, mesh: DeviceMesh) -> Tensor:
     """This rank's shard, by ``torch.chunk`` along the cuts in turn."""
     coordinate = mesh.get_coordinate()
@@ -342,7 +353,7 @@ def run_model() -> dict:
 
 
 def run_blind_planners(case: Case, mesh: DeviceMesh) -> dict:
-    """T11: planners that do not know strided shards must be found out by these tests.
+    """Planners that do not know strided shards must be found out by these tests.
 
     One asks ``is_shard()``. The other takes a strided shard for a plain one: all sizes are right and the rows in the
     middle belong to somebody else, which a matrix that is orthogonalised as a whole does not notice, but blocks do.
@@ -379,7 +390,7 @@ def main() -> None:
         row = run_case(case, mesh, torch.float32, expected)
         row["oracle_error"] = run_case(case, mesh, torch.float64, torch_muon_fp64(case))["error"]
         results.append(row)
-        if "hsdp" in case.name or "replicated" in case.name:
+        if has_replicas(case):
             redundant = run_case(
                 case, mesh, torch.float32, one_process(case, torch.float32), replicate_mode="redundant"
             )
