@@ -51,6 +51,7 @@ def damage(step: Path, other: Path, chance: random.Random) -> str:
     return f"{kind} of {path.name}"
 
 
+@pytest.mark.slow
 def test_a_thousand_random_damages_are_all_found(tmp_path):
     manager, chance = CheckpointManager(tmp_path / "run", keep_latest_k=0), random.Random(7)
     for step in (1, 2):

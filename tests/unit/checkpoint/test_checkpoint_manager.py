@@ -316,6 +316,7 @@ for step in range(start + 1, start + 1000):
 """
 
 
+@pytest.mark.slow
 def test_kill_during_saves_never_loses_a_published_step(tmp_path):
     saved = 0
     for round_number in range(4):

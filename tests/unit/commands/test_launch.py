@@ -88,6 +88,7 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
     assert not Path(make_config().job.dump_folder).exists()
 
 
+@pytest.mark.slow
 def test_refusal_names_the_command_that_plans_this_run(tmp_path):
     """It is printed to be copied: it runs as it is, wherever the first command was started."""
     end = start("--training.seq_len", "16384", CONFIG_FILE="train_configs/glm46_phase3.toml", NGPU="8192")

@@ -100,6 +100,7 @@ def test_rows_follow_the_rules_token_by_token(make_source, counting_documents, t
 
 @settings(max_examples=25, deadline=None)
 @given(degree=st.integers(1, 6), rows=st.integers(1, 5), start=st.integers(0, 200))
+@pytest.mark.slow
 def test_any_world_size_and_batch_size_give_one_stream(sources, degree, rows, start):
     reference = stream(sources, start + 40, degree=1, rows=1)
     other = stream(sources, 40, degree=degree, rows=rows, start=start)

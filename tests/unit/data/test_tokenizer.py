@@ -94,10 +94,12 @@ def test_library_sources_encode_as_hugging_face_does_and_decode_to_themselves(bu
     assert [t for t in texts if builtin.decode(builtin.encode(t)) != t] == []
 
 
+@pytest.mark.slow
 def test_hundred_thousand_fuzz_strings_encode_as_hugging_face_does(builtin, reference):
     assert differing(builtin, reference, fuzz(100_000, seed=1)) == []
 
 
+@pytest.mark.slow
 def test_every_code_point_encodes_as_hugging_face_does(builtin, reference):
     points = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
     # Sixteen to a string with a letter, a space and a digit around: the classes of neighbours matter, not only its own.

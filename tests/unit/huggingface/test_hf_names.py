@@ -47,6 +47,7 @@ def to_hf(names, tensors):
         ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
     ],
 )
+@pytest.mark.slow
 def test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases(preset, repeat_shared, tensors, parameters):
     shape = PRESETS[preset]
     pairs = to_hf(HFNames(shape, repeat_shared=repeat_shared), model_tensors(shape, "meta"))

@@ -39,6 +39,7 @@ def run(block, arguments):
 
 
 @pytest.mark.parametrize("is_dense", [True, False], ids=["dense", "experts"])
+@pytest.mark.slow
 def test_compiled_block_equals_eager_without_break_or_recompilation(is_dense, tiny_shape, random_model, relative_error):
     shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
     block = random_model(shape).layers["0" if is_dense else "1"]

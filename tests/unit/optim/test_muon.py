@@ -307,6 +307,7 @@ def test_last_triple_repeats():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 def test_compiled_iteration_equals_the_plain_one():
     updates = []
     for backend in ("eager", "compile"):

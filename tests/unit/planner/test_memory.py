@@ -59,6 +59,7 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("use_qk_norm", [True, False])
+@pytest.mark.slow
 def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_norm):
     shape = PRESETS["debug"].model_copy(update={"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
     more_moe = shape.model_copy(update={"num_hidden_layers": 3})
@@ -77,6 +78,7 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_masks_match_what_autograd_keeps(mode, dtype):
     sections = {
         "training": {"seq_len": 128, "local_batch_size": 4, "mixed_precision_param": dtype},

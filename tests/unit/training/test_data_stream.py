@@ -179,6 +179,7 @@ def test_the_next_phase_goes_on_behind_what_was_read(reference, two_sources):
     assert sum(entry[-1] for entry in read(parts_of(config, manifests), later)) == progress.samples + 10
 
 
+@pytest.mark.slow
 def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_run, tmp_path):
     common = {
         "lr_scheduler": {"total_tokens": 10_000},

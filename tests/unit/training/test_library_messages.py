@@ -33,6 +33,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_eight_bit_states_and_many_workers_and_a_benchmark_write_no_errors(source_folder, tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(source_folder), str(tmp_path / "out")]
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

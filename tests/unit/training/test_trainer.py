@@ -148,6 +148,7 @@ def test_a_failed_save_is_reported_and_the_next_one_works(make_config, monkeypat
     assert [p.name for p in (Path(config.job.dump_folder) / "checkpoint").glob("step-*")] == ["step-000004"]
 
 
+@pytest.mark.slow
 def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path):
     eager = make_config(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
     compiled = make_config(
