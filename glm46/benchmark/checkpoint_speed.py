@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the stall of training beside a plain copy, and the way to the disk and back."""
+"""Speed of checkpoints: the stall of training against a plain copy, and the time to save, verify and load."""
 
 import hashlib
 import itertools
@@ -21,15 +21,15 @@ _PIECES_PER_GIB = 64
 def checkpoint_speed(
     folder: Path, gib: float, rounds: int | None, device: torch.device, report: Callable[[str], None]
 ) -> str:
-    """Measure saves in the background, verification and load of one rank's state.
+    """Measure background saves, verification and load of one rank's state.
 
     Args:
-        folder: on the disk to measure; what is written there is removed.
+        folder: on the disk to measure; all files written there are removed.
         gib: size of the state, in GiB.
-        rounds: saves that are timed, after one that makes the buffers; see `timed_rounds`.
+        rounds: timed saves, after one that allocates the buffers; see `timed_rounds`.
 
     Returns:
-        A report: medians, and the stall as the median ratio to a plain copy to host memory timed beside each save.
+        A report: medians, and the stall as the median ratio to a plain copy to host memory timed before each save.
     """
     pieces = max(1, round(gib * _PIECES_PER_GIB))
     state = {f"piece{number}": torch.randn(1024, 4096, device=device) for number in range(pieces)}
@@ -37,7 +37,7 @@ def checkpoint_speed(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         manager = CheckpointManager(Path(name), keep_latest_k=1)
         copies, saves = _race(manager, state, rounds, report)
-        verify, load = _way_back(Path(name), state)
+        verify, load = _verify_and_load(Path(name), state)
         manager.close()
     stall = statistics.median(save.stall_seconds / copy for save, copy in zip(saves, copies, strict=True))
     saved = statistics.median(save.save_seconds for save in saves)
@@ -63,7 +63,7 @@ def _race(
     is_cuda = any(tensor.is_cuda for tensor in state.values())
     host = {key: torch.empty(t.shape, dtype=t.dtype, pin_memory=is_cuda) for key, t in state.items()}
     copies, saves = [], []
-    # The first one gets the memory.
+    # The first round allocates the memory and is not counted.
     for step in itertools.chain([0], (1 + number for number in timed_rounds(rounds, report))):
         started = time.perf_counter()
         for key, tensor in state.items():
@@ -78,7 +78,7 @@ def _race(
     return copies[1:], saves[1:]
 
 
-def _way_back(folder: Path, state: dict[str, Tensor]) -> tuple[float, float]:
+def _verify_and_load(folder: Path, state: dict[str, Tensor]) -> tuple[float, float]:
     manager = CheckpointManager(folder, keep_latest_k=0)
     started = time.perf_counter()
     step = manager.newest()

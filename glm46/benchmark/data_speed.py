@@ -1,4 +1,4 @@
-"""From text to batches on one core, each figure beside its goal: tokenise, prepare, find copies, read, size on disk."""
+"""Speed from text to batches on one core, each result beside its goal: tokenise, prepare, find duplicates, read."""
 
 import json
 import statistics
@@ -31,23 +31,24 @@ _SOURCES = 8
 
 
 class Result(NamedTuple):
-    """One measured number."""
+    """One measured number and its goal."""
 
     what: str
     value: float
     unit: str
     goal: float
     at_most: bool = False
+    """The goal is an upper limit; False: a lower limit."""
 
     def line(self) -> str:
-        """Name, number, goal, and whether it is held."""
+        """A line of the table: name, number, goal, "held" or "MISSED"."""
         held = self.value <= self.goal if self.at_most else self.value >= self.goal
         bound = f"at most {self.goal:g}" if self.at_most else f"at least {self.goal:g}"
         return f"  {self.what:<58} {self.value:9.3f} {self.unit:<13} {bound:<14} {'held' if held else 'MISSED'}"
 
 
 class DataWorkload(NamedTuple):
-    """What is measured on."""
+    """Sizes of the measured work."""
 
     batch: int
     seq_len: int
@@ -57,7 +58,14 @@ class DataWorkload(NamedTuple):
 
 
 def data_speed(work: DataWorkload, report: Callable[[str], None]) -> str:
-    """Measure everything; a table of figures and goals. ``report`` is told of every part that is done."""
+    """Measure everything.
+
+    Args:
+        report: called with the name of each finished part.
+
+    Returns:
+        A table of results and goals.
+    """
     texts = real_texts(work.text_bytes)
     lines = [
         f"text to batches on one core: {sum(map(len, texts)) / 1e6:.1f} MB of Python source, {len(texts)} documents"
@@ -68,16 +76,16 @@ def data_speed(work: DataWorkload, report: Callable[[str], None]) -> str:
             lambda: _deduplication(texts, Path(folder)), lambda: _reading(work, Path(folder)),
         )  # fmt: skip
         for measure in parts:
-            figures = measure()
-            lines += [figure.line() for figure in figures]
-            report(figures[0].what)
+            results = measure()
+            lines += [result.line() for result in results]
+            report(results[0].what)
     if find_spec("transformers") is None:
         lines.append("  transformers is not installed, so `tokenizers` was not measured; pip install 'glm46[hf]'")
     return "\n".join(lines)
 
 
 def real_texts(total_bytes: int) -> list[str]:
-    """Sources of the Python library and of installed packages, up to about so many bytes."""
+    """Sources of the Python library and of installed packages, about this many bytes or all that there are."""
     found, size = [], 0
     for source in ("python_stdlib", "python_packages"):
         for file in embedded_files(source):
@@ -89,7 +97,7 @@ def real_texts(total_bytes: int) -> list[str]:
 
 
 def _tokenizer(texts: Sequence[str], rounds: int) -> list[Result]:
-    """Tokens per second, and against `tokenizers` on the same documents in turn; ids must be equal."""
+    """Tokens per second, and the ratio to `tokenizers` on the same documents, interleaved."""
     ours = load_tokenizer("builtin")
     tokens = sum(len(ours.encode(text)) for text in texts)
     encoders = {"ours": lambda text: ours.encode(text)}
@@ -97,34 +105,32 @@ def _tokenizer(texts: Sequence[str], rounds: int) -> list[Result]:
         peer = build_peer_tokenizer()
         encoders["peer"] = lambda text: peer.encode(text)
     seconds = {name: [] for name in encoders}
-    # The peer takes seconds per round: a tenth of the documents is enough for the ratio.
+    # The peer takes seconds per round; a tenth of the documents is enough for the ratio.
     some = texts[::10]
     for _ in range(rounds):
         for name, encode in encoders.items():
             seconds[name].append(_timed(lambda encode=encode: [encode(text) for text in some]))
     whole = statistics.median(_timed(lambda: [ours.encode(text) for text in texts]) for _ in range(rounds))
-    figures = [Result("tokenise", tokens / whole / 1e6, "M tokens/s", 2.5)]
+    results = [Result("tokenise", tokens / whole / 1e6, "M tokens/s", 2.5)]
     if "peer" in seconds:
         ratio = statistics.median(p / o for p, o in zip(seconds["peer"], seconds["ours"], strict=True))
-        figures.append(Result("tokenise, against `tokenizers`, interleaved", ratio, "times", 4.0))
-    return figures
+        results.append(Result("tokenise, against `tokenizers`, interleaved", ratio, "times", 4.0))
+    return results
 
 
 def _preparation(texts: Sequence[str], folder: Path) -> list[Result]:
-    """A user's command from JSON lines to shards, in one process, its start included."""
+    """From JSON lines to shards in one process, as the `prepare` command does it."""
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = TextRecipe(input=(str(file),), output=str(folder / "prepared"), processes=1)
     manifests = []
     seconds = _timed(lambda: manifests.append(prepare_text(recipe, report=lambda _: None)))
     tokens = sum(split.tokens for split in manifests[0].splits.values())
-    return [
-        Result("prepare end to end, JSON lines to shards, near copies out", tokens / seconds / 1e6, "M tokens/s", 0.7)
-    ]
+    return [Result("prepare, JSON lines to shards, near duplicates removed", tokens / seconds / 1e6, "M tokens/s", 0.7)]
 
 
 def _deduplication(texts: Sequence[str], folder: Path) -> list[Result]:
-    """Hashes of all documents, and what follows from them; tokens are there before."""
+    """Hashes of all documents, and the search for duplicates by them; tokenising is not timed."""
     tokenizer = load_tokenizer("builtin")
     documents = [tokenizer.encode(text) for text in texts if text]
     hashes = np.random.default_rng(0).integers(0, 2**63, (len(documents), 2)).astype(np.uint64)
@@ -135,12 +141,12 @@ def _deduplication(texts: Sequence[str], folder: Path) -> list[Result]:
         Copies([folder / "piece"], 10**9, folder).take(len(documents))
 
     return [
-        Result("find copies (MinHash and sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)
+        Result("find duplicates (MinHash, sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)
     ]
 
 
 def synthetic_source(folder: Path, tokens: int) -> None:
-    """A source of random tokens in documents of random length, for speed and size alone."""
+    """Write a source of random tokens in documents of random length."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 8000, tokens, dtype=np.uint32)
     lengths = generator.geometric(1 / _MEAN_DOCUMENT_TOKENS, 2 * tokens // _MEAN_DOCUMENT_TOKENS)
@@ -153,7 +159,7 @@ def synthetic_source(folder: Path, tokens: int) -> None:
 
 
 def _reading(work: DataWorkload, parent: Path) -> list[Result]:
-    """The loader of one rank with labels, document mask and one prediction depth, in this process."""
+    """The loader of one rank in this process, with labels, document mask and one prediction depth."""
     folder = parent / "synthetic"
     folder.mkdir()
     synthetic_source(folder, work.shard_tokens)
@@ -185,7 +191,7 @@ def _reading(work: DataWorkload, parent: Path) -> list[Result]:
         Result(f"{name}, without", statistics.median(rates["without"]) / 1e6, "M tokens/s", 40.0),
         Result(f"disk, {_MEAN_DOCUMENT_TOKENS}-token documents", size / work.shard_tokens, "bytes/token", 4.02, True),
         Result(f"seek to a sample and read its batch, {_SOURCES} sources", statistics.median(seeks), "ms", 5.0, True),
-        Result("the same, the slowest of a hundred", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
+        Result("the same, 99th percentile", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
         Result("state of the loader, per source", len(json.dumps(state.state_dict())) / _SOURCES, "bytes", 1024, True),
     ]  # fmt: skip
 

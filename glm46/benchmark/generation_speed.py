@@ -1,4 +1,4 @@
-"""Greedy decoding with a cache against `transformers` with its cache: same weights, prompt and threads, in turns."""
+"""Speed of greedy decoding against `transformers`, both with a cache: same weights and prompts, interleaved."""
 
 import statistics
 import time
@@ -19,49 +19,50 @@ from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
 
 PEERS = {"transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
-"""Its implementations of the experts, the default first."""
+"""Name -> implementation of the experts in `transformers`, its default first."""
 
 OURS, GENERAL, SPECULATIVE = "ours", "ours without CPU kernel", "ours, speculative"
 
 _TEXT_BYTES = 200_000
-"""Text that prompts are cut from: pieces of one are as far apart as it allows."""
+"""Size of the text that prompts are cut from, at equal distances."""
 
 Rows = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What every contestant does, in FP32 on the CPU."""
+    """The work of every contestant, in FP32 on the CPU."""
 
     flavor: str
     batch: int
     prompt_tokens: int
     new_tokens: int
     folder: Path | None = None
-    """A Hugging Face or step folder to decode with, instead of random weights of the flavor. Its prompts are text."""
+    """A Hugging Face or step folder; prompts are then text. None: random weights of the flavor."""
 
 
 @dataclass
 class _Contestant:
     run: Callable[[int], Rows]
-    """Decode so many tokens for each prompt."""
+    """Decode this number of tokens for each prompt."""
     first: list[float]
-    """Seconds to the first token of each round."""
+    """Seconds to the first token, per round."""
     rest: list[float]
-    """Seconds from there to the last one."""
+    """Seconds from the first token to the last one, per round."""
 
 
 def generation_speed(
     work: Decoding, *, rounds: int | None, speculative: bool, with_peers: bool, report: Callable[[str], None]
 ) -> str:
-    """Decode the same prompts with everybody and report tokens per second after the first.
+    """Decode the same prompts with every contestant and report tokens per second after the first token.
 
     Args:
         rounds: see `timed_rounds`.
         speculative: also decode with drafts of the prediction layers, and report how many were accepted.
+        with_peers: include `transformers`.
 
     Raises:
-        UserError: somebody gives other tokens, so that times would compare different work.
+        UserError: the contestants give different tokens, so their times are not comparable.
     """
     ours, prompts = _model_and_prompts(work, 1 if speculative else 0)
     if speculative and not ours.mtp:
@@ -79,7 +80,7 @@ def generation_speed(
             contestants[name] = _Contestant(lambda new, peer=peer: _theirs(peer, prompts, new), [], [])
     given = {name: contestant.run(work.new_tokens) for name, contestant in contestants.items()}
     if any(rows != given[OURS] for rows in given.values()):
-        raise UserError("benchmark: the contestants give different tokens; a comparison means nothing")
+        raise UserError("benchmark: the contestants give different tokens, so their times are not comparable")
     names = list(contestants)
     for number in timed_rounds(rounds, report):
         turn = number % len(names)
@@ -107,7 +108,10 @@ def _model_and_prompts(work: Decoding, prediction_layers: int) -> tuple[Transfor
     ids = torch.from_numpy(tokenizer.encode("".join(documents(_TEXT_BYTES))).astype("int64"))
     apart = len(ids) // work.batch
     if apart < work.prompt_tokens:
-        raise UserError(f"benchmark: --batch {work.batch} --prompt-tokens {work.prompt_tokens}: needs more text")
+        raise UserError(
+            f"benchmark: --batch {work.batch} --prompt-tokens {work.prompt_tokens}: more than the {len(ids)} tokens of "
+            "text at hand; lower one of them"
+        )
     return ours, torch.stack([ids[i * apart : i * apart + work.prompt_tokens] for i in range(work.batch)])
 
 

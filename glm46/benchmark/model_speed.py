@@ -1,4 +1,4 @@
-"""Forward and backward of our model against `transformers`: same weights, batch and threads, in alternation."""
+"""Speed of forward and backward against `transformers`: same weights, batch and threads, interleaved."""
 
 import statistics
 import time
@@ -22,14 +22,14 @@ from glm46.prepare.workers import call_in_workers
 _SEED = 0
 _STEPS_FOR_PEAK = 2
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Relative difference of the losses that the number formats and other orders of summation explain."""
+"""Largest relative difference of the losses that comes from rounding and from the order of summation."""
 
 CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contestant computes in one step."""
+    """The work of every contestant in one step."""
 
     flavor: str
     batch: int
@@ -37,12 +37,12 @@ class Workload:
     device: torch.device
     dtype: torch.dtype
     layers: int | None = None
-    """Decoder layers; None: the preset's. A part of a large model fits where the whole does not."""
+    """Decoder layers; None: the preset's. Fewer layers make a large model fit into memory."""
     prediction_layers: int = 0
-    """Multi-token prediction layers: none, for the peer does not train them."""
+    """Multi-token prediction layers: 0 in training steps, because the peer does not train them."""
 
     def shape(self) -> ModelShape:
-        """The preset with these layers."""
+        """The preset with these numbers of layers."""
         stated = {"num_nextn_predict_layers": self.prediction_layers}
         if self.layers is not None:
             stated["num_hidden_layers"] = self.layers
@@ -55,7 +55,7 @@ class Workload:
 
 @dataclass
 class Contestant:
-    """A step to time, and what was measured of it."""
+    """A step to time, and its measurements."""
 
     name: str
     model: nn.Module
@@ -69,11 +69,11 @@ class Contestant:
         self.model.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
-        return loss.item()  # sync: on a GPU the work is done only now
+        return loss.item()  # sync: waits for the GPU, so that the time is that of the work
 
 
 def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant:
-    """One of `CONTESTANTS` on a batch that is the same for all."""
+    """One of `CONTESTANTS`, on the same batch for all."""
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(0, work.shape().vocab_size, (work.batch, work.seq_len + 1), generator=generator)
     ids = ids.to(work.device)
@@ -91,7 +91,7 @@ def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant
 
 
 def build_ours(work: Workload) -> Transformer:
-    """Our model with its initial weights."""
+    """Build our model with its initial weights."""
     with torch.device("meta"):
         model = Transformer(work.shape())
     model.cast(work.dtype).to_empty(device=work.device)
@@ -100,13 +100,14 @@ def build_ours(work: Workload) -> Transformer:
 
 
 def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Callable[[str], None]) -> list[Contestant]:
-    """Time one step of each contestant per round, in an order that turns, after untimed steps of each.
+    """Time one step of each contestant per round, in an order that rotates, after two untimed steps of each.
 
     Args:
+        names: of `CONTESTANTS`.
         rounds: see `timed_rounds`.
 
     Raises:
-        UserError: a contestant computes another loss, so that times would compare different work.
+        UserError: the contestants compute different losses, so their times are not comparable.
     """
     ours = build_ours(work)
     contestants = []
@@ -128,7 +129,7 @@ def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Cal
             start = time.perf_counter()
             contestant.step()
             contestant.seconds.append(time.perf_counter() - start)
-            # Gradients of one must not squeeze another out of memory or cache.
+            # Gradients of one contestant must not take memory or cache from the next.
             contestant.model.zero_grad(set_to_none=True)
     return contestants
 
@@ -136,7 +137,7 @@ def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Cal
 def _require_equal(losses: dict[str, float], tolerance: float) -> None:
     first = next(iter(losses.values()))
     if any(abs(loss - first) > tolerance * abs(first) for loss in losses.values()):
-        raise UserError(f"benchmark: the contestants compute different losses, {losses}; a comparison means nothing")
+        raise UserError(f"benchmark: the contestants compute different losses, {losses}, so times are not comparable")
 
 
 def _allocated(device: torch.device) -> int | None:
@@ -144,8 +145,8 @@ def _allocated(device: torch.device) -> int | None:
 
 
 def _peak_of_step(device: torch.device, contestant: Contestant, before: int | None) -> int | None:
-    """Bytes of a step on a GPU: its own weights, gradients and what it allocates on the way. None on a CPU, where
-    torch keeps no such count; `peak_bytes_on_cpu` measures whole processes there."""
+    """Peak bytes of a step on a GPU: its weights, gradients and temporary tensors. None on a CPU, where torch does not
+    count allocations; see `peak_bytes_on_cpu`."""
     if before is None:
         return None
     contestant.model.zero_grad(set_to_none=True)
@@ -157,7 +158,7 @@ def _peak_of_step(device: torch.device, contestant: Contestant, before: int | No
 
 
 def median_ratio(contestant: Contestant, base: Contestant) -> float:
-    """How many times the base's speed a contestant has: median over rounds of the ratio within a round."""
+    """Speed of a contestant relative to the base: median over rounds of the ratio within a round."""
     pairs = zip(base.seconds, contestant.seconds, strict=True)
     return statistics.median(slow / fast for slow, fast in pairs)
 

@@ -1,4 +1,4 @@
-"""The same model in `transformers`, with the same weights: the peer that our speed is measured against."""
+"""The same model in `transformers` with the same weights: the peer of speed measurements."""
 
 import torch
 from torch import nn
@@ -17,13 +17,13 @@ _RENAMED = {
 
 
 def build_peer(ours: Transformer, experts: str) -> nn.Module:
-    """`Glm4MoeForCausalLM` with copies of our weights, but those of multi-token prediction layers, which it lacks.
+    """`Glm4MoeForCausalLM` with a copy of our weights. It has no multi-token prediction layers.
 
     Args:
-        experts: its implementation of the experts: "grouped_mm", or "eager", its default loop.
+        experts: implementation of the experts: "grouped_mm", or "eager", a loop.
 
     Raises:
-        UserError: transformers is not installed, or too old to choose an implementation.
+        UserError: transformers is not installed.
     """
     quiet_libraries()  # transformers imports torchao where it is installed
     try:
@@ -46,14 +46,14 @@ def build_peer(ours: Transformer, experts: str) -> nn.Module:
 
 
 def _peer_config(config_class: type, shape: ModelShape):
-    """Its configuration for our shape. pad_token_id stays unset: with one, that token's embedding gets no gradient."""
-    left_out = {"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"}
+    """The peer's config for our shape. pad_token_id stays unset: its embedding would get no gradient."""
+    excluded = {"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"}
     rope = {
         "rope_type": "default",
         "rope_theta": shape.rope_theta,
         "partial_rotary_factor": shape.partial_rotary_factor,
     }
-    config = config_class(**shape.model_dump(exclude=left_out), rope_parameters=rope, use_cache=False)
+    config = config_class(**shape.model_dump(exclude=excluded), rope_parameters=rope, use_cache=False)
     config._attn_implementation = "sdpa"
     return config
 

@@ -1,22 +1,23 @@
-"""Rounds of a benchmark: as many as asked for, or as fit into a minute, with rate and time left."""
+"""Rounds of a benchmark: a stated number, or as many as fit into a minute."""
 
 import time
 from collections.abc import Callable, Iterator
 
 SECONDS = 60.0
-"""Rounds of which the number is not stated take no longer, once there are the fewest."""
+"""Time of all rounds if their number is not stated; at least `_FEWEST` rounds run."""
 _FEWEST, _MOST = 3, 9
-"""A median of fewer means little; more change it little."""
+"""A median of fewer is not reliable; more change it little."""
 
 
 def timed_rounds(
     stated: int | None, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[int]:
-    """Numbers of the rounds from 0 on; after each, `report` is told how many are done, their rate and the time left.
+    """Yield the numbers of the rounds, from 0 on.
 
     Args:
-        stated: how many; None: those that fit into `SECONDS`, three to nine.
-        clock: seconds; tests give their own.
+        stated: number of rounds; None: as many as fit into `SECONDS`, three to nine.
+        report: called after each round with a line of progress, rate and remaining time.
+        clock: seconds; tests pass their own.
     """
     started, done, total = clock(), 0, stated or _FEWEST
     while done < total:

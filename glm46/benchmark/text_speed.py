@@ -1,4 +1,4 @@
-"""Tokenising against Hugging Face `tokenizers` on one core."""
+"""Speed of tokenising against Hugging Face `tokenizers` on one core."""
 
 import statistics
 import sysconfig
@@ -15,7 +15,7 @@ _TEXT_BYTES = 4_000_000
 
 
 def documents(total_bytes: int = _TEXT_BYTES) -> list[str]:
-    """Sources of the Python standard library, up to about so many bytes."""
+    """Sources of the Python standard library, about this many bytes or all that there are."""
     found, size = [], 0
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -27,7 +27,7 @@ def documents(total_bytes: int = _TEXT_BYTES) -> list[str]:
 
 
 def build_peer_tokenizer():
-    """`tokenizers` with the shipped vocabulary, through transformers' own converter.
+    """`tokenizers` with the shipped vocabulary, made by transformers' converter.
 
     Raises:
         UserError: transformers or tokenizers is not installed.
@@ -40,13 +40,17 @@ def build_peer_tokenizer():
 
 
 def tokenizer_speed(rounds: int | None, report: Callable[[str], None]) -> str:
-    """Bytes per second of both tokenizers on the same documents, in alternation, one document at a time."""
+    """Bytes per second of both tokenizers on the same documents, one at a time, interleaved by round.
+
+    Raises:
+        UserError: transformers is not installed, or the ids differ.
+    """
     ours, peer, texts = load_tokenizer("builtin"), build_peer_tokenizer(), documents()
     size = sum(len(text.encode()) for text in texts)
     differing = sum(ours.encode(text).tolist() != peer.encode(text).ids for text in texts)
     if differing:
         raise UserError(
-            f"benchmark: {differing} of {len(texts)} documents are tokenised differently; nothing to compare"
+            f"benchmark: {differing} of {len(texts)} documents are tokenised differently, so times are not comparable"
         )
     seconds: dict[str, list[float]] = {"ours": [], "tokenizers": []}
     for _ in timed_rounds(rounds, report):

@@ -1,8 +1,8 @@
-"""Hugging Face's ``config.json``: read raw into a `ModelShape`, and written back with every other field as it was.
+"""Hugging Face's ``config.json``: read into a `ModelShape`, and written back with all other fields unchanged.
 
-Two layouts of the rotary keys exist: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` at the top
-(transformers 4, the published GLM files), or all of them inside ``rope_parameters`` (transformers 5). Both are read,
-and a file keeps the one it has. Nothing is taken from the class defaults of any library: they are not GLM's.
+The rotary keys have two forms: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` at the top level
+(transformers 4, the published GLM files), or all inside ``rope_parameters`` (transformers 5). Both are read, and a file
+keeps its form. Defaults of library classes are never used: they are not GLM's.
 """
 
 import json
@@ -21,7 +21,7 @@ CONFIG = "config.json"
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_scaling")
 _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _OURS_ONLY = ("sliding_window",)
-"""Keys of a shape that Hugging Face's GLM does not have."""
+"""Keys of `ModelShape` that Hugging Face's GLM does not have."""
 
 _FIXED: dict[str, Any] = {
     "model_type": "glm4_moe",
@@ -30,18 +30,18 @@ _FIXED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
 }
-"""Keys that select a computation; only GLM's values are implemented."""
+"""Keys that select a computation -> the only implemented value."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's ``config.json``.
 
     Raises:
-        UserError: it is missing or no JSON object.
+        UserError: the file is missing or does not hold a JSON object.
     """
     file = folder / CONFIG
     if not folder.is_dir():
-        raise UserError(f"{folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
+        raise UserError(f"{folder}: {'is a file; give its folder' if folder.exists() else 'no such folder'}")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,32 +56,35 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
-    """The model that a config describes.
+    """The model shape of a config.
+
+    Args:
+        raw: content of config.json.
+        file: named in the messages.
 
     Raises:
-        UserError: every key that is missing, has a value that is not possible, or asks for something that this model
-            does not compute.
+        UserError: one fault for each key that is missing, invalid, or selects a computation that is not implemented.
     """
     faults = []
     for key, value in _FIXED.items():
         if key in raw and raw[key] != value:
-            faults.append(f"{file}: {key} = {raw[key]!r}: this is no GLM-4.5/4.6, which has {value!r}")
+            faults.append(f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}")
     if "model_type" not in raw:
-        faults.append(f"{file}: model_type is missing; GLM-4.5/4.6 has {_FIXED['model_type']!r}")
+        faults.append(f"{file}: model_type is missing; expected {_FIXED['model_type']!r}")
     keys, rope_faults = _rope(raw)
     faults += [f"{file}: {fault}" for fault in rope_faults]
     mtp = [raw[key] for key in _MTP_KEYS if key in raw]
     if not mtp:
-        faults.append(f"{file}: num_nextn_predict_layers is missing; 0 says that there is no MTP layer")
+        faults.append(f"{file}: num_nextn_predict_layers is missing; set it to 0 for a model without MTP layers")
     elif any(value != mtp[0] for value in mtp):
-        faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; they are one key")
+        faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
     for name in ModelShape.model_fields:
         if name in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]):
             continue
         if name not in raw:
-            faults.append(f"{file}: {name} is missing; every number of the model must be stated")
+            faults.append(f"{file}: {name} is missing; add it")
         else:
             keys[name] = raw[name]
     if faults:
@@ -97,19 +100,19 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     """The ``config.json`` of a model.
 
     Args:
-        shape: what the weights have.
-        raw: a config to start from, such as the one the weights were imported with: keys whose value `shape` already
-            says are left alone, as are all keys that no shape has. None makes a new one in GLM's own layout.
+        shape: of the exported weights.
+        raw: a config to start from, such as that of the imported folder. Keys that agree with `shape`, and keys that
+            `ModelShape` lacks, stay unchanged. None: a new config in the form of GLM's published files.
         eos_ids: ids that end a text, the padding id first; only used without `raw`.
         dtype: type of the exported weights, such as "bfloat16".
 
     Raises:
-        UserError: the shape has something that no reader of such a config would compute.
+        UserError: the shape has a sliding window, which readers of the export would ignore.
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"model.sliding_window = {shape.sliding_window}: {_FIXED['model_type']} has no window, so readers of the "
-            "export would attend to everything; train without a window before exporting"
+            f"model.sliding_window = {shape.sliding_window}: {_FIXED['model_type']} has no sliding window, so readers "
+            "of the export would attend to all tokens; train without a window before exporting"
         )
     if raw is None:
         config = _new(shape, eos_ids)
@@ -119,8 +122,8 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
         for name in ModelShape.model_fields:
             if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
                 _put(config, name, shape)
-    config.pop("quantization_config", None)  # of the weights that were read; those written are plain
-    # Either spelling, where it stands; a new file gets the one that all versions read.
+    config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
+    # Keep the file's spelling; a new file gets the one that all versions of transformers read.
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
     assert shape_of(config) == shape
     return config
@@ -135,7 +138,7 @@ def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
 
 
 def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
-    """Write one key of a shape where the config has it, under each of the names it has there."""
+    """Write one key of a shape, under each name and place that the config already has for it."""
     value = getattr(shape, name)
     if name == _MTP_KEYS[0]:
         for key in [key for key in _MTP_KEYS if key in config] or [name]:
@@ -161,17 +164,19 @@ def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The three rotary keys of a shape from either layout, and what is wrong with them."""
+    """The three rotary keys of a shape from either form, and their faults."""
     inside = raw.get("rope_parameters") or {}
     keys: dict[str, Any] = {}
     faults = []
     for name in _ROPE_KEYS[:2]:
         values = [place[name] for place in (inside, raw) if name in place]
         if not values:
-            # Absent is not 1: a GLM whose whole heads are rotated gives wrong text without any error.
-            faults.append(f"{name} is missing, at the top and inside rope_parameters")
+            # No default of 1: rotating whole heads of a GLM gives wrong text without an error.
+            faults.append(f"{name} is missing, at the top level and inside rope_parameters; add it")
         elif any(value != values[0] for value in values):
-            faults.append(f"{name} = {values[1]!r} at the top, but {values[0]!r} inside rope_parameters")
+            faults.append(
+                f"{name} = {values[1]!r} at the top level, but {values[0]!r} inside rope_parameters; remove one of them"
+            )
         else:
             keys[name] = values[0]
     scaling = dict(raw.get("rope_scaling") or {}) or {k: v for k, v in inside.items() if k not in _ROPE_KEYS}
@@ -180,10 +185,10 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     old_type = scaling.pop("type", None)
     rope_type = scaling.get("rope_type", old_type)
     if rope_type is None and scaling:
-        faults.append("rope_scaling has no rope_type")
+        faults.append("rope_scaling.rope_type is missing; add it")
     elif rope_type not in (None, "default"):
         scaling["rope_type"] = rope_type
-        # transformers takes the model's length for it where it is not stated.
+        # The default of transformers.
         scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
         keys["rope_scaling"] = scaling
     return keys, faults

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder, written by all ranks at once into the same files.
+"""Export of a model as a Hugging Face folder, written by all ranks at once into the same files.
 
-Where every tensor lies follows from the shape alone, so each rank writes the boxes it holds to their places, and no
-weight travels between ranks. The folder gets its name when all of it is on the disk.
+The offset of every tensor follows from the model's shape, so each rank writes the boxes that it holds, and no weight is
+sent between ranks. The folder is renamed to its final name after all of it is on the disk.
 """
 
 import json
@@ -30,23 +30,23 @@ from glm46.huggingface.import_weights import INDEX, NOT_FINITE, SINGLE_FILE, Rep
 from glm46.huggingface.names import HFEntry, HFNames, raise_if
 
 Source = Tensor | StoredTensor
-"""What an export reads: a tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
+"""Source of a tensor's values: a plain tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What an export looks like besides the weights."""
+    """Format of an export."""
 
     dtype: torch.dtype = torch.bfloat16
-    """Type of the weights. The routers' selection biases are FP32 whatever it is."""
+    """Type of the weights. The routers' selection biases are always FP32."""
     fp8: Scheme | None = None
-    """Projections in FP8 with these scales, by one process only: a scale needs its whole block."""
+    """Store projections in FP8 with these scales. One process only: a scale needs its whole block."""
     repeat_shared: bool = False
-    """Repeat embedding and head in the prediction layers, as GLM-4.5 and Air do; GLM-4.6 does not."""
+    """Repeat embedding and head in the prediction layers, as GLM-4.5 and GLM-4.5-Air do; GLM-4.6 does not."""
     max_file_bytes: int = 5_000_000_000
-    """Most bytes of tensors in one file; a larger tensor has a file of its own."""
+    """Most bytes of tensors in one file; a larger tensor has its own file."""
     other_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Name -> content of tokenizer, generation config and the like."""
+    """File name -> content: tokenizer, generation config and others."""
 
 
 @torch.no_grad()
@@ -62,18 +62,18 @@ def export_weights(
     """Write a folder that `transformers`, vLLM and SGLang open. Collective.
 
     Args:
-        folder: must not exist; all ranks see it.
-        config: content of config.json, from `hf_config.config_of`.
-        tensors: our name -> what is read, see `Source`; ranks may hold different names. All ranks together must hold
-            every element.
+        folder: must not exist; on a disk that all ranks share.
+        config: content of config.json, from `config_of`.
+        tensors: our name -> source of its values; ranks may hold different names. The ranks' parts must cover every
+            element of the model.
 
     Returns:
         Bytes of tensors that this rank wrote.
 
     Raises:
-        UserError: the folder exists.
-        CheckpointError: on all ranks, when writing failed on any of them, or a weight is not finite; nothing is left
-            then.
+        UserError: the folder exists, or the disk has too little space.
+        CheckpointError: on all ranks, if writing failed on any of them, or a weight is not finite. Nothing is left on
+            the disk.
     """
     ranks = Ranks.of_this_run()
     assert options.fp8 is None or ranks.size == 1
@@ -93,7 +93,7 @@ def export_weights(
             with ExitStack() as opened:
                 writer = _FolderWriter(draft, files, opened, options.fp8)
                 writer.write([names.entries[name] for name in mine], tensors, report)
-            stage.value = writer.elements  # the files are closed: what was written is on the disk
+            stage.value = writer.elements  # after closing the files, which syncs them to the disk
         with ranks.stage(f"completing {folder}"):
             _require_whole(names, stage.values)
             if ranks.is_first:
@@ -108,7 +108,7 @@ def export_weights(
 
 @dataclass(frozen=True)
 class _File:
-    """One file of the folder: its first bytes, and where its tensors lie behind them."""
+    """One file of the folder: its header, and the records of its tensors."""
 
     name: str
     header: bytes
@@ -120,7 +120,7 @@ class _File:
 
 
 def _lay_out_files(names: HFNames, options: ExportOptions) -> list[_File]:
-    """Tensors in the order of the model, a new file whenever the next tensor does not fit."""
+    """Assign tensors to files, in the order of the model; start a new file if the next tensor does not fit."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     filled = 0
     in_fp8 = quantised_names(names, options.fp8)
@@ -146,31 +146,34 @@ def _lay_out_files(names: HFNames, options: ExportOptions) -> list[_File]:
 
 def _target_faults(folder: Path, nbytes: int) -> list[str]:
     if folder.exists():
-        return [f"{folder}: exists already; give the export a new folder"]
+        return [f"{folder}: exists already; choose a new folder"]
     there = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(there).free
     if free < nbytes:
-        return [f"{folder}: the export takes {nbytes:,} bytes, but {there} has {free:,} free"]
+        return [f"{folder}: the export takes {nbytes:,} bytes, but {there} has {free:,} free; choose another disk"]
     return []
 
 
 def _make_draft(draft: Path, files: list[_File]) -> None:
-    if draft.exists():  # of an export that was cut
+    if draft.exists():  # left by an export that was killed
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     for file in files:
-        # No longer than its header: ext4 takes what is written behind the end twice as fast as what fills a hole.
+        # Only the header, not the final size: ext4 appends to a file twice as fast as it fills a hole.
         (draft / file.name).write_bytes(file.header)
 
 
 def _names_to_write(names: HFNames, tensors: Mapping[str, Source], ranks: Ranks) -> list[str]:
-    """What this rank writes, in the order of the model. Of ranks that hold the same places, only the first writes:
-    a DTensor of a part of the mesh does not say that the rest of the mesh repeats it. Collective."""
-    with ranks.stage("sharing out tensors") as stage:
+    """The tensors that this rank writes, in the order of the model. Collective.
+
+    Of several ranks that hold the same elements, only the first writes. Placements do not show all of them: a DTensor
+    on part of a mesh does not know its replicas on the rest.
+    """
+    with ranks.stage("assigning tensors to ranks") as stage:
         unknown = sorted(set(tensors) - set(names.entries))
         if unknown:
-            raise ValueError(f"the model of this shape has no {unknown[0]}")
-        # Alone, nothing is repeated, and a mapping that makes its tensors must not make them twice.
+            raise ValueError(f"{unknown[0]} is not a tensor of this model")
+        # One process has no replicas, and a mapping that computes its tensors must not compute them twice.
         stage.value = (
             {} if ranks.size == 1 else {name: _places(global_indices(tensor)) for name, tensor in tensors.items()}
         )
@@ -179,21 +182,21 @@ def _names_to_write(names: HFNames, tensors: Mapping[str, Source], ranks: Ranks)
     return [name for name in names.entries if name in tensors and (name, mine.get(name)) not in taken]
 
 
-def _here(tensor: Source) -> Source:
+def _local(tensor: Source) -> Source:
     """The part of a source on this rank; a stored tensor is read whole, by one process."""
     return tensor if isinstance(tensor, StoredTensor) else local_tensor(tensor)
 
 
 def _places(held: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(tuple((run.whole, run.length) for run in intervals_of(index)) for index in held)
+    return tuple(tuple((one.whole, one.length) for one in intervals_of(index)) for index in held)
 
 
 class _FolderWriter:
-    """Writes local parts into the files of a draft, each opened when its first tensor is written.
+    """Writes local parts into the files of a draft; opens each file on first use.
 
     Attributes:
-        elements: our name -> elements written, copies included.
-        errors: Hugging Face name -> `hf_fp8.error_of` of what was quantised.
+        elements: our name -> elements written, repeats included.
+        errors: Hugging Face name -> `fp8.error_of` of each quantised tensor.
     """
 
     def __init__(self, draft: Path, files: list[_File], opened: ExitStack, fp8: Scheme | None):
@@ -208,7 +211,7 @@ class _FolderWriter:
         return sum(file.bytes_moved for file in self._open.values())
 
     def write(self, entries: Sequence[HFEntry], tensors: Mapping[str, Source], report: ReportBytes | None) -> None:
-        """Write this rank's parts of our tensors; each file goes to the disk while the ones behind it are written."""
+        """Write this rank's parts of our tensors; a complete file is synced while the next ones are written."""
         parts = [(entry.name, part.hf_name) for entry in entries for part in entry.parts]
         last = {self._file_of[hf_name].name: (name, hf_name) for name, hf_name in parts}
         with Closer() as closer:
@@ -218,12 +221,12 @@ class _FolderWriter:
                     if name == entry.name:
                         closer.close(self._file(hf_name).close)
                 if report is not None:
-                    report(_here(tensors[entry.name]).nbytes)
+                    report(_local(tensors[entry.name]).nbytes)
 
     def _write_part(self, entry: HFEntry, tensor: Source) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
-        local = _here(tensor)
-        runs = [intervals_of(index) for index in global_indices(tensor)]
+        local = _local(tensor)
+        intervals = [intervals_of(index) for index in global_indices(tensor)]
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             if self._fp8 is not None and dtype == torch.float8_e4m3fn:
@@ -232,7 +235,7 @@ class _FolderWriter:
                 self._quantise(part.hf_name, weight, self._fp8)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
                 continue
-            for overlap in overlaps(part, runs):
+            for overlap in overlaps(part, intervals):
                 values = local[overlap.local].to(dtype).cpu().contiguous()
                 self._require_finite(part.hf_name, values)
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
@@ -258,7 +261,7 @@ class _FolderWriter:
 
 
 def _require_whole(names: HFNames, of_ranks: list[dict[str, int]]) -> None:
-    """A hole in a file is zeros that look like weights: every element must have been written."""
+    """Raise unless every element was written: a hole in a file reads as zeros, which look like weights."""
     for name, entry in names.entries.items():
         expected = sum(prod(part.hf_shape) for part in entry.parts)
         written = sum(elements.get(name, 0) for elements in of_ranks)
@@ -269,7 +272,7 @@ def _require_whole(names: HFNames, of_ranks: list[dict[str, int]]) -> None:
 def _complete(
     draft: Path, folder: Path, files: list[_File], config: dict[str, Any], other: Mapping[str, bytes]
 ) -> None:
-    """Write the small files and give the folder its name."""
+    """Write the small files and rename the draft to the final folder."""
     contents = {CONFIG: json.dumps(config, indent=2).encode() + b"\n", **other}
     if len(files) > 1:
         weight_map = {hf_name: file.name for file in files for hf_name in file.records}

@@ -1,14 +1,14 @@
 """FP8 weights of a Hugging Face folder: an E4M3 tensor and a tensor of scales beside it.
 
-Two layouts are written, both as `compressed-tensors`, which vLLM and SGLang read: "block", one scale for each 128 x 128
-weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one for each row ([O, 1]), as in GLM-4.5-FP8. Read are
-these and the older `quant_method = "fp8"` with `X.weight_scale_inv`, which is "block" under another name.
+Export writes two formats, both as `compressed-tensors`, which vLLM and SGLang read: "block", one scale per 128 x 128
+weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one per row ([O, 1]), as in GLM-4.5-FP8. Import reads both
+and the older `quant_method = "fp8"` with `X.weight_scale_inv`, which is "block" under another name.
 Sources: vLLM `compressed_tensors.py`, `utils.py` and `fp8_utils.py`; compressed-tensors `quant_scheme.py` (FP8_BLOCK,
-FP8_DYNAMIC); which layers stay as they are: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
+FP8_DYNAMIC). The layers that stay in BF16: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
 `examples/model_free_ptq/glm_4.6_fp8_block.py`.
 
-Scales are powers of two, so that a weight taken back is exact in BF16 and FP32, and quantising it again gives the same
-bytes. A power of two costs no precision: E4M3 has the same relative step in every binade that it resolves.
+Scales are powers of two. A dequantised weight is then exact in BF16 and FP32, and quantising it again gives the same
+bytes. This costs no precision: E4M3 has the same relative step in every binade of its normal range.
 """
 
 import re
@@ -29,8 +29,8 @@ ERRORS_FILE = "quantization_errors.json"
 _BLOCK = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _ROUNDS_TO_LARGEST = 464.0
-"""Up to here a number counts as the largest one, 448: half a step above it. With the largest number of a block between
-half of this and this, its rounded value lies there too, so the scale found again is the same."""
+"""Largest number that rounds to 448: half a step above it. If the largest number of a block lies between half of this
+and this, its rounded value does too, so quantising again finds the same scale."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16)
 _IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
 _FAMILIES = (
@@ -40,22 +40,22 @@ _FAMILIES = (
     "mlp[.]experts[.].*_proj",
     "mlp[.]shared_experts[.].*_proj",
 )
-"""Projections that servers put together, or multiply one after another: all of a family in FP8, or none."""
-_HEAD_COPY = ".shared_head.head.weight"
-"""GLM-4.5-FP8 and Air-FP8 hold this repetition of the head in FP8, though the head itself is not."""
+"""Projections that servers fuse or multiply in one kernel: all of a family are in FP8, or none."""
+_HEAD_REPEAT = ".shared_head.head.weight"
+"""GLM-4.5-FP8 and GLM-4.5-Air-FP8 store this repeat of the head in FP8, but the head itself in BF16."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights [O, I] share scales."""
+    """Granularity of the scales of a weight [O, I]."""
 
     block: tuple[int, int] | None = (_BLOCK, _BLOCK)
-    """Rows and columns with one scale; None: each row has one."""
+    """Rows and columns with one scale; None: one scale per row."""
     suffix: str = "_scale"
-    """What follows a weight's name in the name of its scales."""
+    """Appended to a weight's name, gives the name of its scales."""
 
     def grid(self, columns: int) -> tuple[int, int]:
-        """Rows and columns that share a scale in a weight of so many columns."""
+        """Rows and columns that share a scale, in a weight with this number of columns."""
         return (1, columns) if self.block is None else self.block
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,12 +64,12 @@ class Scheme:
 
 
 SCHEMES = {"fp8-block": Scheme(), "fp8-channel": Scheme(block=None)}
-"""What an export may ask for."""
+"""Schemes of an export, by `--dtype`."""
 
 
 def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
-    """The Hugging Face tensors that an export holds in FP8: the projections of attention, dense layers and experts,
-    of each family whose sizes the blocks divide."""
+    """Hugging Face names of the tensors that an export stores in FP8: the projections of attention, dense layers and
+    experts, except families with a size that is not a multiple of the block."""
     if scheme is None:
         return frozenset()
     unfit = _unfit_families(names, scheme)
@@ -83,8 +83,8 @@ def _family(hf_name: str) -> str | None:
 
 
 def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
-    """Families with a size that blocks do not divide, such as the dense layer of Air with its 10,944 rows: vLLM and
-    SGLang refuse to put such matrices together (`validate_fp8_block_shape`), so they stay as they are."""
+    """Families with a size that is not a multiple of the block, such as the dense layer of GLM-4.5-Air with 10,944
+    rows. vLLM and SGLang refuse to fuse such matrices (`validate_fp8_block_shape`), so they stay in BF16."""
     if scheme.block is None:
         return []
     unfit = set()
@@ -96,16 +96,15 @@ def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
 
 
 def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
-    """The `quantization_config` that tells readers of an export what its weights are. Activations are quantised while
-    they are computed, so nothing was calibrated.
+    """The `quantization_config` of an export. Activations are quantised dynamically, so no calibration is needed.
 
     Raises:
-        UserError: nothing in this model can be quantised so.
+        UserError: no projection of this model fits the scheme.
     """
     unfit = _unfit_families(names, scheme)
     if len(unfit) == len(_FAMILIES):
         raise UserError(
-            f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; take fp8-channel"
+            f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; use fp8-channel"
         )
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     if scheme.block is None:
@@ -130,10 +129,14 @@ def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
 
 
 def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
-    """The scheme of a folder's weights; None when they are not quantised.
+    """The scheme of a folder's weights; None if they are not quantised.
+
+    Args:
+        raw: content of its config.json.
+        file: named in the message.
 
     Raises:
-        UserError: quantised in a way that is not read.
+        UserError: the quantisation is not supported.
     """
     config = raw.get(CONFIG_KEY)
     if config is None:
@@ -153,24 +156,24 @@ def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
     except (KeyError, TypeError, ValueError, AttributeError):
         pass
     raise UserError(
-        f"{file}: the weights are quantised in a way that is not read ({CONFIG_KEY}); read are FP8 weights in "
-        "compressed-tensors with one scale per block or row, and fp8 with weight_block_size; or give the BF16 model"
+        f"{file}: {CONFIG_KEY} is not supported; use the BF16 model, or FP8 weights quantised as compressed-tensors "
+        "with one scale per block or row, or as fp8 with weight_block_size"
     )
 
 
 def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], list[str]]:
-    """Names of the tensors that are scales, and what is wrong with scales and FP8 weights.
+    """Names of the tensors that are scales, and the faults of scales and FP8 weights.
 
     Args:
-        records: Hugging Face name -> what has `dtype` and `shape`.
+        records: Hugging Face name -> record with `dtype` and `shape`.
     """
     scales, faults = set(), []
     for name, record in records.items():
         if record.dtype != torch.float8_e4m3fn:
             continue
         scale = records.get(name + scheme.suffix)
-        if not (_family(name) or name.endswith(_HEAD_COPY)) or len(record.shape) != 2:
-            faults.append(f"tensor {name} is FP8, which only projections and shared_head.head may be")
+        if not (_family(name) or name.endswith(_HEAD_REPEAT)) or len(record.shape) != 2:
+            faults.append(f"tensor {name} is FP8; only projections and shared_head.head may be")
         elif scale is None:
             faults.append(f"tensor {name} is FP8, but {name}{scheme.suffix} is missing")
         elif scale.shape != scheme.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
@@ -183,13 +186,13 @@ def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], 
 
 
 def quantise(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """FP8 values and scales of a weight.
+    """Quantise a weight.
 
     Args:
         weight: FP32 [O, I], finite.
 
     Returns:
-        E4M3 [O, I], and FP32 scales of `Scheme.scale_shape`; weight = values * scale up to rounding.
+        Values, E4M3 [O, I], and scales, FP32 of shape `Scheme.scale_shape`. Weight = value * scale up to rounding.
     """
     rows, columns = scheme.grid(weight.shape[1])
     grid = scheme.scale_shape(tuple(weight.shape))
@@ -207,7 +210,7 @@ def quantise(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def scales_of_box(scheme: Scheme, columns: int, box: Box) -> Box:
-    """The box of the scales that a box of a weight with so many columns needs."""
+    """The box of the scales for a box of a weight with this number of columns."""
     return tuple(
         (start // step, -(-(start + length) // step) - start // step)
         for (start, length), step in zip(box, scheme.grid(columns), strict=True)
@@ -215,7 +218,7 @@ def scales_of_box(scheme: Scheme, columns: int, box: Box) -> Box:
 
 
 def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> Tensor:
-    """FP32 weights of a box, from its FP8 values and the scales of `scales_of_box`."""
+    """FP32 weights of a box, from its FP8 values and the scales of the box `scales_of_box`."""
     scales = scales.float()
     for dim, ((start, length), step) in enumerate(zip(box, scheme.grid(columns), strict=True)):
         places = torch.arange(start, start + length) // step - start // step
@@ -224,14 +227,14 @@ def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box
 
 
 def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
-    """Whether FP8 values of a box say what the weights there say, up to one step of E4M3: others round otherwise."""
+    """Whether FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
     step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
     difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
     return bool((difference.abs_() <= weight.abs() / 8 + step).all())
 
 
 def error_of(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme) -> dict[str, float]:
-    """What quantising changed: the error's norm relative to the weight's, and the largest error of one weight."""
+    """Quantisation error: its norm relative to the weight's norm, and the largest absolute error of one element."""
     box = tuple((0, size) for size in weight.shape)
     difference = dequantise(values, scales, scheme, weight.shape[1], box).sub_(weight)
     norm = weight.norm().item()

@@ -1,7 +1,7 @@
-"""Weights from a Hugging Face folder straight into the parts of the model that each rank holds.
+"""Import of weights from a Hugging Face folder, directly into each rank's part of the model.
 
-No rank reads what it does not keep, nothing is converted on disk, and no tensor is whole in memory unless a rank keeps
-it whole. Every tensor of the folder is accounted for before the first byte of a weight is read.
+A rank reads only the bytes that it keeps. Nothing is converted on disk, and a tensor is whole in memory only on a rank
+that holds it whole. All tensors of the folder are checked by name, shape and type before a weight is read.
 """
 
 import json
@@ -27,29 +27,29 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 ReportBytes = Callable[[int], None]
-"""Takes the bytes that the part of a tensor has in the model, when it was read or written."""
+"""Called after the part of a tensor was read or written, with its size in the model, in bytes."""
 
-NOT_FINITE = "holds NaN or infinite values: its training had diverged; take weights of an earlier step"
+NOT_FINITE = "holds NaN or infinite values: its training diverged; take weights of an earlier step"
 
 _TENSORS_SHOWN = 10
-"""Tensors of a wrong shape or type that are named; the rest is counted. A wrong config.json makes thousands."""
+"""Faulty tensors listed by name; the others are counted. A wrong config.json gives thousands."""
 
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
-"""Keys that a run may set otherwise than the weights were trained with: they stretch positions or do not matter.
-num_nextn_predict_layers may be smaller: then the prediction layers left out are not read."""
+"""Keys of the config that may differ from the folder's: they stretch positions, or have no effect on given weights.
+num_nextn_predict_layers may be smaller; the other prediction layers are then not read."""
 
 
 def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
-    """Where every tensor of a model folder lies, from the files themselves, which must agree with the index.
+    """File and record of every tensor of a model folder, by Hugging Face name, read from the files' own headers.
 
     Raises:
-        UserError: no safetensors, files or index missing or damaged, a tensor in two files or in none.
+        UserError: safetensors files or index are missing or damaged, or they disagree about the file of a tensor.
     """
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
             other = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-            hint = f"; {other[0]} is a pickle, which can run any code and is refused" if other else ""
+            hint = f"; {other[0]} is a pickle, which can run any code: convert it to safetensors" if other else ""
             raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
         records = read_records(folder / SINGLE_FILE)
         return {name: (folder / SINGLE_FILE, record) for name, record in records.items()}
@@ -64,10 +64,10 @@ def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
             continue
         for name, record in records.items():
             if listed.get(name) != file:
-                faults.append(f"{folder / file}: holds {name}, which the index has in {listed.get(name, 'no file')}")
+                faults.append(f"{folder / file}: holds {name}, which the index lists in {listed.get(name, 'no file')}")
             found[name] = (folder / file, record)
         faults += [
-            f"{folder / file}: lacks {name}, which the index has there"
+            f"{folder / file}: lacks {name}, which the index lists there"
             for name, place in listed.items()
             if place == file and name not in records
         ]
@@ -87,24 +87,24 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tuple[Path, Record]]]:
-    """The table for a folder and its tensors, after everything about it was checked against the model.
+    """Check a folder against the model; returns the table of its names and its tensors as `find_tensors` does.
 
     Raises:
-        UserError: all faults of config.json, or else all faults of the tensors.
+        UserError: all faults of config.json; if it has none, all faults of the tensors.
     """
     raw = read_config(folder)
     raise_if(_config_faults(raw, shape, folder / CONFIG))
     found = find_tensors(folder)
     layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
-    left_out = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
-    found = {name: place for name, place in found.items() if not (left_out and name.startswith(left_out))}
+    skipped = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
+    found = {name: place for name, place in found.items() if not (skipped and name.startswith(skipped))}
     if _lacks_mtp(found, shape):
         raise UserError(
-            f"{folder}: holds no multi-token prediction layer (transformers does not save them), but "
+            f"{folder}: lacks the multi-token prediction layers (transformers does not save them), but "
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
     names = HFNames(shape, repeat_shared=has_repeats(found, shape))
-    # A part of width 0, such as the shared experts where n_shared_experts = 0, is saved by some and left out by others.
+    # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
     found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
     scheme = scheme_of(raw, str(folder / CONFIG))
     scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
@@ -117,15 +117,15 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             unfit.append(fault)
     faults += unfit[:_TENSORS_SHOWN]
     if len(unfit) > _TENSORS_SHOWN:
-        faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors have another shape or type than the model's")
+        faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors differ in shape or type from the model's")
     raise_if([f"{folder}: {fault}" for fault in faults])
     return names, found
 
 
 def stored_shape(folder: Path) -> ModelShape:
-    """The shape of a folder's weights: that of its config.json, but without prediction layers when it holds none.
+    """The model shape of a folder's config.json, with 0 prediction layers if the files have none.
 
-    `transformers` leaves them out when it saves a model, and still counts them in the config.
+    `transformers` saves a model without prediction layers and still counts them in the config.
 
     Raises:
         UserError: config.json or the files are damaged.
@@ -150,7 +150,7 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
             continue
         if name == "num_nextn_predict_layers" and ours < there:
             continue
-        faults.append(f"{file}: {name} = {there!r}, but the run has model.{name} = {ours!r}; set it to the folder's")
+        faults.append(f"{file}: {name} = {there!r}, but the config has model.{name} = {ours!r}; set it to the folder's")
     return faults
 
 
@@ -161,15 +161,15 @@ def import_weights(
     """Fill this rank's parts of parameters and buffers from a Hugging Face folder. Collective.
 
     Args:
-        tensors: our name -> Tensor or DTensor; ranks may hold different names (pipeline stages).
+        tensors: our name -> Tensor or DTensor, any type and device; ranks may hold different names (pipeline stages).
 
     Returns:
         Bytes that this rank read.
 
     Raises:
-        UserError: on all ranks, with everything that is wrong with the folder; no tensor was touched then. Also when a
-            copy of embedding or head differs from it, or a weight is not finite.
-        CheckpointError: on all ranks, when reading failed on any of them.
+        UserError: on all ranks. Either all faults of the folder, before a tensor is changed; or tensors that hold NaN
+            or infinity, and repeats of embedding and head that differ from them.
+        CheckpointError: on all ranks, if reading failed on any of them.
     """
     ranks = Ranks.of_this_run()
     with ranks.stage(f"checking {folder}") as stage:
@@ -184,7 +184,7 @@ def import_weights(
                 report(local_tensor(tensor).nbytes)
         stage.value = differing
     faults = sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults})
-    more = [f"{folder}: {len(faults) - _TENSORS_SHOWN} more tensors cannot be used"] if faults[_TENSORS_SHOWN:] else []
+    more = [f"{folder}: {len(faults) - _TENSORS_SHOWN} more tensors are faulty"] if faults[_TENSORS_SHOWN:] else []
     raise_if(faults[:_TENSORS_SHOWN] + more)
     return reader.bytes_read
 
@@ -198,7 +198,7 @@ def _faults_of(check: Callable[[], Any]) -> list[str]:
 
 
 class FolderReader:
-    """Fills local parts from the files of a checked folder, each opened when its first tensor is needed.
+    """Fills local parts of our tensors from a folder. It checks the folder first, and opens each file on first use.
 
     Raises:
         UserError: see `check_folder`.
@@ -224,17 +224,24 @@ class FolderReader:
         return sum(file.bytes_moved for file in self._open.values())
 
     def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
-        """Fill one local part; returns what is wrong with it: copies that differ, values that are not finite."""
-        runs = [intervals_of(index) for index in held]
+        """Fill one local part.
+
+        Args:
+            held: int64 per dimension, see `global_indices`.
+
+        Returns:
+            Faults: values that are not finite, repeats that differ.
+        """
+        intervals = [intervals_of(index) for index in held]
         filled, faults = 0, []
         for part in self._names.entries[name].parts:
             differs, finite = False, True
             if part.is_repeat and part.hf_name not in self._found:
                 continue
-            for overlap in overlaps(part, runs):
+            for overlap in overlaps(part, intervals):
                 target = local[overlap.local]
                 if part.is_repeat:
-                    differs |= not self._repeats(part.hf_name, overlap.box, target)
+                    differs |= not self._equals(part.hf_name, overlap.box, target)
                 else:
                     self._fill(part.hf_name, overlap.box, target)
                     finite &= is_finite(target)
@@ -247,15 +254,15 @@ class FolderReader:
         return faults
 
     def _fill(self, hf_name: str, box: Box, target: Tensor) -> None:
-        """Put a box of a weight into memory of any type; one stored in FP8 goes by FP32."""
+        """Read a box of a weight into memory of any type; FP8 is converted through FP32."""
         if self._found[hf_name][1].dtype == torch.float8_e4m3fn:
             values = self._file(hf_name).read(hf_name, box)
             target.copy_(dequantise(values, *self._scales(hf_name, box)))
         else:
             self._file(hf_name).fill(hf_name, box, target)
 
-    def _repeats(self, hf_name: str, box: Box, target: Tensor) -> bool:
-        """Whether a box of a copy says what was filled in; one in FP8 says it as well as FP8 can."""
+    def _equals(self, hf_name: str, box: Box, target: Tensor) -> bool:
+        """Whether a box of a repeat equals the values read before; in FP8, up to rounding."""
         values = self._file(hf_name).read(hf_name, box)
         if values.dtype != torch.float8_e4m3fn:
             return torch.equal(target, values.to(target))

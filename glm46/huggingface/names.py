@@ -1,8 +1,8 @@
-"""Hugging Face's tensor names and ours: one table, read in both directions.
+"""The table of Hugging Face's tensor names and ours, for reading and writing.
 
 Every tensor of a Hugging Face checkpoint is a box inside exactly one of our tensors. Most boxes are the whole tensor
-under another name; an expert's three matrices are boxes inside the two stacked tensors of its layer. Because a box is
-plain numbers, the same table serves whole tensors and shards: a shard needs the boxes that it overlaps.
+under another name. An expert's three matrices are boxes inside the two stacked tensors of its layer. A box is plain
+numbers, so the same table serves whole tensors and shards: a shard needs the boxes that it overlaps.
 
     ours                                       Hugging Face (N = num_hidden_layers, X = n_routed_experts)
     embed_tokens.weight                        model.embed_tokens.weight
@@ -10,16 +10,15 @@ plain numbers, the same table serves whole tensors and shards: a shard needs the
     mtp.{k}.block.<layer table>                model.layers.{N + k}.<layer table>
     mtp.{k}.<MTP table>                        model.layers.{N + k}.<MTP table>
     norm.weight, lm_head.weight                model.norm.weight, lm_head.weight
-    embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "copies"
+    embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "repeats"
 
-GLM-4.5 and Air are published with the copies, GLM-4.6 without.
+GLM-4.5 and GLM-4.5-Air are published with the repeats, GLM-4.6 without.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
@@ -33,7 +32,7 @@ from glm46.planner.params import (
 )
 
 _NAMES_SHOWN = 10
-"""Names listed per fault; the rest is counted. A wrong shape of the model makes tens of thousands."""
+"""Names listed per fault; the others are counted. A wrong model shape gives tens of thousands."""
 
 _WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16)
 _FP32_ONLY = (torch.float32,)
@@ -48,7 +47,7 @@ class _Rename:
 
 @dataclass(frozen=True)
 class _Stack:
-    """Expert e's matrix is `ours[e]`, in the `block`-th block of as many rows as it has."""
+    """Expert e's matrix of R rows is `ours[e, block * R : (block + 1) * R]`."""
 
     ours: str
     block: int
@@ -78,7 +77,7 @@ _LAYER_TABLE: dict[str, _Rename | _Stack] = {
     "mlp.shared_experts.up_proj.weight": _Rename("mlp.shared_experts.up_proj.weight"),
     "mlp.shared_experts.down_proj.weight": _Rename("mlp.shared_experts.down_proj.weight"),
 }
-"""Hugging Face name inside a layer (`E` is the expert's index) -> what it is for us."""
+"""Hugging Face name inside a layer (`E` is the expert's index) -> our tensor."""
 
 _MTP_TABLE = {
     "enorm.weight": "enorm.weight",
@@ -86,7 +85,7 @@ _MTP_TABLE = {
     "eh_proj.weight": "eh_proj.weight",
     "shared_head.norm.weight": "norm.weight",
 }
-"""Hugging Face name inside a multi-token prediction layer -> our name inside `mtp.{k}`. The rest is its block's."""
+"""Hugging Face name inside a prediction layer -> our name inside `mtp.{k}`. Other names belong to its block."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,13 @@ class HFPart:
     hf_name: str
     hf_shape: tuple[int, ...]
     start: tuple[int, ...]
-    """First place of the box, one number per dimension of *our* tensor; a leading dimension that the Hugging Face
-    tensor does not have is one thick."""
+    """First index of the box in each dimension of *our* tensor. The box has size 1 in a leading dimension that the
+    Hugging Face tensor lacks."""
     is_repeat: bool = False
-    """True for a repetition of a tensor that has another name too."""
+    """True for the second name of a tensor, in a multi-token prediction layer."""
 
     def index(self) -> tuple[int | slice, ...]:
-        """What to index our tensor with to get the Hugging Face tensor, without copying."""
+        """Index of the Hugging Face tensor in our tensor; it gives a view."""
         stacked = len(self.start) - len(self.hf_shape)
         boxes = zip(self.start[stacked:], self.hf_shape, strict=True)
         return self.start[:stacked] + tuple(slice(start, start + size) for start, size in boxes)
@@ -118,13 +117,8 @@ class HFEntry:
 
     @property
     def is_fp32(self) -> bool:
-        """True for the router's selection bias: BF16 would swallow its small updates, so no file may round it."""
+        """True for the router's selection bias. BF16 would lose its small updates, so no file may round it."""
         return self.name.endswith("e_score_correction_bias")
-
-    @property
-    def is_repeated(self) -> bool:
-        """True where the checkpoint holds the tensor under several names."""
-        return any(part.is_repeat for part in self.parts)
 
 
 class HFNames:
@@ -132,9 +126,12 @@ class HFNames:
 
     Attributes:
         entries: our name -> `HFEntry`, in the order of the model.
-        places: Hugging Face name -> the entry that it is part of, and which part.
-        empty: Hugging Face name -> shape of the tensors without elements that transformers has besides. No reader
-            needs them, but transformers reports them as missing.
+        places: Hugging Face name -> its entry, and its part of that entry.
+        empty: Hugging Face name -> shape of the tensors without elements that only transformers has. No reader needs
+            them, but transformers reports them as missing.
+
+    Args:
+        repeat_shared: include the repeats of embedding and head in the multi-token prediction layers.
     """
 
     def __init__(self, shape: ModelShape, *, repeat_shared: bool):
@@ -146,56 +143,8 @@ class HFNames:
             for kind in shared_expert_kinds(shape)
         }  # fmt: skip
 
-    def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The Hugging Face tensors of one of ours, as views.
-
-        Raises:
-            KeyError: the model of this shape has no such tensor.
-            ValueError: the tensor's shape is not what the model of this shape has.
-        """
-        entry = self.entries[name]
-        if tuple(tensor.shape) != entry.shape:
-            raise ValueError(f"{name} is {list(tensor.shape)}, the model's shape says {list(entry.shape)}")
-        return [(part.hf_name, tensor[part.index()]) for part in entry.parts]
-
-    def from_hf(self, tensors: Iterable[tuple[str, Tensor]], into: Mapping[str, Tensor]) -> None:
-        """Fill our tensors from Hugging Face tensors that come one at a time, in any order.
-
-        Args:
-            tensors: name and tensor. Each name of the table must come exactly once, and no other.
-            into: every tensor of ours by name; a narrower type rounds.
-
-        Raises:
-            UserError: names that are missing, unknown or repeated, wrong shapes or types, copies that differ from
-                what they copy. `into` is then partly written.
-        """
-        faults: list[str] = []
-        seen: set[str] = set()
-        filled: set[str] = set()
-        for hf_name, tensor in tensors:
-            if hf_name in seen:
-                faults.append(f"tensor {hf_name} comes more than once")
-                continue
-            seen.add(hf_name)
-            if hf_name not in self.places:
-                continue  # reported below, with all other unknown names
-            fault = self.fault(hf_name, tuple(tensor.shape), tensor.dtype)
-            if fault is not None:
-                faults.append(fault)
-                continue
-            entry, part = self.places[hf_name]
-            place = into[entry.name][part.index()]
-            if entry.is_repeated and entry.name in filled:
-                # Whichever of a tensor and its copies comes first is written; the others must then agree with it.
-                if not torch.equal(place, tensor.to(place)):
-                    faults.append(f"tensor {hf_name} differs from {self._others(entry, hf_name)}, which it must repeat")
-                continue
-            place.copy_(tensor)
-            filled.add(entry.name)
-        raise_if(faults + self.name_faults(seen))
-
     def fault(self, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-        """What is wrong with a tensor of a checkpoint that has a known name, if anything."""
+        """The fault in shape or type of a checkpoint tensor with a known name; None if it fits."""
         entry, part = self.places[hf_name]
         if hf_shape != part.hf_shape:
             return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
@@ -206,8 +155,7 @@ class HFNames:
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
-        """One message for all names that a checkpoint lacks, one for all that the model does not know. A repetition may
-        be missing: what it repeats is there."""
+        """At most two messages: one lists the missing names, one the unknown names. Repeats may be missing."""
         found = set(hf_names)
         faults = []
         missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
@@ -218,19 +166,15 @@ class HFNames:
             faults.append(f"{len(unknown)} tensors are not part of this model: {_listed(unknown)}")
         return faults
 
-    @staticmethod
-    def _others(entry: HFEntry, hf_name: str) -> str:
-        return " and ".join(part.hf_name for part in entry.parts if part.hf_name != hf_name)
-
 
 def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
     """Whether a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
-    copies = {name for k in range(shape.num_nextn_predict_layers) for name in _copy_names(shape, k).values()}
-    return not copies.isdisjoint(hf_names)
+    repeats = {name for k in range(shape.num_nextn_predict_layers) for name in _repeat_names(shape, k).values()}
+    return not repeats.isdisjoint(hf_names)
 
 
 def raise_if(faults: list[str]) -> None:
-    """Raise a `UserError` with all faults, if there are any."""
+    """Raise a `UserError` with all faults, unless the list is empty."""
     if faults:
         raise UserError(*faults)
 
@@ -244,7 +188,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _copy_names(shape: ModelShape, k: int) -> dict[str, str]:
+def _repeat_names(shape: ModelShape, k: int) -> dict[str, str]:
     layer = f"model.layers.{shape.num_hidden_layers + k}"
     return {"embed_tokens.weight": f"{layer}.embed_tokens.weight", "lm_head.weight": f"{layer}.shared_head.head.weight"}
 
@@ -267,20 +211,24 @@ def _entries(shape: ModelShape, repeat_shared: bool) -> list[HFEntry]:
     return entries
 
 
-def _whole(name: str, hf_name: str, shape: tuple[int, ...], copies: tuple[str, ...] = ()) -> HFEntry:
+def _whole(name: str, hf_name: str, shape: tuple[int, ...], repeats: tuple[str, ...] = ()) -> HFEntry:
     origin = (0,) * len(shape)
-    parts = [HFPart(hf_name, shape, origin)] + [HFPart(copy, shape, origin, is_repeat=True) for copy in copies]
+    parts = [HFPart(hf_name, shape, origin)] + [HFPart(repeat, shape, origin, is_repeat=True) for repeat in repeats]
     return HFEntry(name, shape, tuple(parts))
 
 
 def _vocabulary_entry(name: str, hf_name: str, shape: ModelShape, repeat_shared: bool) -> HFEntry:
     depths = range(shape.num_nextn_predict_layers) if repeat_shared else ()
-    copies = tuple(_copy_names(shape, k)[name] for k in depths)
-    return _whole(name, hf_name, (shape.vocab_size, shape.hidden_size), copies)
+    repeats = tuple(_repeat_names(shape, k)[name] for k in depths)
+    return _whole(name, hf_name, (shape.vocab_size, shape.hidden_size), repeats)
 
 
 def _layer_entries(prefix: str, hf_prefix: str, kinds: list[TensorKind]) -> list[HFEntry]:
-    """Entries of one decoder layer. A kind that the table does not know is our bug and fails with its name."""
+    """Entries of one decoder layer.
+
+    Raises:
+        KeyError: `_LAYER_TABLE` lacks a tensor of the model.
+    """
     entries: dict[str, HFEntry] = {}
     stacks: dict[str, list[tuple[int, TensorKind]]] = {}
     for kind in kinds:

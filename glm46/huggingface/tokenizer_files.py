@@ -1,4 +1,4 @@
-"""What stands beside the weights in a Hugging Face folder: tokenizer files and generation config."""
+"""The tokenizer files and generation config of a Hugging Face folder."""
 
 import json
 
@@ -7,11 +7,10 @@ from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer, tok
 from glm46.data.tokenizer_hf import byte_characters, parts_below
 
 _NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
-"""GLM marks its first added tokens as special, so that decoding can leave them out; the later ones are kept as text."""
-
+"""GLM marks its first added tokens as special, so that decoding can skip them; the later ones are kept as text."""
 
 _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
-"""GLM has no end-of-turn token: the next role ends a turn."""
+"""GLM has no end-of-turn token: the token of the next role ends a turn."""
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
@@ -19,8 +18,7 @@ _COPIED = (
     TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-"""Files of a tokenizer folder that are passed on as they are."""
-
+"""Files of a tokenizer folder that are copied unchanged."""
 
 CHAT_TEMPLATE = """\
 [gMASK]<sop>
@@ -38,8 +36,8 @@ CHAT_TEMPLATE = """\
 {%- if enable_thinking is defined and not enable_thinking -%}{{ '\\n<think></think>' }}{%- endif -%}
 {%- endif -%}
 """
-"""GLM-4.6's conversation of system, user and assistant messages, without tools; equal to `glm46 generate --chat`. A
-folder that the tokenizer came from passes on its own template instead."""
+"""GLM-4.6's chat template for system, user and assistant messages, without tools; equal to `glm46 generate --chat`.
+A tokenizer that was loaded from a folder keeps the template of that folder instead."""
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
@@ -48,10 +46,11 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """File name -> content: the ``tokenizer.json`` that was loaded, or one made of the ranks, and what belongs to it.
+    """File name -> content: the ``tokenizer.json`` that was loaded, or one made from a rank file, and the files that
+    belong to it.
 
     Args:
-        max_length: longest sequence the model is meant for, in tokens.
+        max_length: longest sequence of the model, in tokens.
 
     Raises:
         UserError: see `tokenizer_files`.
@@ -62,7 +61,7 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
     file = tokenizer_file(tokenizer.path)
     if file.suffix != ".json":
         return files | tokenizer_files(tokenizer, max_length=max_length)
-    # The other files of a folder say how its tokenizer.json is used, not how a file of another name is.
+    # The other files of a folder belong to its tokenizer.json, not to a file of another name.
     folder = [file.with_name(name) for name in _COPIED if file.name == TOKENIZER_JSON]
     own = {path.name: path.read_bytes() for path in folder if path.is_file()}
     if TOKENIZER_CONFIG not in own:
@@ -71,16 +70,16 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """As `files_beside_weights`, of a tokenizer without a folder.
+    """As `files_beside_weights`, for a tokenizer that was not loaded from a ``tokenizer.json``.
 
     Raises:
-        UserError: a token is not made by merging two others, which a list of merges cannot say.
+        UserError: a token is not the merge of two others, so no list of merges can produce it.
     """
     return _description(tokenizer, max_length) | {TOKENIZER_JSON: _json(_tokenizer_json(tokenizer))}
 
 
 def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """What transformers reads beside a ``tokenizer.json``."""
+    """The files that transformers reads with a ``tokenizer.json``."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -108,7 +107,10 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict:
             continue
         parts = parts_below(tokenizer.ranks, piece, rank)
         if len(parts) != 2:
-            raise UserError(f"tokenizer '{tokenizer.path}': token {rank} ({piece!r}) is not two tokens merged")
+            raise UserError(
+                f"tokenizer '{tokenizer.path}': token {rank} ({piece!r}) is not the merge of two tokens, so "
+                f"{TOKENIZER_JSON} cannot hold it; use a tokenizer that has a {TOKENIZER_JSON}"
+            )
         merges.append([written[part] for part in parts])
     added = [
         {

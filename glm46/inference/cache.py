@@ -1,8 +1,8 @@
-"""Keys and values of the tokens seen so far, as the core of each attention layer.
+"""A cache of keys and values, as the attention core of each layer.
 
-A token's key lies in the slot of its position. Rows of a batch may therefore have different lengths: what a shorter row
-wrote behind its end, or what a rejected draft wrote, is overwritten before anybody may look at it, because a token sees
-only slots up to its own position, and its own slot is written first.
+A token's key is in the slot of its position, so rows of a batch may have different lengths. Padding and rejected drafts
+leave wrong keys in slots after the end of a row. No token reads them: a token reads only slots up to its own position,
+and each slot is overwritten by its own token first.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from glm46.model.attention import Attention
 
 
 class Slots:
-    """Where the tokens of one call go, and what they may see; shared by all layers of the call.
+    """Slots of the tokens of one call, and the mask over all slots; shared by all layers of the call.
 
     Args:
-        starts: position of each row's first token, one number per row.
+        starts: position of each row's first token.
         length: tokens of each row in this call.
         sliding_window: as in the model's shape.
     """
 
     def __init__(self, starts: Sequence[int], length: int, device: torch.device, sliding_window: int | None):
-        self.first, self.last = min(starts), max(starts) + length  # first and end of all positions of the call
+        self.first, self.last = min(starts), max(starts) + length  # all positions of the call: [first, last)
         self.is_even = self.first == max(starts)
         self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
         self.mask: Tensor | None = None
@@ -42,16 +42,17 @@ class Slots:
 
 
 class CachedCore:
-    """An `AttentionCore` that keeps keys and values.
+    """An `AttentionCore` with a cache of keys and values.
 
     Args:
-        batch, max_length: rows, and slots of each row.
+        batch: rows.
+        max_length: slots of each row.
     """
 
     def __init__(self, attention: Attention, batch: int, max_length: int):
         weight = attention.k_proj.weight
         heads = weight.shape[0] // attention.head_dim
-        shape = (batch, heads, max_length, attention.head_dim)  # the order that the attention kernel reads
+        shape = (batch, heads, max_length, attention.head_dim)  # the order of the attention kernel
         self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self._values = torch.zeros_like(self._keys)
         self.slots: Slots | None = None
@@ -63,7 +64,7 @@ class CachedCore:
         self._write(self._values, v_BSKC, slots)
         keys, values = self._keys[:, :, : slots.last], self._values[:, :, : slots.last]
         if q_BSHC.shape[1] == 1:
-            # The heads that share a key are queries of it: so it is read once, not once for each of them.
+            # One token: the query heads that share a key become queries of one head, so each key is read once.
             grouped = q_BSHC.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=slots.mask).reshape(q_BSHC.shape)
         out_BHSC = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The model run token by token: hidden states of new tokens, given a cache of those before them."""
+"""The model with a cache: hidden states of new tokens from the cached keys and values of earlier ones."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from glm46.model.transformer import Transformer
 
 
 class Decoder:
-    """A model with room for the keys and values of a batch. Use it in a ``with``: outside, the model is as it was.
+    """Runs a whole model with a cache for one batch. Use it as a context manager, which restores the model at exit.
 
     Args:
         batch: rows.
-        max_length: longest row, prompt and new tokens together.
-        cpu_kernels: let `few_tokens` run the layers where it can; else every call runs the model's own forward.
+        max_length: longest row, prompt and new tokens, in tokens.
+        cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward.
     """
 
     def __init__(self, model: Transformer, *, batch: int, max_length: int, cpu_kernels: bool = True):
@@ -37,7 +37,7 @@ class Decoder:
 
     @property
     def depth(self) -> int:
-        """Tokens that the prediction layers draft."""
+        """Number of tokens that the prediction layers draft."""
         return len(self._mtp)
 
     def __enter__(self) -> "Decoder":
@@ -57,7 +57,7 @@ class Decoder:
 
         Args:
             tokens: int64 [B, S].
-            starts: position of each row's first token. The cache holds all positions before it.
+            starts: position of each row's first token. The cache must hold all positions before it.
         """
         x = self.model.embed_tokens(tokens)
         slots, rope = self._place(x, starts)
@@ -66,11 +66,12 @@ class Decoder:
         return self.model.norm(x)
 
     def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
-        """Hidden states of prediction layer k, [B, S, D]: at position i they predict token i + k + 2.
+        """Hidden states of prediction layer k, [B, S, D]. Those of position i predict token i + k + 2.
 
         Args:
-            hidden: [B, S, D], those of the model (k = 0) or of layer k - 1 at the same positions.
-            tokens: int64 [B, S], tokens k + 1 places after the positions.
+            hidden: [B, S, D], hidden states of the model (k = 0) or of layer k - 1 at the same positions.
+            tokens: int64 [B, S], for position i token i + k + 1.
+            starts: as in `hidden`.
         """
         layer = self.model.mtp[str(k)]
         embedding = self.model.embed_tokens(tokens)

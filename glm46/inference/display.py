@@ -1,7 +1,7 @@
-"""What a user sees of a generation: text on standard output, everything else on standard error.
+"""Display of a generation: text on standard output, progress and speed on standard error.
 
-One prompt is written as it comes. Several are written whole when all are done; until then a terminal shows the end of
-each text, and a log gets a line every few seconds.
+The text of one prompt is printed token by token. The texts of several prompts are printed at the end; until then a
+terminal shows the end of each text, and a log gets a line every few seconds.
 """
 
 import math
@@ -22,11 +22,11 @@ _REPLACEMENT = "\ufffd"
 _SECONDS_PER_LINE = 5.0
 _SECONDS_PER_VIEW = 0.2
 _TOKENS_PER_VIEW = 200
-"""Enough for a wide line; decoding all of a long text for each view would slow generation down."""
+"""Tokens decoded for a view: enough for a wide line. Decoding all of a long text would slow generation down."""
 
 
 class Display:
-    """Runs a generation and shows it."""
+    """Runs a generation and displays it."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, *, num_prompts: int, max_new_tokens: int):
         self._generation, self._tokenizer, self._most = generation, tokenizer, max_new_tokens
@@ -34,7 +34,7 @@ class Display:
         self._start = self._first = self._now = time.perf_counter()
 
     def run(self) -> None:
-        """Print all text, and at the end how fast it came."""
+        """Run the generation: print all text, then the number of tokens and the speed."""
         if len(self._rows) == 1:
             self._stream()
         elif sys.stderr.isatty():
@@ -50,7 +50,7 @@ class Display:
         print(f"{self._tokens} tokens, first after {self._first - self._start:.2f} s{rate}{drafts}", file=sys.stderr)
 
     def _rounds(self) -> Iterator[None]:
-        """One round after another, with its tokens in the rows."""
+        """Run round by round; each appends its tokens to the rows."""
         for given in self._generation:
             self._now = time.perf_counter()
             if self._first == self._start:
@@ -62,7 +62,7 @@ class Display:
     def _stream(self) -> None:
         shown = 0
         for _ in self._rounds():
-            # The rest of a character may come with the next token.
+            # A character may be incomplete until the next token.
             complete = self._tokenizer.decode(self._rows[0]).rstrip(_REPLACEMENT)
             print(complete[shown:], end="", flush=True)
             shown = len(complete)
@@ -85,7 +85,7 @@ class Display:
                     drawn = self._now
 
     def _ends(self, console: Console) -> Group:
-        """The end of each text, of unfinished ones first, as many as fit on the terminal, and the line below."""
+        """The end of each text and a progress line. Unfinished texts come first if not all fit on the terminal."""
         table = Table.grid(padding=(0, 1))
         order = sorted(range(len(self._rows)), key=lambda b: self._generation.done[b])
         width = console.width - len(str(len(order))) - max(len(str(self._most)), len("done")) - 4
@@ -112,13 +112,13 @@ class Display:
 
     @property
     def _rate(self) -> float:
-        """Tokens per second of all rows after the first round; 0 before there is a rate."""
+        """Tokens per second of all rows after the first round; 0 before the second round."""
         later = self._tokens - len(self._rows)
         return later / (self._now - self._first) if later > 0 and self._now > self._first else 0.0
 
     @property
     def _left(self) -> float:
-        """Seconds until the longest row that goes on is full, at its speed so far."""
+        """Seconds until the longest unfinished row is full, at its speed so far."""
         going = [len(row) for row, done in zip(self._rows, self._generation.done, strict=True) if not done]
         longest = max(going, default=self._most)
         return (self._most - longest) * (self._now - self._first) / (longest - 1) if longest > 1 else math.inf

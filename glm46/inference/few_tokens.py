@@ -1,12 +1,11 @@
-"""A decoder layer for the few tokens of a decoding step on a CPU; the numbers of the layer's own forward.
+"""CPU kernel of a decoder layer for the few tokens of a decoding step; equal to the layer's own forward.
 
-It reads weights itself, so it serves only modules whose products are the model's own (`is_plain`): an adapter or float8
-replaces `Linear.product` or `Experts.product`, and then the layer's own forward runs.
+It reads weights directly, so it supports only modules whose products are the model's own (`is_plain`). An adapter or
+float8 replaces `Linear.product` or `Experts.product`; such a layer runs its own forward.
 
-With few rows a product is bound by reading the weight, and how fast that goes depends on how the product is put:
-oneDNN's packed copy of a large weight is read fastest; of a small one `weight @ x.T` is faster than `x @ weight.T`, and
-one row is cheaper as two equal ones. Weights that read the same input are one weight here. What only training needs
-(routing statistics, sorting by expert) is left out.
+With few rows, the time of a product is that of reading the weight. A large weight is read fastest from oneDNN's packed
+copy. For a small one, `weight @ x.T` is faster than `x @ weight.T`, and two equal rows are faster than one. Weights
+with the same input are concatenated. Routing statistics and sorting by expert, which only training needs, are skipped.
 """
 
 import math
@@ -26,30 +25,30 @@ from glm46.model.rope import rotate
 from glm46.model.router import RoutingOptions
 
 MAX_TOKENS = 64
-"""Most tokens of a call for which this was measured to be faster than the layer's own forward."""
+"""Most tokens of a call; up to here this was measured to be faster than the layer's own forward."""
 
 _PACKED_FROM = 2**16
-"""Fewest elements of a weight that is packed: below, oneDNN takes longer to start than the product takes."""
+"""Fewest elements of a packed weight. Below, oneDNN's start-up takes longer than the product."""
 
 _MAX_ROWS = 8
-"""Most rows for which a weight that is not packed is multiplied the other way round."""
+"""Most rows for which a weight that is not packed is multiplied as `weight @ x.T`."""
 
 _PADDED = {1: 2, 3: 4}
-"""Number of rows -> the one that takes less time."""
+"""Number of rows -> a larger number that takes less time."""
 
 
 def is_for(x: Tensor) -> bool:
-    """Whether hidden states [B, S, D] are few enough, in FP32 and on a CPU."""
+    """Whether hidden states [B, S, D] are on a CPU, in FP32, and of at most `MAX_TOKENS` tokens."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= MAX_TOKENS
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether every product of a module with a weight is the model's own."""
+    """Whether no `product` of a module or its submodules has been replaced."""
     return all(getattr(part, "product", None) in (None, Linear.product, Experts.product) for part in module.modules())
 
 
 class Product:
-    """Rows times the transpose of a weight, or of several stacked ones, plus a bias."""
+    """Multiplies rows by the transpose of a weight, or of several concatenated weights, and adds biases."""
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor | None] = (None,)):
         weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
@@ -58,7 +57,7 @@ class Product:
         self._weight = compat.pack_weight(weight) if self._is_packed else weight
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Contiguous [T, O] of contiguous [T, D]."""
+        """Map [T, D] to [T, O]; both contiguous."""
         rows = x_TD.shape[0]
         if self._is_packed:
             return compat.packed_linear(x_TD, self._weight, self._bias)
@@ -70,7 +69,7 @@ class Product:
 
 
 class Layer:
-    """What ``block(x, rope, ...)`` gives, with weights laid out for it; they are copied, all but the experts'."""
+    """A decoder layer with weights rearranged for this kernel. All weights but those of routed experts are copied."""
 
     def __init__(self, block: TransformerBlock):
         self._input_norm = _Norm(block.input_layernorm)
@@ -86,10 +85,10 @@ class Layer:
 
 
 class _Norm:
-    """RMSNorm of the last dimension: x w sqrt(D) / hypot(|x|, sqrt(D eps)), which takes the fewest operations.
+    """RMSNorm of the last dimension as x w sqrt(D) / hypot(|x|, sqrt(D eps)), the form with the fewest operations.
 
     Args:
-        weight: [D], or [heads, D] when each head has its own.
+        weight: [D], or [heads, D] for one weight per head; default: that of `norm`.
     """
 
     def __init__(self, norm: RMSNorm, weight: Tensor | None = None):
@@ -104,7 +103,7 @@ class _Norm:
 
 
 class _Attention:
-    """Queries and keys are normed and rotated together: their heads lie side by side."""
+    """Attention whose query and key heads are concatenated, so that one call norms and rotates both."""
 
     def __init__(self, attention: Attention):
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -137,7 +136,7 @@ class _FeedForward:
 
 
 class _Mixture:
-    """Expert after expert, each on the rows that chose it; the activation of all at once."""
+    """Mixture of experts: one product per chosen expert, one activation for all of them."""
 
     def __init__(self, moe: MoE):
         self._router = moe.router
@@ -151,7 +150,7 @@ class _Mixture:
         uses_of: dict[int, list[int]] = {}
         for use, expert in enumerate(chosen.flatten().tolist()):
             uses_of.setdefault(expert, []).append(use)
-        # A use that only fills up counts from the end of the real ones: there its weight is zero.
+        # Padding uses have numbers after the real ones, where the routing weight is zero.
         for uses in uses_of.values():
             uses += [uses[0] + chosen.numel()] * (_PADDED.get(len(uses), 0) - len(uses))
         use_N = torch.tensor([use for uses in uses_of.values() for use in uses])
@@ -165,7 +164,12 @@ class _Mixture:
 
 
 def _by_expert(weights: Sequence[Tensor], experts: Sequence[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
-    """[O, N]: each expert's weight times its share of the rows."""
+    """Multiply each expert's weight by its rows; returns [O, N].
+
+    Args:
+        rows_NI: rows sorted by expert, in the order of `experts`.
+        counts: rows of each expert.
+    """
     out_ON = rows_NI.new_empty(weights[0].shape[0], rows_NI.shape[0])
     for expert, rows, out in zip(experts, rows_NI.t().split(counts, 1), out_ON.split(counts, 1), strict=True):
         torch.mm(weights[expert], rows, out=out)

@@ -1,4 +1,4 @@
-"""Tokens for a batch of prompts, one or, with drafts of the prediction layers, several at a time."""
+"""Text generation for a batch of prompts, with a cache and, on request, drafts of the prediction layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,22 +11,23 @@ from glm46.model.transformer import Transformer
 
 
 class Generation:
-    """A batch of prompts being continued; iterate over it for the new tokens.
+    """Continues a batch of prompts; iterate over it for the new tokens.
 
-    Each round runs the model once. In a speculative round the model also checks the tokens that the prediction layers
-    drafted in the round before, so that one run can give several tokens; they are those that it would give one by one.
+    Each round runs the model once. With `speculative`, the run also checks the tokens that the prediction layers
+    drafted in the previous round, so one round can give several tokens. Greedy tokens are the same as without drafts;
+    sampled tokens have the same distribution.
 
     Args:
-        prompts: token ids, each at least one.
-        max_new_tokens: most tokens per row.
-        stop: ids that end a row; they are not given out.
+        prompts: token ids, at least one per prompt.
+        max_new_tokens: most new tokens per row.
+        stop: ids that end a row; they are not part of the output.
         vocab_size: ids from here on are padding rows of the head and are never taken.
         speculative: draft with the model's prediction layers.
         cpu_kernels: see `Decoder`.
 
     Attributes:
         done: for each row, whether it has ended.
-        drafted, accepted: tokens that the prediction layers proposed, and how many of them the model agreed with.
+        drafted, accepted: number of tokens that the prediction layers drafted, and that the model accepted.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Generation:
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """New tokens of each row, round by round, until all rows are done."""
+        """Yield the new tokens of each row, one list per round, until all rows are done."""
         longest = max(self._ends) + self._depth + 1
         rows = len(self._rows)
         with Decoder(self._model, batch=rows, max_length=longest, cpu_kernels=self._cpu_kernels) as decoder:
@@ -62,7 +63,7 @@ class Generation:
             last = [len(row) - 1 for row in self._rows]
             logits = decoder.logits(hidden[range(len(last)), last]).unsqueeze(1)
             drafts: list[list[int]] = [[] for _ in self._rows]
-            # The prediction layers read the prompt shifted by one, whose last token is the one just chosen.
+            # The prediction layers read the prompt shifted by one; its last token is the first chosen one.
             known = [row[1:] for row in self._rows]
             while True:
                 chosen = self._choose(logits, drafts)
@@ -84,14 +85,14 @@ class Generation:
         return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
 
     def _choose(self, logits: Tensor, drafts: list[list[int]]) -> list[list[int]]:
-        """For each row the drafts that the model agrees with, and one token more.
+        """For each row, the accepted drafts and one more token.
 
         Args:
-            logits: FP32 [B, 1 + drafts, V]; row b's place s follows its s-th draft.
+            logits: FP32 [B, 1 + drafts, V]; index s predicts the token after s drafts.
         """
         logits = logits[..., : self._vocab]
         if self._sampling.is_greedy:
-            best = logits.argmax(-1).tolist()  # sync: the tokens are needed to go on
+            best = logits.argmax(-1).tolist()  # sync: the next round needs the tokens
             chosen = []
             for draft, own in zip(drafts, best, strict=True):
                 agreed = next((s for s, token in enumerate(draft) if token != own[s]), len(draft))
@@ -115,7 +116,7 @@ class Generation:
         return [*chosen, draw(probabilities(logits[len(draft)], self._sampling), generator)]
 
     def _take(self, chosen: list[list[int]]) -> list[list[int]]:
-        """Append the tokens to their rows, up to a stop or the row's end; returns what is given out."""
+        """Append the tokens to their rows, up to a stop id or the row's end; returns the new tokens of each row."""
         given = []
         for b, tokens in enumerate(chosen):
             if self.done[b]:
@@ -133,14 +134,15 @@ class Generation:
     def _draft(
         self, decoder: Decoder, hidden: Tensor, known: list[list[int]], starts: Sequence[int]
     ) -> list[list[int]]:
-        """Tokens after the last one of each row, guessed by the prediction layers one after another.
+        """Draft one token per prediction layer after the last token of each row.
 
-        A later layer looks at a draft of the one before it. When that draft turns out wrong, the slot keeps what was
-        made from it: later drafts are a little worse, the text is the same.
+        A layer reads the draft of the layer before it. If that draft is rejected later, its slot in the cache keeps the
+        wrong keys: later drafts are slightly worse, the text is the same.
 
         Args:
-            hidden: [B, S, D], of the model at positions `starts` and on.
-            known: for each row, the tokens that follow those positions; the last of them is the row's last token.
+            hidden: [B, S, D], of the model from positions `starts` on.
+            known: for each row, the tokens that follow those positions, up to the row's last token.
+            starts: position of each row's first hidden state.
         """
         drafts: list[list[int]] = [[] for _ in self._rows]
         rows = range(len(self._rows))
@@ -151,7 +153,7 @@ class Generation:
             tokens = self._padded([row + [0] * (width - len(row)) for row in ahead])
             hidden = decoder.draft_hidden(k, hidden, tokens, starts)
             guesses = decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
-            for draft, guess in zip(drafts, guesses.tolist(), strict=True):  # sync: the next layer reads the guess
+            for draft, guess in zip(drafts, guesses.tolist(), strict=True):  # sync: the next layer reads the draft
                 draft.append(guess)
         return drafts
 

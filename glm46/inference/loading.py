@@ -1,4 +1,4 @@
-"""A model for inference from a step folder or a Hugging Face folder, whole on one device."""
+"""Loading of a whole model for inference on one device, from a step folder or a Hugging Face folder."""
 
 from pathlib import Path
 
@@ -16,25 +16,27 @@ from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.model.transformer import Transformer
+from glm46.planner.params import layer_counts
 
 
 def load_for_inference(
     folder: Path, *, tokenizer: str | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Transformer, Tokenizer]:
-    """The model in evaluation mode and its tokenizer.
+    """Load a model in evaluation mode, and its tokenizer.
 
     Args:
-        folder: a step folder, or a Hugging Face folder (it has a config.json).
-        tokenizer: None takes the one that the folder names or holds.
+        folder: a step folder, or a Hugging Face folder (with a config.json).
+        tokenizer: tokenizer file or folder; None: the one that the folder names or holds.
+        dtype: of the weights; selection biases are always FP32.
 
     Raises:
-        UserError: the folder is neither, or damaged, or there is no tokenizer.
+        UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")
+        raise UserError(f"{folder}: {'is a file; give its folder' if folder.exists() else 'no such folder'}")
     if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
         known = published_steps(folder)
-        hint = f"; it holds steps, give one of them, such as {step_folder(folder, known[-1])}" if known else ""
+        hint = f"; it holds steps; give one of them, such as {step_folder(folder, known[-1])}" if known else ""
         raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
     model, known, fingerprint = load(folder, dtype, device)
@@ -47,6 +49,7 @@ def load_for_inference(
 @torch.no_grad()
 def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
     shape = stored_shape(folder)
+    raise_if(_alignment_faults(folder, shape, dtype))
     with FolderReader(folder, shape) as reader:
         model = _empty(shape, dtype, device)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -58,12 +61,32 @@ def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -
 def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
     tensors = StepTensors(folder)
     table = tomli.loads(tensors.meta["config"])["model"]
-    model = _empty(resolve_shape(Model.model_validate(table)), dtype, device)
+    shape = resolve_shape(Model.model_validate(table))
+    raise_if(_alignment_faults(folder, shape, dtype))
+    model = _empty(shape, dtype, device)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
-    raise_if([f"{folder}: holds no {name}" for name in own if name not in tensors])
+    raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
     return model, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
+
+
+def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> list[str]:
+    """Widths of experts that `grouped_mm` refuses: rows must begin at multiples of 16 bytes. Conversion takes them."""
+    _, moe_layers, mtp_layers = layer_counts(shape)
+    widths = {key: getattr(shape, key) for key in ("hidden_size", "moe_intermediate_size")}
+    if moe_layers + mtp_layers == 0:
+        return []
+
+    def unaligned(dtype: torch.dtype) -> list[str]:
+        return [key for key, width in widths.items() if width * dtype.itemsize % 16]
+
+    remedy = "this folder can be converted, but not run" if unaligned(torch.float32) else "use float32"
+    return [
+        f"{folder}: {key} = {widths[key]}: must be a multiple of {16 // dtype.itemsize} for experts in "
+        f"{str(dtype).removeprefix('torch.')}, whose rows begin at multiples of 16 bytes; {remedy}"
+        for key in unaligned(dtype)
+    ]
 
 
 def _empty(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Transformer:

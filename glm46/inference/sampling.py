@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Sampling of a token from logits."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Options of sampling."""
 
     temperature: float = 0.0
-    """0 takes the most likely token; else logits are divided by it and a token is drawn."""
+    """0 takes the most likely token; otherwise logits are divided by it and a token is drawn."""
     top_k: int | None = None
-    """Draw among this many most likely tokens only."""
+    """Draw only among this many most likely tokens."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens that together have this probability."""
+    """Draw only among the fewest most likely tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Draw among tokens with at least this part of the most likely token's probability."""
+    """Draw only among tokens whose probability is at least this fraction of the largest one."""
     seed: int = 0
-    """Start of the random numbers; each row of a batch has its own, so a row does not depend on its neighbours."""
+    """Seed of each row's own generator: the tokens of a row do not depend on other rows."""
 
     @property
     def is_greedy(self) -> bool:
@@ -27,10 +27,11 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What a token is drawn from: FP32 [V] that sums to 1; filters apply in the order of the fields.
+    """Probabilities to draw a token from, FP32 [V]. Filters apply in the order of the fields of `Sampling`.
 
     Args:
         logits: FP32 [V].
+        sampling: with a temperature above 0.
     """
     scores = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.numel():
@@ -46,15 +47,16 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(chances: Tensor, generator: torch.Generator) -> int:
-    """A token drawn with the given probabilities, FP32 [V] on the CPU."""
+    """Draw a token with the given probabilities, FP32 [V] on the CPU."""
     return int(torch.multinomial(chances, 1, generator=generator))
 
 
 def draw_again(chances: Tensor, rejected: int, generator: torch.Generator) -> int:
-    """A token for a draft that was rejected: drawn from what is left without it.
+    """Draw the token that replaces a rejected draft: from the probabilities without it.
 
-    Accepting a draft d with probability p(d) and else drawing from p without d gives d with p(d) and any other token t
-    with (1 - p(d)) p(t) / (1 - p(d)) = p(t): the draft does not change what is drawn. Source: arXiv 2211.17192.
+    A draft d is accepted with probability p(d); otherwise the token is drawn from p without d. This gives d with
+    probability p(d), and any other token t with (1 - p(d)) p(t) / (1 - p(d)) = p(t), so drafts do not change the
+    distribution. Source: arXiv 2211.17192.
     """
     left = chances.clone()
     left[rejected] = 0.0

@@ -1,4 +1,4 @@
-"""Four gloo ranks read and write one Hugging Face folder on many meshes: every byte again, no byte read in vain."""
+"""Four gloo ranks read and write one Hugging Face folder on many meshes: equal bytes, and no byte read needlessly."""
 
 import json
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ TINY = dict(
 )  # fmt: skip
 SMALL_FILES = 30_000
 MESHES_AT_ONCE = 6
-"""Then new ranks: each process group has threads that wake up a hundred times a second."""
+"""After this many meshes new processes start: each process group has threads that wake up a hundred times a second."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A release in small: what tells it from the others stays."""
+    """A small model with the distinguishing features of a release."""
 
     shape: ModelShape
     repeat_shared: bool
@@ -72,7 +72,7 @@ class Kind:
         safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-# QK-norm and copies; several dense layers, no copies, its length; no QK-norm, its scaling factor, two more experts.
+# 4.5: QK-norm, repeats. 4.6: several dense layers, no repeats, longer. Air: no QK-norm, its scaling, two more experts.
 GLM_45 = Kind.of("GLM-4.5", repeat_shared=True)
 OTHERS = {
     "4.6-like": Kind.of("GLM-4.6", repeat_shared=False, first_k_dense_replace=2, max_position_embeddings=202752),
@@ -86,7 +86,7 @@ def blank(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 def on_mesh(shape: ModelShape, size: tuple[int, ...], dense, experts=None) -> dict[str, torch.Tensor]:
-    """Parameters with the given placements (a shorter list for vectors that have too few dimensions), buffers plain."""
+    """Parameters with the given placements (replicated where a vector lacks the dimension), buffers plain."""
     mesh = init_device_mesh("cpu", size)
     tensors = {}
     for name, tensor in blank(shape).items():
@@ -112,7 +112,7 @@ def on_stages(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """What training makes: FSDP2 over column- and row-parallel matrices, so some shards are strided."""
+    """FSDP2 over column- and row-parallel matrices, which makes strided shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = Transformer(shape)
     for layer in model.layers.values():
@@ -128,7 +128,7 @@ def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
-    """Exactly what a run has: the transforms of parallelize/plan.py, the expert axis included."""
+    """The tensors of a training run: the transforms of parallelize/plan.py, expert axis included."""
     config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
     meshes = build_meshes(resolve_layout(config.parallelism, WORLD), "cpu")
     if meshes.pipeline is None:
@@ -148,7 +148,7 @@ MESHES = {
     "rows": lambda shape: on_mesh(shape, (4,), [Shard(0)]),
     "columns": lambda shape: on_mesh(shape, (4,), [Shard(1)]),
     "rows of experts": lambda shape: on_mesh(shape, (4,), [Shard(0)], experts=[Shard(1)]),
-    "two copies": lambda shape: on_mesh(shape, (2, 2), [Replicate(), Shard(0)]),
+    "two replicas": lambda shape: on_mesh(shape, (2, 2), [Replicate(), Shard(0)]),
     "rows and columns": lambda shape: on_mesh(shape, (2, 2), [Shard(0), Shard(1)]),
     "rows twice": lambda shape: on_mesh(shape, (2, 2), [Shard(0), Shard(0)]),
     "experts and their rows": lambda shape: on_mesh(
@@ -160,7 +160,7 @@ MESHES = {
     "training, FSDP": of_training,
     "training, HSDP": lambda shape: of_training(shape, data_parallel_replicate_degree=2),
     "training, expert parallel": lambda shape: of_training(shape, expert_parallel_degree=2),
-    "training, expert parallel with copies": lambda shape: of_training(
+    "training, expert parallel with replicas": lambda shape: of_training(
         shape, expert_parallel_degree=2, data_parallel_replicate_degree=2
     ),
     "training, context parallel": lambda shape: of_training(shape, context_parallel_degree=2),
@@ -187,7 +187,7 @@ MESHES = {
 
 
 class _Unreadable:
-    """A tensor that cannot be looked at."""
+    """A tensor whose shape cannot be read."""
 
     shape = property(lambda self: 1 / 0)
 
@@ -203,22 +203,22 @@ FOR_OTHERS = (
     "training, pipeline and tensor parallel",
     "training, V-shaped pipeline and expert parallel",
 )
-"""Meshes for the kinds that differ in names and shapes only."""
+"""Meshes for the kinds that differ only in names and shapes."""
 SHARDED_EVENLY = ("rows", "rows twice", "columns")
 
 
 def check_bytes_read(case: str, read: int, of_ranks: list[int], total: int) -> None:
     """A layout without replicas reads each byte once over all ranks, a layout with n replicas n times."""
-    times = {"all plain": 4, "two copies": 2}.get(case)
+    times = {"all plain": 4, "two replicas": 2}.get(case)
     if case in SHARDED_EVENLY:
-        # Norms and selection biases are on all ranks; of the rest, uneven rows give one rank a little more.
+        # Norms and selection biases are on all ranks; uneven rows give one rank a little more of the others.
         assert sum(of_ranks) < 1.06 * total and read < 0.4 * total, (of_ranks, total)
     elif times is not None:
         assert abs(sum(of_ranks) / (times * total) - 1) < 0.01, (of_ranks, total)  # selection biases are on all ranks
 
 
 def round_trips(folder: Path, first: int) -> None:
-    """Of some meshes, from this number on."""
+    """Round trips on `MESHES_AT_ONCE` meshes, starting with this one."""
     source = folder / "published"
     expected = GLM_45.published()
     total = sum(t.nbytes for t in expected.values())
@@ -231,13 +231,13 @@ def round_trips(folder: Path, first: int) -> None:
         check_bytes_read(case, read, of_ranks, total)
         for name, tensor in tensors.items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for hf_name, part in names.to_hf(name, whole):
-                assert torch.equal(part, expected[hf_name].float()), (case, hf_name)
+            for part in names.entries[name].parts:
+                assert torch.equal(whole[part.index()], expected[part.hf_name].float()), (case, part.hf_name)
         check_export(folder / f"out{number}", GLM_45, tensors, expected, case)
 
 
 def check_export(folder: Path, kind: Kind, tensors: dict, expected: dict, case: str) -> None:
-    """Written by all ranks, byte for byte what was read; the config too."""
+    """Export from all ranks equals the imported folder byte for byte; the config too."""
     options = ExportOptions(repeat_shared=kind.repeat_shared, max_file_bytes=SMALL_FILES)
     written = export_weights(folder, kind.shape, kind.config, tensors, options=options)
     of_ranks: list[int] = [0] * WORLD
@@ -277,7 +277,7 @@ def error_of(action) -> Exception:
 
 def faults_reach_every_rank(folder: Path) -> None:
     source, rank = folder / "published", dist.get_rank()
-    # A copy differs in a row that only the last rank reads.
+    # A repeat differs in a row that only the last rank reads.
     if rank == 0:
         changed = GLM_45.published()
         changed["model.layers.4.embed_tokens.weight"][49, 3] += 1
@@ -287,7 +287,7 @@ def faults_reach_every_rank(folder: Path) -> None:
     tensors = MESHES["rows"](shape)
     error = error_of(lambda: import_weights(folder / "changed", shape, tensors))
     assert isinstance(error, UserError) and "model.layers.4.embed_tokens.weight differs" in str(error)
-    # One rank's memory is of another shape; one rank lacks a tensor that it should hold.
+    # One rank cannot read a tensor's shape; then one rank lacks a tensor that it should hold.
     import_weights(source, shape, tensors)
     broken = dict(tensors) | ({"norm.weight": tensors["norm.weight"].to_local()} if rank == 2 else {})
     broken |= {"norm.weight": _Unreadable()} if rank == 1 else {}
@@ -323,12 +323,13 @@ def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):
 
 @torch.no_grad()
 def transformers_opens(folder: Path, kind: Kind) -> None:
-    """Its logits of an export from the last of the meshes are ours of what was published."""
+    """The logits of `transformers` from the export of the last mesh equal ours from the published tensors."""
     from transformers import AutoModelForCausalLM  # not for the ranks, which import this file too
 
     ours, whole = Transformer(kind.shape), kind.published()
     own = dict(ours.named_parameters()) | dict(ours.named_buffers())
-    HFNames(kind.shape, repeat_shared=kind.repeat_shared).from_hf(whole.items(), own)
+    for hf_name, (entry, part) in HFNames(kind.shape, repeat_shared=kind.repeat_shared).places.items():
+        own[entry.name][part.index()] = whole[hf_name]
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(24).view(2, 12)
     expected = ours(tokens)

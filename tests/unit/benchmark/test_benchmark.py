@@ -1,4 +1,4 @@
-"""The benchmark compares equal work, counts it right, and refuses to compare what differs."""
+"""The benchmark compares equal work, counts it correctly, and refuses to compare different work."""
 
 import numpy as np
 import pytest
@@ -68,15 +68,15 @@ def test_the_command_prints_what_it_measured(capsys):
         assert part in text
 
 
-def test_the_way_from_text_to_batches_is_measured_beside_its_goals(capsys):
+def test_the_path_from_text_to_batches_is_measured_beside_its_goals(capsys):
     sizes = ["--batch", "2", "--seq-len", "128", "--rounds", "1", "--megabytes", "1", "--shard-tokens", "2000000"]
     assert benchmark_command(["data", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    names = ("tokenise", "against `tokenizers`", "prepare", "find copies", "through StatefulDataLoader", "without",
-             "disk", "seek", "slowest", "state")  # fmt: skip
+    names = ("tokenise", "against `tokenizers`", "prepare", "find duplicates", "through StatefulDataLoader", "without",
+             "disk", "seek", "99th percentile", "state")  # fmt: skip
     assert len(lines) == len(names) and all(name in line for name, line in zip(names, lines, strict=True))
     assert all(float(line[61:70]) > 0 and line.endswith(("held", "MISSED")) for line in lines)
-    # These two are sizes, which no busy machine changes.
+    # These two are sizes, which do not depend on the load of the machine.
     assert lines[6].endswith("held") and lines[9].endswith("held")
 
 
@@ -93,11 +93,11 @@ def test_generation_is_raced_against_transformers(capsys):
     [(None, 1.0, 9), (None, 12.0, 5), (None, 200.0, 3), (4, 200.0, 4), (12, 1.0, 12), (1, 1.0, 1)],
 )
 def test_rounds_fit_into_a_minute_unless_they_are_stated(stated, seconds, total):
-    now, told = [0.0], []
-    for number in timed_rounds(stated, told.append, lambda: now[0]):
-        assert number == len(told)
+    now, lines = [0.0], []
+    for number in timed_rounds(stated, lines.append, lambda: now[0]):
+        assert number == len(lines)
         now[0] += seconds
-    assert len(told) == total
-    assert told[-1] == f"round {total} of {total}, {seconds:.1f} s each, 0 s left"
+    assert len(lines) == total
+    assert lines[-1] == f"round {total} of {total}, {seconds:.1f} s each, 0 s left"
     if total > 1:
-        assert told[0].endswith(f"{seconds:.1f} s each, {(total - 1) * seconds:.0f} s left")
+        assert lines[0].endswith(f"{seconds:.1f} s each, {(total - 1) * seconds:.0f} s left")

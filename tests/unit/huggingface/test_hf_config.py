@@ -1,4 +1,4 @@
-"""config.json in both rotary layouts, read raw and written back with nothing lost and nothing guessed."""
+"""config.json in both forms of the rotary keys: read without defaults, written back without loss."""
 
 import json
 
@@ -12,7 +12,7 @@ from glm46.huggingface.config_json import config_of, read_config, shape_of
 
 EOS = [151329, 151336, 151338]
 
-# GLM-4.6's file as published (transformers 4 layout), as far as it is known.
+# GLM-4.6's file as published (the form of transformers 4), as far as it is known.
 GLM_46 = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
     "eos_token_id": EOS, "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
@@ -34,7 +34,7 @@ GLM_45_AIR = GLM_45 | {
 }  # fmt: skip
 
 
-def in_transformers_5_layout(raw, **scaling):
+def in_transformers_5_form(raw, **scaling):
     raw = {
         key: value for key, value in raw.items() if key not in ("rope_theta", "partial_rotary_factor", "rope_scaling")
     }
@@ -45,14 +45,14 @@ def in_transformers_5_layout(raw, **scaling):
 def test_the_published_files_are_the_presets():
     for raw, preset in ((GLM_46, "GLM-4.6"), (GLM_45, "GLM-4.5"), (GLM_45_AIR, "GLM-4.5-Air")):
         assert shape_of(raw) == PRESETS[preset]
-    assert shape_of(in_transformers_5_layout(GLM_46)) == PRESETS["GLM-4.6"]
+    assert shape_of(in_transformers_5_form(GLM_46)) == PRESETS["GLM-4.6"]
     renamed = {key: value for key, value in GLM_46.items() if key != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
     assert shape_of(renamed) == PRESETS["GLM-4.6"]
 
 
 @pytest.mark.parametrize("preset", ["GLM-4.6", "GLM-4.5", "GLM-4.5-Air", "debug"])
 def test_transformers_reads_a_new_file_as_the_same_model(preset, tmp_path):
-    """The independent reader: what it understands, saved in its own layout, is the shape again."""
+    """transformers reads the file and saves it in its own form, which gives the same shape."""
     shape = PRESETS[preset]
     (tmp_path / "config.json").write_text(json.dumps(config_of(shape, None, eos_ids=EOS, dtype="bfloat16")))
     theirs = AutoConfig.from_pretrained(tmp_path)
@@ -64,10 +64,10 @@ def test_transformers_reads_a_new_file_as_the_same_model(preset, tmp_path):
     assert shape_of(raw) == shape
 
 
-@pytest.mark.parametrize("raw", [GLM_46, in_transformers_5_layout(GLM_46), GLM_46 | {"bar": {"a": [1]}, "foo": None}])
+@pytest.mark.parametrize("raw", [GLM_46, in_transformers_5_form(GLM_46), GLM_46 | {"bar": {"a": [1]}, "foo": None}])
 def test_writing_an_unchanged_model_changes_nothing(raw):
     assert config_of(PRESETS["GLM-4.6"], raw, eos_ids=[0], dtype="bfloat16") == raw
-    # Only how the weights that were read were quantised is no field of the weights that are written.
+    # Except quantization_config, which describes the imported weights.
     assert config_of(PRESETS["GLM-4.6"], raw | {"quantization_config": {}}, eos_ids=[0], dtype="bfloat16") == raw
 
 
@@ -76,7 +76,7 @@ def test_writing_a_changed_model_changes_that_and_keeps_the_rest():
     shape = PRESETS["GLM-4.6"].model_copy(update=dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0))
     got = config_of(shape, raw, eos_ids=[0], dtype="float32")
     assert got == raw | dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0, torch_dtype="float32")
-    got = config_of(shape, in_transformers_5_layout(raw), eos_ids=[0], dtype="float32")
+    got = config_of(shape, in_transformers_5_form(raw), eos_ids=[0], dtype="float32")
     assert got["rope_parameters"] == {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "default"}
     assert "rope_theta" not in got and got["my_field"] == {"x": 1}
 
@@ -84,8 +84,8 @@ def test_writing_a_changed_model_changes_that_and_keeps_the_rest():
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0)
 
 
-@pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_layout(GLM_46)], ids=["new", "4", "5"])
-def test_stretched_positions_are_written_and_read_in_each_layout(raw, tmp_path):
+@pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
+def test_stretched_positions_are_written_and_read_in_each_form(raw, tmp_path):
     shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=YARN))
     config = config_of(shape, raw, eos_ids=EOS, dtype="bfloat16")
     assert shape_of(config) == shape
@@ -96,7 +96,7 @@ def test_stretched_positions_are_written_and_read_in_each_layout(raw, tmp_path):
     assert shape_of(config_of(PRESETS["GLM-4.6"], config, eos_ids=EOS, dtype="bfloat16")).rope_scaling is None
 
 
-def test_old_spelling_and_unstated_length_of_scaling():
+def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
     raw = GLM_46 | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert shape_of(raw).rope_scaling == RopeScaling(
         rope_type="linear", factor=2.0, original_max_position_embeddings=202752
@@ -111,7 +111,10 @@ def test_old_spelling_and_unstated_length_of_scaling():
         ({"tie_word_embeddings": True}, ["tie_word_embeddings = True"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"num_mtp_layers": 2}, ["num_nextn_predict_layers = 1", "num_mtp_layers = 2"]),
-        ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta = 1000000 at the top, but 10000.0"]),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}},
+            ["rope_theta = 1000000", "10000.0 inside rope_parameters"],
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "'longrope'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ["rope_scaling.mscale"]),
         ({"hidden_size": "5120"}, ["hidden_size = '5120'"]),
@@ -119,7 +122,7 @@ def test_old_spelling_and_unstated_length_of_scaling():
     ],
     ids=str,
 )
-def test_what_would_compute_something_else_is_refused(change, words):
+def test_configs_of_other_models_are_refused(change, words):
     with pytest.raises(UserError) as error:
         shape_of(GLM_46 | change, "m/config.json")
     assert all(fault.startswith("m/config.json: ") for fault in error.value.faults)
@@ -146,8 +149,8 @@ def test_missing_and_broken_files_are_named(content, tmp_path):
         read_config(tmp_path)
 
 
-def test_what_is_no_model_folder_is_said(tmp_path):
-    for folder, words in (("none", "none: no such folder"), ("file", "file: a file; give its folder")):
+def test_a_path_that_is_not_a_model_folder_is_named(tmp_path):
+    for folder, words in (("none", "none: no such folder"), ("file", "file: is a file; give its folder")):
         (tmp_path / "file").touch()
         with pytest.raises(UserError, match=words):
             read_config(tmp_path / folder)

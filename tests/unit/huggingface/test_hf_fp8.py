@@ -1,4 +1,4 @@
-"""FP8 folders: what is written, that it comes back exactly, and what is refused."""
+"""FP8 folders: written, read back exactly, and refused if scales do not fit."""
 
 import json
 
@@ -29,7 +29,7 @@ from glm46.huggingface.import_weights import SINGLE_FILE, FolderReader, check_fo
 from glm46.huggingface.names import HFNames
 from glm46.model.transformer import Transformer
 
-# Dense layers that blocks do not divide, as Air's 10944 rows; so keys and values of 2 heads. The rest they do.
+# Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
 TABLE = Model(
     flavor="debug", vocab_size=8192, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
@@ -87,7 +87,7 @@ def test_quantising_again_gives_the_same_bytes(scheme):
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), Scheme((48, 64))], ids=str)
-def test_any_box_comes_back_as_from_the_whole(scheme):
+def test_a_dequantised_box_equals_that_of_the_whole_weight(scheme):
     values, scales = quantise(torch.randn(200, 300), scheme)
     back = dequantise(values, scales, scheme, 300, ((0, 200), (0, 300)))
     for box in (((0, 200), (0, 300)), ((127, 2), (120, 140)), ((199, 1), (299, 1)), ((128, 72), (256, 44))):
@@ -102,7 +102,7 @@ def test_any_box_comes_back_as_from_the_whole(scheme):
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_comes_back_and_is_written_again_byte_for_byte(name, dtype, tensors, tmp_path):
+def test_a_folder_is_read_and_written_again_byte_for_byte(name, dtype, tensors, tmp_path):
     first = export(tmp_path / "a", SCHEMES[name], tensors)
     records = read_records(first / SINGLE_FILE)
     quantised = {key for key, record in records.items() if record.dtype == torch.float8_e4m3fn}
@@ -129,8 +129,8 @@ def stored_in(folder):
 
 
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
-def test_folders_of_others_are_read(suffix, tensors, tmp_path):
-    """Blocks that do not divide a weight, scales in BF16 that are no powers of two, under either name."""
+def test_folders_of_other_tools_are_read(suffix, tensors, tmp_path):
+    """Incomplete blocks, and scales in BF16 that are not powers of two, under either name."""
     folder = export(tmp_path / "a", None, tensors)
     stored = stored_in(folder)
     quantised = [name for name in stored if name.endswith("_proj.weight") and "eh_proj" not in name]
@@ -147,14 +147,13 @@ def test_folders_of_others_are_read(suffix, tensors, tmp_path):
         change_config(folder, config_of_scheme(Scheme(), HFNames(resolve_shape(TABLE), repeat_shared=False)))
     else:
         change_config(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
-    got = dict(
-        pair for n, t in read(folder).items() for pair in HFNames(resolve_shape(TABLE), repeat_shared=False).to_hf(n, t)
-    )
+    places, ours = HFNames(resolve_shape(TABLE), repeat_shared=False).places, read(folder)
+    got = {hf_name: ours[entry.name][part.index()] for hf_name, (entry, part) in places.items()}
     assert all(torch.equal(got[name], want[name]) for name in quantised)
     assert torch.equal(got["lm_head.weight"], stored["lm_head.weight"].float())
 
 
-@pytest.mark.parametrize("change", [None, "embed_tokens is left out", "another head"])
+@pytest.mark.parametrize("change", [None, "embed_tokens is missing", "another head"])
 def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tensors, tmp_path):
     """GLM-4.5-FP8: a scale for each row; the prediction layer repeats the head in FP8 and the embedding in BF16."""
     shape = resolve_shape(TABLE)
@@ -164,23 +163,23 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
     export_weights(folder, shape, config, tensors, options=ExportOptions(fp8=scheme, repeat_shared=True))
     stored = stored_in(folder)
-    copy = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
+    repeat = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
     head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
-    scales = head.abs().amax(1, keepdim=True) / 448  # in BF16, as the types of the published weights
-    stored[copy], stored[copy + "_scale"] = (head / scales).to(torch.float8_e4m3fn), scales
-    if change == "embed_tokens is left out":
+    scales = head.abs().amax(1, keepdim=True) / 448  # in BF16, as in the published folders
+    stored[repeat], stored[repeat + "_scale"] = (head / scales).to(torch.float8_e4m3fn), scales
+    if change == "embed_tokens is missing":
         del stored[f"model.layers.{shape.num_hidden_layers}.embed_tokens.weight"]
     rewrite(folder, stored)
     with FolderReader(folder, shape) as reader:
         faults = [fault for n, t in tensors.items() for fault in reader.fill(n, torch.empty_like(t), global_indices(t))]
     assert faults == (
-        [f"tensor {copy} differs from lm_head.weight, which it must repeat"] if change == "another head" else []
+        [f"tensor {repeat} differs from lm_head.weight, which it must repeat"] if change == "another head" else []
     )
 
 
-def test_blocks_that_divide_nothing_are_refused():
+def test_a_model_without_whole_blocks_is_refused():
     shape = resolve_shape(TABLE).model_copy(update={"hidden_size": 200})
-    with pytest.raises(UserError, match="take fp8-channel"):
+    with pytest.raises(UserError, match="--dtype fp8-block.* fp8-channel"):
         config_of_scheme(SCHEMES["fp8-block"], HFNames(shape, repeat_shared=False))
 
 
@@ -204,7 +203,7 @@ def change_config(folder, quantization):
         ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: None, "is FP8, but"),
         ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [2, 1]"),
         ("model.layers.0.self_attn.o_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
-        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "which only projections"),
+        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "only projections"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_path):
@@ -216,7 +215,7 @@ def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_pa
         check_folder(folder, resolve_shape(TABLE))
 
 
-def test_convert_writes_fp8_and_a_plain_export_of_it_says_nothing_of_it(tensors, tmp_path, capsys):
+def test_convert_writes_fp8_and_a_plain_export_of_it_drops_the_quantization_config(tensors, tmp_path, capsys):
     plain = export(tmp_path / "plain", None, tensors)
     step = tmp_path / "steps"
     assert main(["convert", "from-hf", "--model", str(plain), "--output", str(step)]) == 0

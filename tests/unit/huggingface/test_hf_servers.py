@@ -1,7 +1,7 @@
-"""The names of an export are those that SGLang's and vLLM's loaders turn into the parameters of their models: all
-filled, none left; and their quantisation is switched on for exactly the modules that are stored in FP8.
+"""SGLang's and vLLM's loaders map the names of an export to all parameters of their models, and use every tensor; they
+switch quantisation on for exactly the modules that are stored in FP8.
 
-No server runs in a test. What their loaders do with a name is written down again, from what they say:
+No server runs in a test. The rules of their loaders are repeated here, from their sources:
 SGLang in github.com/sgl-project/sglang, python/sglang/srt/models/glm4_moe.py (commit 005ffc65), `load_weights`;
 vLLM in github.com/vllm-project/vllm, vllm/model_executor/models/glm4_moe.py (commits a4cd9d0d and 002d6073) and
 glm4_moe_mtp.py (docs.vllm.ai of 2026-05), layers/quantization/compressed_tensors/{compressed_tensors,utils}.py (docs of
@@ -22,7 +22,7 @@ TINY = dict(num_hidden_layers=3, n_routed_experts=4, first_k_dense_replace=1)
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 STACKED = {part: stacked for stacked, parts in PARTS.items() for part in parts}
 LAYER = 3  # of the prediction layer
-COPIES = [f"model.layers.{LAYER}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+REPEATS = [f"model.layers.{LAYER}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
 
 
 def stacked_or_plain(name: str) -> str:
@@ -37,21 +37,20 @@ def stacked_or_plain(name: str) -> str:
 
 
 def in_sglang(name: str, *, draft: bool) -> str | None:
-    """The parameter that a tensor goes to in SGLang's model, or in its draft model; None: skipped on purpose."""
+    """Name of the parameter of SGLang's model, or of its draft model, that a tensor fills; None: skipped on purpose."""
     mtp = f"model.layers.{LAYER}."
     if name.startswith(mtp) != draft:
         return None
     if draft:
         if "shared_head.head" in name or "embed_tokens" in name:
-            return None  # the draft takes the model's own
+            return None  # the draft uses those of the model
         of_mtp = any(part in name for part in ("shared_head.norm", "eh_proj", "enorm", "hnorm"))
         name = name.replace(mtp, "model." if of_mtp else "model.decoder.")
     return stacked_or_plain(name)
 
 
 def in_vllm(name: str, *, draft: bool) -> str | None:
-    """The same for vLLM, whose draft model has an embedding and a head of its own, filled from the model's or from a
-    copy of them."""
+    """The same for vLLM, whose draft model has its own embedding and head, filled from the model's or a repeat."""
     mtp = f"model.layers.{LAYER}."
     if not draft:
         return None if mtp in name else stacked_or_plain(name)
@@ -67,7 +66,7 @@ def in_vllm(name: str, *, draft: bool) -> str | None:
 
 
 def vllm_ignores(module: str, ignore: list[str]) -> bool:
-    """`should_ignore_layer`: equal, or a regular expression from the start; parts of a fused module must agree."""
+    """`should_ignore_layer`: an equal name or a matching regular expression; parts of a fused module must agree."""
     leaf = module.rsplit(".", 1)[-1]
     names = [module.removesuffix(leaf) + part for part in PARTS.get(leaf, [leaf])]
     ignored = {any(re.match(t[3:], n) if t.startswith("re:") else t == n for t in ignore) for n in names}
@@ -76,7 +75,7 @@ def vllm_ignores(module: str, ignore: list[str]) -> bool:
 
 
 def parameters_of_layer(shape, prefix: str, module: str, quantization, *, dense: bool) -> set[str]:
-    """What a decoder layer registers under a prefix; vLLM looks its modules up in the configuration as `module`."""
+    """Parameters that a decoder layer registers under a prefix; vLLM's quantisation config knows it as `module`."""
 
     def is_fp8(name: str) -> bool:
         return quantization is not None and not vllm_ignores(f"{module}.{name}", quantization["ignore"])
@@ -99,13 +98,13 @@ def parameters_of_layer(shape, prefix: str, module: str, quantization, *, dense:
     return {f"{prefix}.{name}" for name in names}
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("preset", ["GLM-4.6", "GLM-4.5-Air", "debug"])
-def test_every_parameter_of_a_server_is_filled_and_no_tensor_left(preset, scheme, copies):
+def test_servers_fill_every_parameter_and_use_every_tensor(preset, scheme, repeats):
     shape = PRESETS[preset].model_copy(update=TINY)
-    names = HFNames(shape, repeat_shared=copies)
-    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES.get(scheme), repeat_shared=copies))
+    names = HFNames(shape, repeat_shared=repeats)
+    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES.get(scheme), repeat_shared=repeats))
     exported = [name for file in files for name in file.records]
     quantization = config_of_scheme(SCHEMES[scheme], names) if scheme else None
     main = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -125,11 +124,11 @@ def test_every_parameter_of_a_server_is_filled_and_no_tensor_left(preset, scheme
         assert {server(name, draft=False) for name in exported} - {None} == main
         assert {server(name, draft=True) for name in exported} - {None} == draft
         left = [n for n in exported if not (server(n, draft=False) or server(n, draft=True))]
-        assert sorted(left) == (COPIES if copies and server is in_sglang else [])
+        assert sorted(left) == (REPEATS if repeats and server is in_sglang else [])
 
 
 def sizes_refused(shape, scheme: str, parts: int) -> list[str]:
-    """`validate_fp8_block_shape` and the rule of a FusedMoE: what vLLM refuses in so many tensor-parallel parts."""
+    """Weights that vLLM refuses at this tensor-parallel degree: `validate_fp8_block_shape`, and the rule of FusedMoE."""
     names = HFNames(shape, repeat_shared=False)
     if SCHEMES[scheme].block is None:
         return []
@@ -158,16 +157,16 @@ def sizes_refused(shape, scheme: str, parts: int) -> list[str]:
         ("debug", "fp8-block", (1,), ()),
     ],
 )
-def test_into_how_many_parts_vllm_cuts_what_is_quantised(preset, scheme, fit, unfit):
+def test_tensor_parallel_degrees_of_vllm(preset, scheme, fit, unfit):
     shape = PRESETS[preset].model_copy(update=TINY)
     assert {parts: sizes_refused(shape, scheme, parts) for parts in fit} == {parts: [] for parts in fit}
     assert all(sizes_refused(shape, scheme, parts) for parts in unfit)
 
 
 @pytest.mark.parametrize("preset", ["GLM-4.5", "GLM-4.5-Air"])
-def test_the_published_fp8_folders_leave_out_what_ours_do(preset):
-    """`ignore` in config.json of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8 lists what is not in FP8, tensor by tensor; it
-    is written down again here by kind. `shared_head.head` is not in it: they quantise that repetition, we do not."""
+def test_our_fp8_folders_keep_the_same_tensors_in_bf16_as_the_published_ones(preset):
+    """`ignore` in config.json of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8 lists the tensors that are not in FP8;
+    here they are built by kind. `shared_head.head` is not listed: they quantise that repeat, we do not."""
     shape = PRESETS[preset]
     ignore = {"model.embed_tokens", "model.norm", "lm_head"}
     for i in range(shape.num_hidden_layers + 1):

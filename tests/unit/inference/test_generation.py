@@ -1,4 +1,4 @@
-"""Generation with a cache, in batches, with drafts and through the command line, against the plain slow way."""
+"""Generation with a cache, in batches, with drafts and by the command line, against generation without a cache."""
 
 import io
 import re
@@ -50,7 +50,7 @@ def random_model(**changes):
 
 @pytest.fixture(scope="module")
 def predictable():
-    """A model that has learnt to count in steps of one and of two, so that its prediction layers are often right."""
+    """A model trained to count in steps of one and two, so that its drafts are often accepted."""
     torch.manual_seed(0)
     changes = dict(vocab_size=24, num_hidden_layers=2, num_nextn_predict_layers=2)
     model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
@@ -83,8 +83,8 @@ def generate(model, prompts, *, new=20, stop=(), speculative=False, **sampling):
     return rows, rounds, generation
 
 
-def slowly(model, prompt, *, new=20, stop=()):
-    """The whole sequence again for each token, no cache."""
+def without_cache(model, prompt, *, new=20, stop=()):
+    """Generation without a cache."""
     return continue_tokens(
         model, prompt, max_new_tokens=new, temperature=0.0, stop=frozenset(stop),
         vocab_size=model.shape.vocab_size - 3, device=torch.device("cpu"),
@@ -95,16 +95,16 @@ def slowly(model, prompt, *, new=20, stop=()):
     "changes", [{}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}]
 )
 @pytest.mark.parametrize("speculative", [False, True])
-def test_cache_batch_and_drafts_give_what_the_plain_way_gives(changes, speculative):
+def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative):
     model = random_model(vocab_size=61, **changes)
-    want = [slowly(model, prompt, stop=(13, 14)) for prompt in PROMPTS]
-    together, _, _ = generate(model, PROMPTS, stop=(13, 14), speculative=speculative)
+    want = [without_cache(model, prompt, stop=(13, 14)) for prompt in PROMPTS]
+    batched, _, _ = generate(model, PROMPTS, stop=(13, 14), speculative=speculative)
     alone = [generate(model, [prompt], stop=(13, 14), speculative=speculative)[0][0] for prompt in PROMPTS]
-    assert together == alone == want
+    assert batched == alone == want
     assert any(len(row) == 20 for row in want)
 
 
-def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
+def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence():
     model = random_model(vocab_size=61, num_nextn_predict_layers=2)
     tokens = torch.randint(0, 61, (2, 15))
     with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
@@ -112,13 +112,13 @@ def test_hidden_states_of_the_cache_are_those_of_the_whole_sequence():
     with torch.no_grad():
         torch.testing.assert_close(model.lm_head(whole), model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
     with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
-        # Rows of different length: 3 and 5 tokens, then pieces of 4, with wrong tokens behind the shorter row's end.
+        # Rows of different length: 3 and 5 tokens, then pieces of 4, with wrong tokens after the shorter row's end.
         first = decoder.hidden(torch.stack([tokens[0, :5], tokens[1, :5]]), [0, 0])
         torch.testing.assert_close(first, whole[:, :5], rtol=0, atol=2e-5)
         second = decoder.hidden(torch.stack([tokens[0, 3:7], tokens[1, 5:9]]), [3, 5])
         torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
         torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
-    assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the model is as it was
+    assert model.layers["0"].self_attn.core.__name__ == "sdpa_core"  # the decoder restored the model
 
 
 def first_logits(model, tokens, **options):
@@ -129,7 +129,7 @@ def first_logits(model, tokens, **options):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
 @pytest.mark.parametrize("packed_from", [0, 2**16])
-def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, packed_from, monkeypatch):
+def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
     model = random_model(vocab_size=61, n_group=2, topk_group=1)
     tokens = torch.randint(0, 61, (rows, 1))
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
@@ -144,7 +144,7 @@ def test_few_tokens_take_the_fast_way_to_the_same_numbers(rows, packed_from, mon
         "layers.2.mlp.shared_experts.up_proj", "lm_head",
     ],
 )  # fmt: skip
-def test_decoding_takes_the_product_that_a_module_was_given(where):
+def test_decoding_uses_a_replaced_product(where):
     model, tokens = random_model(vocab_size=61), torch.randint(0, 61, (3, 1))
     before = first_logits(model, tokens)
     module = model.get_submodule(where)
@@ -158,7 +158,7 @@ def test_decoding_takes_the_product_that_a_module_was_given(where):
 
 @pytest.mark.parametrize("packed_from", [0, 2**16])
 @pytest.mark.parametrize("biases", [0, 2])
-def test_a_product_is_that_of_the_stacked_weights(packed_from, biases, monkeypatch):
+def test_a_product_equals_that_of_the_concatenated_weights(packed_from, biases, monkeypatch):
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
     weights = [torch.randn(size, 24) for size in (5, 12)]
     added = [torch.randn(5), torch.randn(12)] if biases else [None, None]
@@ -171,7 +171,7 @@ def test_a_product_is_that_of_the_stacked_weights(packed_from, biases, monkeypat
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)  # FP32 sums of 24 numbers of order 1
 
 
-def test_prediction_layers_draft_what_training_says_they_predict(predictable):
+def test_drafts_equal_the_predictions_in_training(predictable):
     text = torch.randint(0, 24, (1, 14))
     ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
     sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
@@ -186,7 +186,7 @@ def test_prediction_layers_draft_what_training_says_they_predict(predictable):
 
 
 @pytest.mark.parametrize("prompts", [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4, 6, 8, 10, 12, 14], [20, 22, 0]]])
-def test_good_drafts_save_rounds_and_change_no_token(predictable, prompts):
+def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts):
     plain, rounds, _ = generate(predictable, prompts, new=24)
     fast, fewer, generation = generate(predictable, prompts, new=24, speculative=True)
     assert fast == plain and plain[0][:4] == [4, 5, 6, 7]
@@ -197,10 +197,10 @@ def test_good_drafts_save_rounds_and_change_no_token(predictable, prompts):
 def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
     options = dict(temperature=1.5, top_k=12, seed=3)
     for speculative in (False, True):
-        together, _, _ = generate(predictable, PROMPTS[:2] * 2, speculative=speculative, **options)
+        batched, _, _ = generate(predictable, PROMPTS[:2] * 2, speculative=speculative, **options)
         alone = [generate(predictable, [p], speculative=speculative, **options)[0][0] for p in PROMPTS[:2]]
-        assert together == alone * 2
-    assert generate(predictable, PROMPTS[:1], temperature=1.5, seed=4)[0] != together[:1]
+        assert batched == alone * 2
+    assert generate(predictable, PROMPTS[:1], temperature=1.5, seed=4)[0] != batched[:1]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("where", ["terminal", "log"])
-def test_a_batch_is_shown_while_it_grows_and_its_text_stays_as_it_is(where, folders, capsys, monkeypatch):
+def test_progress_of_a_batch_is_shown_and_does_not_change_its_text(where, folders, capsys, monkeypatch):
     command = ["generate", "--model", str(folders[1]), "--max-new-tokens", "12", "--seed", "3", "--temperature", "2"]
     command += [word for text in ("def f(", "x", "中文") for word in ("--prompt", text)]
     assert main(command) == 0
@@ -304,7 +304,7 @@ def test_a_batch_is_shown_while_it_grows_and_its_text_stays_as_it_is(where, fold
         assert len(shown.splitlines()) == 13 and "\x1b" not in shown
 
 
-def test_a_row_ends_at_a_token_that_was_named(folders, capsys):
+def test_a_row_ends_at_a_stop_token(folders, capsys):
     command = ["generate", "--model", str(folders[1]), "--prompt", "def f(", "--max-new-tokens"]
     assert main([*command, "1"]) == 0
     first = capsys.readouterr().out[:-1]
@@ -313,7 +313,7 @@ def test_a_row_ends_at_a_token_that_was_named(folders, capsys):
     assert said.out == "\n" and said.err.startswith("0 tokens")
 
 
-def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
+def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, capsys):
     step, hf, _ = folders
     for folder in (step, hf):
         command = ["benchmark", "generate", "--model", str(folder), "--batch", "2", "--new-tokens", "4"]
@@ -343,21 +343,38 @@ def test_a_folder_is_raced_on_text_with_and_without_drafts(folders, capsys):
         (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
     ],
 )
-def test_mistakes_are_said_with_exit_code_2(arguments, words, folders, capsys):
+def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
     assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words)
 
 
-def test_a_folder_that_is_no_model_is_said(folders, tmp_path, capsys):
+def test_a_path_that_is_not_a_model_folder_is_named(folders, tmp_path, capsys):
     for option, folder, words in (
         ("--model", tmp_path / "none", "none: no such folder"),
         ("--checkpoint", tmp_path, "neither a Hugging Face folder (config.json) nor a step folder"),
-        ("--checkpoint", folders[0].parent, f"it holds steps, give one of them, such as {folders[0]}"),
-        ("--model", folders[1] / "config.json", "config.json: a file; give its folder"),
+        ("--checkpoint", folders[0].parent, f"it holds steps; give one of them, such as {folders[0]}"),
+        ("--model", folders[1] / "config.json", "config.json: is a file; give its folder"),
     ):
         assert main(["generate", option, str(folder), "--prompt", "x"]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "width, dtype, words",
+    [(18, "float32", ["multiple of 4", "can be converted"]), (20, "bfloat16", ["multiple of 8", "use float32"])],
+)
+def test_widths_that_grouped_mm_refuses_are_named_and_still_converted(width, dtype, words, tmp_path, capsys):
+    model, tokenizer = random_model(moe_intermediate_size=width), load_tokenizer("builtin")
+    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    options = ExportOptions(other_files=files_beside_weights(tokenizer, max_length=64))
+    export_weights(tmp_path / "hf", model.shape, config, tensors, options=options)
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
+    for source in (["--model", str(tmp_path / "hf")], ["--checkpoint", str(tmp_path / "in/step-000000")]):
+        assert main(["generate", *source, "--prompt", "x", "--dtype", dtype]) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in (source[1], f"moe_intermediate_size = {width}", *words))
 
 
 def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
@@ -383,7 +400,7 @@ def test_chat_is_glms_template_and_markers_in_messages_are_text():
     )
 
 
-def test_the_template_of_an_export_gives_what_chat_gives(folders):
+def test_the_template_of_an_export_equals_chat(folders):
     theirs, ours = AutoTokenizer.from_pretrained(folders[1]), load_tokenizer("builtin")
     for system, thinking in ((None, True), ("Be kind.", False)):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "Hi\nthere"}]
