@@ -128,7 +128,7 @@ def test_servers_fill_every_parameter_and_use_every_tensor(preset, scheme, repea
 
 
 def sizes_refused(shape, scheme: str, parts: int) -> list[str]:
-    """Weights that vLLM refuses at this tensor-parallel degree: `validate_fp8_block_shape`, and the rule of FusedMoE."""
+    """Weights that vLLM refuses in this many tensor-parallel parts: `validate_fp8_block_shape`, rule of FusedMoE."""
     names = HFNames(shape, repeat_shared=False)
     if SCHEMES[scheme].block is None:
         return []
