@@ -60,7 +60,7 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
     with pytest.raises(UserError) as error:
         train(other)
     assert len(error.value.faults) == 2
-    assert "hidden_size = 32, but the run has model.hidden_size = 64" in str(error.value)
+    assert "hidden_size = 32, but the config has model.hidden_size = 64" in str(error.value)
 
 
 def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):
