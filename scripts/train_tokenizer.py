@@ -3,8 +3,8 @@
 
     python scripts/train_tokenizer.py --ranks 8156 --output vocabulary.tiktoken FOLDER_OR_FILE ...
 
-Folders are searched for .py, .txt, .rst and .md files. The 36 special tokens of GLM follow the ranks when the file is
-loaded, so ask for 36 fewer than the vocabulary is to have. Needs tokenizers: pip install 'glm46[hf]'
+Of folders, .py, .txt, .rst and .md files are read. Loading the file adds GLM's 36 special tokens after the ranks, so
+--ranks is the size of the vocabulary minus 36. Needs tokenizers: pip install 'glm46[hf]'
 """
 
 import argparse
@@ -21,18 +21,18 @@ SUFFIXES = {".py", ".txt", ".rst", ".md"}
 
 
 def texts(paths: list[Path]):
-    """Yield the text of every file in sorted order; what is not UTF-8 is passed over."""
+    """Yield the text of every file in sorted order. Files that are not UTF-8 are skipped."""
     for path in paths:
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()) if path.is_dir() else [path]
         for file in files:
             try:
                 yield file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                print(f"passed over, not UTF-8: {file}")
+                print(f"skipped, not UTF-8: {file}")
 
 
 def train(paths: list[Path], count: int) -> list[bytes]:
-    """The tokens that `count` ranks stand for, the 256 bytes first."""
+    """Train a BPE; return the bytes of its `count` tokens by rank, the 256 single bytes first."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,14 +48,14 @@ def train(paths: list[Path], count: int) -> list[bytes]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, required=True, help="tokens to learn, the 256 bytes included")
+    parser.add_argument("--ranks", type=int, required=True, help="number of tokens, including the 256 bytes")
     parser.add_argument("--output", type=Path, required=True, help="the .tiktoken file to write")
-    parser.add_argument("paths", type=Path, nargs="+", help="text to learn from")
+    parser.add_argument("paths", type=Path, nargs="+", help="text to train on")
     arguments = parser.parse_args()
     if arguments.ranks < 256:
-        parser.error(f"--ranks {arguments.ranks}: there are 256 bytes; give at least 256")
+        parser.error(f"--ranks {arguments.ranks}: must be at least 256, one per byte")
     if missing := [path for path in arguments.paths if not path.exists()]:
-        parser.error(f"{missing[0]}: no such file or folder")
+        parser.error(f"{missing[0]}: file or folder not found; correct the path")
     try:
         tokens = train(arguments.paths, arguments.ranks)
     except ImportError:

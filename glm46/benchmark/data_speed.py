@@ -19,8 +19,8 @@ from glm46.data.shards import write_shard
 from glm46.data.tokenizer import load_tokenizer
 from glm46.files.array_file import write_arrays
 from glm46.prepare.document_hashes import band_hashes
-from glm46.prepare.duplicates import Copies
-from glm46.prepare.embedded import embedded_files
+from glm46.prepare.duplicates import Duplicates
+from glm46.prepare.input_files import embedded_files
 from glm46.prepare.pipeline import prepare_text
 
 _MEAN_DOCUMENT_TOKENS = 1_000
@@ -138,7 +138,7 @@ def _deduplication(texts: Sequence[str], folder: Path) -> list[Result]:
     def work() -> None:
         bands = np.array([band_hashes(document) for document in documents]).T
         write_arrays(folder / "piece", {"hashes": hashes, "bands": bands}, {})
-        Copies([folder / "piece"], 10**9, folder).take(len(documents))
+        Duplicates([folder / "piece"], 10**9, folder).take(len(documents))
 
     return [
         Result("find duplicates (MinHash, sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)

@@ -144,7 +144,7 @@ def _prepare(config: RunConfig, world_size: int) -> None:
     is read. The other nodes wait at the rendezvous and then find the shards in the same place."""
     # Imported here: a refusal before this does not need the libraries of the data.
     from glm46.data.corpus import check_epochs, describe_sources
-    from glm46.prepare.corpus import prepare_run
+    from glm46.prepare.pipeline import prepare_run
 
     manifests = prepare_run(config, report=_report)
     rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).dp_degree

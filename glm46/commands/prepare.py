@@ -28,7 +28,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
     arguments, overrides = parse_with_overrides(parser, argv)
     # Imported here: --help needs no numpy.
-    from glm46.prepare.corpus import prepare_run
+    from glm46.prepare.pipeline import prepare_run
 
     for name, manifest in prepare_run(load_config(arguments.config, overrides), report=print).items():
         validation, train = manifest.splits["validation"], manifest.splits["train"]

@@ -27,12 +27,8 @@ class Source(Section):
     """concatenate: documents end to end, cut every seq_len tokens, as GLM pre-trains. best_fit: rows of whole documents
     that are cut only if longer than a row, for long contexts."""
 
-    prepare: Literal["python_stdlib", "python_packages"] | None = None
-    """Text of this machine to make the shards from when ``path`` does not exist yet: the sources of the Python standard
-    library, or of the packages installed beside glm46. Absent: the shards must exist, or have a recipe."""
-
     recipe: Recipe | None = None
-    """How to make the shards from any text."""
+    """How to make the shards when ``path`` does not exist. Absent: the shards must exist."""
 
 
 class Stage(Section):

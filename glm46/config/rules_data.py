@@ -29,15 +29,6 @@ def source_names_and_paths_are_unique(config: RunConfig) -> Faults:
             seen.setdefault(value, index)
 
 
-def sources_are_made_one_way(config: RunConfig) -> Faults:
-    """A recipe beside ``prepare`` would say other things about the same shards."""
-    for index, source in enumerate(config.data.sources):
-        if source.prepare is not None and source.recipe is not None:
-            keys = (f"data.sources[{index}].prepare", f"data.sources[{index}].recipe")
-            remedy = f'input = ["builtin:{source.prepare}"]'
-            yield Fault(keys, f"{keys[0]} = {show(source.prepare)}: there is a recipe too; put {remedy} there instead")
-
-
 def stages_follow_each_other(config: RunConfig) -> Faults:
     """Every token of the run lies in one stage."""
     starts = [stage.start_tokens for stage in config.data.stages]
@@ -125,7 +116,6 @@ def _read(config: RunConfig, stage: Stage) -> set[int]:
 DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     there_is_a_source,
     source_names_and_paths_are_unique,
-    sources_are_made_one_way,
     stages_follow_each_other,
     stages_weigh_the_sources,
     stages_fit_the_longest_sequence,

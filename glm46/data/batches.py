@@ -1,4 +1,4 @@
-"""From a row of tokens and the places where documents end in it to everything the model and its loss need.
+"""Build batches from rows of tokens and the ends of the documents in them.
 
 B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tokens long.
 """
@@ -10,10 +10,10 @@ IGNORE = -100  # Label of a position that has no target. Source: the default of 
 
 
 class BatchBuilder:
-    """Fills one batch row by row; `finish` hands it over as tensors and starts the next.
+    """Fills one batch row by row; `finish` returns it as tensors and starts the next.
 
-    Under ``document_mask`` positions restart at the first token of each document. ``eos_id`` fills what lies behind
-    the last token of a split.
+    With ``document_mask``, positions restart at the first token of each document. ``eos_id`` fills the rest of a row
+    after its last token.
     """
 
     def __init__(self, rows: int, seq_len: int, mtp_depth: int, document_mask: bool, eos_id: int):
@@ -37,10 +37,10 @@ class BatchBuilder:
         """Append one row.
 
         Args:
-            number: global sample number, or that of the validation row.
-            row: int64 [S + 1 + K]; may be changed.
-            used: tokens in it; fewer than its length only at the end of a split, and then a document ends there.
-            ends: places behind the last token of each document, ascending, in pieces (`TokenStream.read`).
+            number: global sample number, or number of the validation row.
+            row: int64 [S + 1 + K]; modified.
+            used: tokens in it. If fewer than its length, a document ends there.
+            ends: exclusive ends of documents, ascending, as a list of arrays (`TokenStream.read`).
         """
         length, b = self.seq_len, self._filled
         row[used:] = self._eos_id
@@ -58,7 +58,7 @@ class BatchBuilder:
         self._filled += 1
 
     def add_padding(self) -> None:
-        """Append a row without any document, which keeps batches equal in number on all ranks."""
+        """Append a row without documents, which keeps the number of batches equal on all ranks."""
         b = self._filled
         self.sample_numbers[b] = -1
         self.input_ids[b] = self._eos_id
@@ -67,15 +67,15 @@ class BatchBuilder:
         self._filled += 1
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The batch as the tensors that docs/data.md lists."""
-        assert self._filled == self._rows, "a batch was handed over before it was full"
+        """Return the batch as the tensors that docs/data.md lists."""
+        assert self._filled == self._rows, f"batch has {self._filled} of {self._rows} rows"
         names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
         batch = {name: torch.from_numpy(getattr(self, name)) for name in names}
         self._allocate()
         return batch
 
     def _mask_targets(self, b: int, ends: np.ndarray) -> None:
-        """A target k + 1 tokens ahead leaves its document at the last k + 1 positions before each end."""
+        """Mask targets in another document: those k + 1 tokens ahead at the last k + 1 positions before each end."""
         for ahead in range(1, self.mtp_depth + 2):
             places = ends - ahead
             places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]
@@ -84,7 +84,7 @@ class BatchBuilder:
             self.mtp_labels[b, max(ahead - 2, 0) :, places] = IGNORE
 
     def _number_documents(self, b: int, inner_ends: np.ndarray) -> None:
-        """Documents of the row as 0, 1, 2 ..., and positions within them or within the row."""
+        """Set document ids 0, 1, 2 ..., and positions within the document or the row."""
         bounds = np.concatenate(([0], inner_ends, [self.seq_len]))
         lengths = np.diff(bounds)
         self.document_ids[b] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

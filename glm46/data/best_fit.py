@@ -1,7 +1,8 @@
-"""Best-fit packing: whole documents side by side in rows, almost without padding and without a needless cut.
+"""Best-fit packing: rows of whole documents with almost no padding.
 
 For long-context stages, where a reasoning trace or a repository must stay in one piece. A document that fits into a row
-is never cut; a longer one is cut into full rows and a rest. Source: Ding et al., arXiv 2404.10830, best-fit decreasing.
+is never cut; a longer one is cut into full rows and a remainder. Source: Ding et al., arXiv 2404.10830, best-fit
+decreasing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,18 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Documents that are packed together. More change the fill by less than a thousandth.
+# Documents packed as one group. Larger groups improve the fill by less than a thousandth.
 _GROUP = 2**20
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Rows of pieces.
+    """Rows of pieces of documents.
 
     Attributes:
-        row_starts: int64 [rows + 1], place of each row's first piece in the two others, and the number of pieces.
+        row_starts: int64 [rows + 1], index of each row's first piece in the two other arrays, and the number of pieces.
         piece_starts: int64 [pieces], first token of the piece in the split.
-        piece_lengths: int64 [pieces], tokens of the piece.
+        piece_lengths: int64 [pieces], tokens in the piece.
     """
 
     row_starts: np.ndarray
@@ -29,11 +30,11 @@ class PackPlan:
 
 
 def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
-    """Pack all documents of a split into rows, group by group: rows of a later group come behind.
+    """Pack all documents of a split into rows, group by group. The rows of a group follow those of the previous one.
 
     Args:
-        doc_ends: int64 [documents] of one block after another, the place behind each document's last token, ascending,
-            all lengths positive.
+        doc_ends: int64 [documents] per block: the exclusive end of each document in the split, ascending, no document
+            empty.
         seq_len: tokens per row.
     """
     waiting, before = (np.empty(0, np.int64), np.empty(0, np.int64)), 0
@@ -48,8 +49,8 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
         yield _pack(*waiting, seq_len)
 
 
-def joined(groups: Iterable[PackPlan]) -> PackPlan:
-    """One plan of several, the rows of each behind those of the one before."""
+def concatenate(groups: Iterable[PackPlan]) -> PackPlan:
+    """Concatenate plans into one."""
     groups = list(groups)
     nothing = np.empty(0, np.int64)
     before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])
@@ -69,24 +70,27 @@ def _pack(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> PackPlan:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The row of each piece, int64 [n], and the number of rows; longest first, each into the fullest row that takes it.
+    """Assign pieces to rows, longest first, each to the fullest row that has room for it.
 
-    Which free spaces there are is kept in the bits of one integer: the tightest fit is its lowest set bit from the
-    piece's length on.
+    The bits of one integer record which amounts of free space exist, so the tightest fit is the lowest set bit at or
+    above the piece's length.
+
+    Returns:
+        The row of each piece, int64 [n], and the number of rows.
     """
     row_of = np.empty(len(lengths), np.int64)
     whole = lengths == capacity
     count = int(whole.sum())
     row_of[whole] = np.arange(count)
-    waiting: list[list[int]] = [[] for _ in range(capacity)]  # rows by their free space
+    rows: list[list[int]] = [[] for _ in range(capacity)]  # by their free space
     spaces = 0
     order = np.argsort(-lengths, kind="stable")[count:]
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fitting = spaces >> length
         if fitting:
             free = length + (fitting & -fitting).bit_length() - 1
-            row = waiting[free].pop()
-            if not waiting[free]:
+            row = rows[free].pop()
+            if not rows[free]:
                 spaces ^= 1 << free
         else:
             free, row = capacity, count
@@ -94,13 +98,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
         row_of[piece] = row
         free -= length
         if free:
-            waiting[free].append(row)
+            rows[free].append(row)
             spaces |= 1 << free
     return row_of, count
 
 
 def _cut(doc_ends: np.ndarray, before: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the pieces when documents are cut every ``seq_len`` tokens from their beginning.
+    """Return starts and lengths of the pieces of documents that are cut every ``seq_len`` tokens.
 
     The first document begins at ``before``.
     """

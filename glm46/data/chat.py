@@ -1,4 +1,4 @@
-"""A message as GLM-4.5 and 4.6 want to see it.
+"""Prompts in the chat format of GLM-4.5 and 4.6.
 
 Source: GLM-4.6's chat template, as in llama.cpp's models/templates/GLM-4.6.jinja.
 """
@@ -8,12 +8,12 @@ from glm46.data.tokenizer import Tokenizer
 
 
 def chat_prompt(tokenizer: Tokenizer, message: str, *, system: str | None, thinking: bool) -> list[int]:
-    """Ids of a conversation's start, up to where the assistant speaks. A marker inside a message is plain text.
+    """Return the token ids of a prompt up to the assistant's turn. Special tokens inside a message are plain text.
 
     Raises:
         UserError: the tokenizer lacks one of GLM's special tokens.
     """
-    parts: list[tuple[str, bool]] = [("[gMASK]", True), ("<sop>", True)]  # text, whether it is a special token
+    parts: list[tuple[str, bool]] = [("[gMASK]", True), ("<sop>", True)]  # text, is_special
     if system is not None:
         parts += [("<|system|>", True), (f"\n{system}", False)]
     parts += [("<|user|>", True), (f"\n{message}", False)]

@@ -1,4 +1,4 @@
-"""The text of a run: tokenizer and sources, checked against each other, the model and the budget. Needs no torch."""
+"""Tokenizer and sources of a run, checked against each other, the model and the token budget. Needs no torch."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from glm46.planner.budget import budget_tokens, stage_tokens
 
 
 class SourcePlan(NamedTuple):
-    """What a run takes from one source."""
+    """Tokens and passes that a run reads of one source."""
 
     name: str
     tokens: float
-    """Of the run's budget, its share."""
+    """The source's share of the token budget."""
     epochs: float
-    """Most passes over any of its documents, reckoned in tokens; infinite if there is no whole row."""
+    """Largest number of passes over any of its documents, computed from tokens; infinite if it has no full row."""
 
 
 def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
-    """The tokenizer and the manifests of all sources, checked against each other and the model.
+    """Load the tokenizer and the manifests of all sources (by name), and check them against each other and the model.
 
     Raises:
-        UserError: all faults of the data at once.
+        UserError: all faults at once.
     """
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     vocab_size = resolve_shape(config.model).vocab_size
@@ -40,15 +40,18 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
     positions = resolve_shape(config.model).max_position_embeddings
     if prompt and prompt + config.inference.max_new_tokens > positions:
         faults.append(
-            f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} of inference.prompt more "
-            f"than model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+            f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
+            f"above model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
         )
     for source in config.data.sources:
         try:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
             if config.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
-                faults.append(f"{source.path}: no document is held out, but validation.enable = true; prepare it again")
+                faults.append(
+                    f"{source.path}: validation.enable = true, but no document is held out; set validation.enable = "
+                    "false, or remove the folder and prepare it with held_out above 0"
+                )
         except UserError as error:
             faults += error.faults
     if faults:
@@ -57,10 +60,10 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
 
 
 def plan_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
-    """What the budget of this run takes from each source, in the order of data.sources."""
+    """Return the planned tokens and passes of each source, in the order of data.sources."""
     depth = resolve_shape(config.model).num_nextn_predict_layers
     tokens = [0.0] * len(config.data.sources)
-    # Stages of one length and selection go on in the same passes; others pass over documents of their own.
+    # Stages with equal length and range of documents share their passes; others read documents of their own.
     rows: list[dict[tuple, float]] = [{} for _ in config.data.sources]
     for stage, here in stage_tokens(config, budget_tokens(config, rows_per_micro_batch)):
         for i, weight in enumerate(stage.weights):
@@ -80,7 +83,7 @@ def plan_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_mic
 
 
 def describe_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[str]:
-    """One line per source: what it holds, and what this run will take from it."""
+    """Return one line per source: its size, and the tokens and epochs planned."""
     lines = []
     for plan in plan_sources(config, manifests, rows_per_micro_batch):
         split = manifests[plan.name].splits["train"]
@@ -92,7 +95,7 @@ def describe_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per
 
 
 def check_epochs(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
-    """Refuse a run that would read a source more often than its ``max_epochs`` allows.
+    """Check that no source is read more often than its ``max_epochs``.
 
     Raises:
         UserError: one fault for each such source.

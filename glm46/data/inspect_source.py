@@ -1,4 +1,4 @@
-"""A look into a folder of shards: what there is, how long documents are, and batches as text with their boundaries."""
+"""Inspect a folder of shards: totals, document lengths, and rows as text with document boundaries."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,10 @@ from glm46.data.tokenizer import Tokenizer
 
 
 def describe(folder: Path) -> Iterator[str]:
-    """Lines about a source: totals, lengths, what was left out. Checks the hash of every shard.
+    """Yield lines about a source: totals, document lengths, skipped documents. Checks the hash of every shard.
 
     Raises:
-        UserError: the folder is not a source, or damaged.
+        UserError: the folder is not a source, or is damaged.
     """
     manifest = load_manifest(folder, full=True)
     yield f"{manifest.source} in {folder}, every shard verified"
@@ -34,11 +34,11 @@ def describe(folder: Path) -> Iterator[str]:
         marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
         yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
     for reason, number in manifest.dropped.items():
-        yield f"left out, {reason}: {number:,}"
+        yield f"skipped, {reason}: {number:,}"
 
 
 def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
-    """Rows of training tokens as text, as a run with this seq_len sees them: documents apart, positions without target.
+    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads them.
 
     Raises:
         UserError: the shards were made with another tokenizer.
@@ -54,7 +54,7 @@ def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: i
         start = 0
         for number, end in enumerate([*ends, *([used] if not ends or ends[-1] < used else [])]):
             is_end = end in ends
-            state = "ends here, its last position has no target" if is_end else "goes on behind the row"
+            state = "ends here, its last position has no target" if is_end else "continues after the row"
             yield f"   document {number}, {end - start} tokens, {state}"
             yield tokenizer.decode(tokens[start : end - is_end])
             start = end

@@ -1,16 +1,17 @@
-"""The stream of batches: any number of ranks, workers or rows per batch reads the same samples in the same order.
+"""The stream of batches: the same samples in the same order for any number of ranks, workers or rows per batch.
 
-Nothing is remembered but the global number of the next sample, so a run resumes anywhere, under any layout, by
-stating that number. torchdata's StatefulDataLoader brings worker processes and prefetch; order and state are ours.
+The only state is the global number of the next sample, so a run resumes at any sample under any layout. torchdata's
+StatefulDataLoader provides worker processes and prefetching.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -22,14 +23,14 @@ from glm46.data.mixing import integer_weights, order, permute
 from glm46.data.pack_plans import plan_of
 from glm46.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
 
-# Samples whose places are computed at once: small arrays cost more in calls than in arithmetic. The first batch after a
-# seek does not wait for those behind it.
+# Samples located at once: for small arrays the calls cost more than the arithmetic. The first block is small, so that
+# the first batch after a seek does not wait for later ones.
 _FIRST_ORDER_BLOCK, _ORDER_BLOCK = 1, 1024
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a batch looks like, and which part of the samples this rank takes."""
+    """Shape of a batch, and the share of the samples that this rank reads."""
 
     seq_len: int
     mtp_depth: int
@@ -40,11 +41,11 @@ class BatchLayout:
 
     @property
     def global_rows(self) -> int:
-        """Samples that all ranks together take in one micro-batch."""
+        """Samples in one micro-batch over all ranks."""
         return self.local_batch_size * self.dp_degree
 
     def builder(self, eos_id: int) -> BatchBuilder:
-        """An empty batch of this layout."""
+        """Make an empty batch of this layout."""
         return BatchBuilder(self.local_batch_size, self.seq_len, self.mtp_depth, self.document_mask, eos_id)
 
 
@@ -52,14 +53,14 @@ class TrainSource(NamedTuple):
     """One source of a mixture."""
 
     name: str
-    """Decides the order in which its samples come."""
+    """Name of the source; it decides the order of its samples."""
     manifest: Manifest
-    """Of its shards, loaded and so verified once."""
+    """Loaded manifest of its shards."""
     weight: float
-    """Share of the rows, and so of the tokens."""
+    """Share of the rows, which is also the share of the tokens."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     plan_folder: Path | None = None
-    """Where plans of best-fit packing are kept. None: in the folder of the source."""
+    """Folder of best-fit packing plans. None means the folder of the source."""
 
 
 class Span(NamedTuple):
@@ -68,20 +69,20 @@ class Span(NamedTuple):
     first: int = 0
     """Global number of the stage's first sample."""
     stop: int | None = None
-    """The number behind its last; rows from there on are padding. None: it has no end."""
+    """Exclusive end of its sample numbers; rows from there on are padding. None means no end."""
     rows_before: tuple[int, ...] = ()
-    """Rows of each source that earlier stages or runs have read; empty: none."""
+    """Rows of each source that earlier stages or runs have read; empty means none."""
     documents: tuple[float, float] = (0.0, 1.0)
-    """The share of each source's documents that is read."""
+    """Range of each source's documents that is read, as shares."""
 
 
 WHOLE_RUN = Span()
 
 
 class TrainStream(IterableDataset):
-    """Micro-batches without end; `__iter__` starts at ``start_sample``.
+    """Endless micro-batches; `__iter__` starts at ``start_sample``.
 
-    Micro-batch q of rank r holds the global samples start + q * degree * rows + r * rows + (0 ... rows - 1).
+    Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
     """
 
     def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: Span):
@@ -101,17 +102,18 @@ class TrainStream(IterableDataset):
             len(plan.row_starts) - 1 if plan else full_rows(tokens, layout.seq_len, layout.mtp_depth)
             for plan, tokens in zip(self._plans, self._tokens, strict=True)
         ]
-        self._refuse_short()
+        self._require_rows()
 
     def _open(self, source: int) -> TokenStream | SelectedTokens:
         manifest = self.manifests[source]
         return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents, manifest.vocab_size)
 
-    def _refuse_short(self) -> None:
-        facts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
+    def _require_rows(self) -> None:
+        counts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
         short = [
-            f"{manifest.folder}: {tokens} training tokens are fewer than one row of {self.layout.seq_len} with targets"
-            for manifest, tokens, rows in facts
+            f"{manifest.folder}: {tokens} training tokens, fewer than one row of {self.layout.seq_len} with targets; "
+            "add text, remove the source, or lower training.seq_len"
+            for manifest, tokens, rows in counts
             if rows == 0
         ]
         if short:
@@ -122,19 +124,19 @@ class TrainStream(IterableDataset):
         return _TrainIterator(self, worker.id if worker else 0, worker.num_workers if worker else 1)
 
     def open_rows(self, source: int) -> ConcatenatedRows | PackedRows:
-        """The rows of a source, opened in the process that reads them."""
+        """Open the rows of a source, in the process that reads them."""
         plan, length, tokens = self._plans[source], self.layout.seq_len, self._open(source)
         return PackedRows(tokens, length, plan) if plan else ConcatenatedRows(tokens, length)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source and row within it of global sample numbers, both int64 [n]."""
+        """Return source and row within it of global sample numbers, both int64 [n]."""
         names = [source.name for source in self.sources]
         places = numbers - self.span.first
         return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
 
 
 class _TrainIterator:
-    """Every ``workers``-th micro-batch of a rank. Its state is the number of the next micro-batch's first sample."""
+    """Every ``workers``-th micro-batch of a rank."""
 
     def __init__(self, stream: TrainStream, worker: int, workers: int):
         self._stream, self._layout = stream, stream.layout
@@ -172,17 +174,9 @@ class _TrainIterator:
         pairs = list(zip(source.tolist(), sample.tolist(), strict=True))
         self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
 
-    def state_dict(self) -> dict[str, int]:
-        """Position of this worker."""
-        return {"next_sample": self._next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position that `state_dict` gave, under the same number of workers and ranks."""
-        self._next = state["next_sample"]
-
 
 class ValidationStream(IterableDataset):
-    """Every held-out token once as an input, in an order that makes the first batches a fair sample of the rest."""
+    """Every held-out token once as an input, in a random order, so that the first batches are a fair sample."""
 
     def __init__(self, manifest: Manifest, layout: BatchLayout, max_batches: int | None):
         self.manifest, self.layout = manifest, layout
@@ -191,7 +185,7 @@ class ValidationStream(IterableDataset):
         self.batches = batches if max_batches is None else min(batches, max_batches)
 
     def __len__(self) -> int:
-        """Batches per rank, the same on each."""
+        """Number of batches, equal on every rank."""
         return self.batches
 
     def __iter__(self):
@@ -211,54 +205,79 @@ class ValidationStream(IterableDataset):
             yield builder.finish()
 
 
+class _BatchLoader(StatefulDataLoader):
+    """A loader of streams whose items are whole batches."""
+
+    def __init__(self, stream: IterableDataset, **options):
+        quiet_libraries()
+        # Each iterator draws a seed. Drawing it from the generator of the process would change its state, and a resumed
+        # run, which makes more iterators, would differ from an uninterrupted one.
+        super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
+
+
+class TrainLoader(_BatchLoader):
+    """The loader of a `TrainStream`. Its state is the number of the next sample, valid for any ranks and workers."""
+
+    def __init__(self, stream: TrainStream, **options):
+        super().__init__(stream, **options)
+        self._next_sample = stream.start_sample
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self._next_sample = self.dataset.start_sample
+        # Called here, not in the generator: it starts the workers.
+        return self._count(super().__iter__())
+
+    def _count(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            self._next_sample += self.dataset.layout.global_rows
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the global number of the first sample that the newest iterator has not returned, over all ranks."""
+        return {"next_sample": self._next_sample}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set the first sample of the next iterator."""
+        self.dataset.start_sample = self._next_sample = state["next_sample"]
+
+
 def build_train_loader(
     sources: Sequence[TrainSource], *, seq_len: int, mtp_depth: int, local_batch_size: int,
     dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
     prefetch_factor: int = 2, span: Span = WHOLE_RUN, begin_worker: Callable[[int], None] | None = None,
-) -> StatefulDataLoader:  # fmt: skip
-    """The endless training stream of one rank.
+) -> TrainLoader:  # fmt: skip
+    """Build the endless training stream of one rank.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
-        mtp_depth: multi-token prediction layers to make inputs and labels for.
-        dp_rank, dp_degree: of the ranks that read different samples.
-        document_mask: restart positions per document.
-        start_sample: global number of the first sample; where a run resumes.
-        num_workers: processes that read ahead; 0 reads in this one.
-        prefetch_factor: micro-batches that each worker keeps ready.
-        span: which part of the run this is; by default all of it.
-        begin_worker: what each worker calls first, with its number.
+        mtp_depth: number of multi-token prediction layers to make inputs and labels for.
+        dp_rank, dp_degree: data-parallel rank and degree; ranks of one dp_rank read the same samples.
+        document_mask: restart positions at each document.
+        start_sample: global number of the first sample.
+        num_workers: processes that read ahead; 0 reads in this process.
+        prefetch_factor: micro-batches that each worker prefetches.
+        span: part of the run; by default the whole run.
+        begin_worker: called first in each worker, with its number.
 
     Returns:
         A loader of dicts of tensors, as docs/data.md lists them.
 
     Raises:
-        UserError: weights, or too little text.
+        UserError: a weight is invalid, or a source is shorter than one row.
     """
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     stream = TrainStream(sources, seed, layout, start_sample, span)
-    return _carry(stream, num_workers, prefetch_factor, begin_worker)
+    prefetch = prefetch_factor if num_workers else None
+    return TrainLoader(stream, num_workers=num_workers, prefetch_factor=prefetch, worker_init_fn=begin_worker)
 
 
 def build_validation_loader(
     manifest: Manifest, *, seq_len: int, mtp_depth: int, local_batch_size: int, dp_rank: int, dp_degree: int,
     document_mask: bool, max_batches: int | None = None,
 ) -> StatefulDataLoader:  # fmt: skip
-    """The held-out text of one source: every token once over all ranks, the same number of batches on each rank.
+    """Build the loader of one source's held-out text: every token once over all ranks, equally many batches per rank.
 
-    Rows behind the last text have document id -1 and no labels, as has the rest of the last row with text.
+    Padding, in the last row with text and after it, has document id -1 and no labels.
     """
     layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
-    return _carry(ValidationStream(manifest, layout, max_batches), 0, 0)
-
-
-def _carry(
-    stream: IterableDataset, num_workers: int, prefetch_factor: int, begin_worker: Callable[[int], None] | None = None
-) -> StatefulDataLoader:
-    quiet_libraries()
-    # Each item of the stream is a whole batch already. An iterator draws a seed that nobody uses: not from the
-    # generator of the process, which a resumed run, with its further iterators, must find where an unbroken one has it.
-    return StatefulDataLoader(
-        stream, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor if num_workers else None,
-        generator=torch.Generator(), worker_init_fn=begin_worker,
-    )  # fmt: skip
+    return _BatchLoader(ValidationStream(manifest, layout, max_batches))

@@ -1,6 +1,6 @@
-"""The manifest of a prepared source: what its shards hold, with which tokenizer they were made, and their hashes.
+"""The manifest of a prepared source: counts, tokenizer, settings, and the hashes of its shards.
 
-``manifest.json`` lies beside the shards and is written last: a folder without one is not a source.
+``manifest.json`` is in the folder of the shards and is written last: a folder without it is not a source.
 """
 
 import json
@@ -14,8 +14,8 @@ from glm46.files.durable import hash_file, replace_durably
 FILE_NAME = "manifest.json"
 FORMAT = "glm46-data-1"
 
-# Up to here the content hash of every shard is checked at each load; above it only sizes, headers and counts, because
-# reading terabytes at every start would cost more than it finds. `load_manifest(full=True)` checks all.
+# Up to this size each load checks the hash of every shard; above it only sizes, headers and counts, because reading
+# terabytes at every start would take too long. `load_manifest(full=True)` checks all hashes.
 _HASHED_AT_LOAD_BYTES = 2**30
 
 _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
@@ -23,7 +23,7 @@ _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard: its file name, what it holds, and the SHA-256 of the file."""
+    """One shard: its file name, its counts, and the SHA-256 of the file."""
 
     file: str
     documents: int
@@ -34,7 +34,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class Split:
-    """Training or validation part of a source; the shards are in the order in which their tokens are numbered."""
+    """Training or validation part of a source. The order of the shards is the order of the tokens."""
 
     documents: int
     tokens: int
@@ -43,7 +43,7 @@ class Split:
 
     @staticmethod
     def of(shards: "tuple[ShardEntry, ...]") -> "Split":
-        """The split that these shards make."""
+        """Make a split from its shards."""
         return Split(
             documents=sum(s.documents for s in shards),
             tokens=sum(s.tokens for s in shards),
@@ -57,14 +57,14 @@ class Manifest:
     """A prepared source.
 
     Attributes:
-        folder: where the shards are; not part of the file.
-        source: name of the text, for people.
+        folder: folder of the shards; not part of the file.
+        source: name of the source.
         tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
         vocab_size: highest token id plus one; a model needs at least as many rows.
         eos_id: the id that ends every document.
         splits: "train" and "validation".
-        settings: what the shards were made with; the same settings on the same text give the same bytes.
-        dropped: documents left out, by reason.
+        settings: settings of the recipe; the same settings on the same text give the same bytes.
+        dropped: number of skipped documents, by reason.
     """
 
     folder: Path
@@ -86,21 +86,21 @@ class Manifest:
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder, complete or not at all."""
+    """Write ``manifest.json`` into the folder atomically."""
     content = {"format": FORMAT} | {k: v for k, v in asdict(manifest).items() if k != "folder"}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     replace_durably(manifest.folder / FILE_NAME, [text.encode()])
 
 
 def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
-    """Read a manifest and verify its shards: they exist, have the size and counts stated, and the same tokenizer.
+    """Read a manifest and verify that its shards exist and have the stated size, counts and tokenizer.
 
     Args:
-        folder: as `prepare_source` or ``python -m glm46 prepare`` made it.
-        full: check the content hash of each shard too. None: only where the source is small.
+        folder: a folder made by ``python -m glm46 prepare``.
+        full: also check the hash of each shard. None checks the hashes only if the source is small.
 
     Raises:
-        UserError: with every fault found, each naming the file.
+        UserError: all faults, each with its file.
     """
     folder = Path(folder)
     manifest = _parse(folder)
@@ -119,7 +119,7 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
         elif opened.metadata.get("tokenizer") != manifest.tokenizer:
             faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
         elif _hash_is_due(manifest, full) and hash_file(folder / shard.file).sha256 != shard.sha256:
-            faults.append(f"{folder / shard.file}: its bytes have changed (SHA-256 differs); {_REMEDY}")
+            faults.append(f"{folder / shard.file}: was changed (SHA-256 differs); {_REMEDY}")
     if faults:
         raise UserError(*faults)
     return manifest
@@ -135,7 +135,7 @@ def _parse(folder: Path) -> Manifest:
     file = folder / FILE_NAME
     if not file.is_file():
         state = "no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it"
-        raise UserError(f"{folder}: {state}; prepare it with 'python -m glm46 prepare', or correct the path")
+        raise UserError(f"{folder}: {state}; make it with 'python -m glm46 prepare', or correct the path")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = content.pop("format", None)

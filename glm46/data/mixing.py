@@ -1,7 +1,7 @@
-"""Which sample comes at which place: pure functions of the global sample number, with nothing to remember.
+"""The order of samples as pure functions of the global sample number, without state.
 
-`mix` says which source the g-th sample of a mixture comes from and how many of that source came before.
-`permute` says which sample of the source that is, in a random order that needs no table.
+`mix` gives the source of each sample of a mixture, and its index within that source. `permute` gives the sample at an
+index, in a random order that needs no table.
 """
 
 import hashlib
@@ -12,21 +12,26 @@ import numpy as np
 
 from glm46.config.errors import UserError
 
-# Integer weights sum to this. `mix` multiplies it with the sample number in 64 bits: good up to 9e12 samples.
+# Sum of integer weights. `mix` multiplies it with the sample number in 64 bits, which is exact up to 9e12 samples.
 WEIGHT_TOTAL = 10**6
 
 _ROUNDS = 6
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+# Increment and multipliers of SplitMix64. Source: Steele, Lea, Flood, OOPSLA 2014. Changing them changes the order of
+# samples, the documents of a range of shares, and the documents that count as similar.
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders).
+    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders).
 
     Raises:
-        UserError: no weight, a weight that is not positive and finite, or one too small to be kept.
+        UserError: no weight, a weight that is not positive and finite, or one below a millionth of the sum.
     """
     if not weights or any(not (math.isfinite(w) and w > 0) for w in weights):
-        raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; leave others out")
+        raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; remove the others")
     exact = [w / math.fsum(weights) * WEIGHT_TOTAL for w in weights]
     whole = [int(e) for e in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
@@ -35,17 +40,17 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     if 0 in whole:
         raise UserError(
             f"data.sources[{whole.index(0)}].weight = {weights[whole.index(0)]}: below a millionth of the sum; "
-            "leave the source out or raise its weight"
+            "remove the source, or raise its weight"
         )
     return whole
 
 
 def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Source of each sample, and the count of earlier samples of the same source.
+    """Return the source of each sample, and the number of earlier samples of the same source.
 
-    Every prefix of a mixture of up to eight sources holds each of them within two samples of its exact share. Source
-    by source, of the numbers that are left, one takes those at which the rounded quota of the others stands still. The
-    heaviest chooses first: a rounding error is passed on in proportion to what is left, and so fades.
+    Every prefix of a mixture of up to eight sources holds each of them within two samples of its exact share. Each
+    source in turn takes those of the remaining numbers at which the rounded quota of the later sources does not grow.
+    The heaviest source is first, because a rounding error shrinks with each share that it is passed to.
 
     Args:
         numbers: int64 [n], global sample numbers, non-negative.
@@ -69,7 +74,7 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
 
 
 def taken(count: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first ``count`` samples of `mix` come from each source."""
+    """Return how many of the first ``count`` samples of `mix` come from each source."""
     remaining, left, counts = sum(weights), count, [0] * len(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         others = remaining - weights[i]
@@ -79,14 +84,15 @@ def taken(count: int, weights: Sequence[int]) -> list[int]:
 
 
 def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
-    """A random permutation of range(size), evaluated at ``indices`` only.
+    """Evaluate a random permutation of range(size) at ``indices``.
 
-    A Feistel network over the next power of four, walked until it falls below ``size``; a bijection for any key.
+    A Feistel network over the next power of four, applied again to each value that is not below ``size``. It is a
+    bijection for any key.
 
     Args:
         indices: int64 [n] in [0, size).
         size: length of the permutation, below 2**62.
-        key: any text; another text is another permutation.
+        key: any text; selects the permutation.
 
     Returns:
         int64 [n].
@@ -109,9 +115,9 @@ def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
 def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, round_keys: np.ndarray) -> np.ndarray:
     left, right = values >> shift, values & mask
     for key in round_keys:
-        # Multiplication carries upwards only, so the upper half of the product is the well mixed one.
-        mixed = (right + key) * _MULTIPLIER
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * _MULTIPLIER
+        # Multiplication carries upwards only, so the upper half of the product is mixed best.
+        mixed = (right + key) * GOLDEN_GAMMA
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * GOLDEN_GAMMA
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << shift) | right
 
@@ -120,17 +126,17 @@ def order(
     numbers: np.ndarray, weights: Sequence[int], names: Sequence[str], sizes: Sequence[int], seed: int,
     before: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Source and sample within it for each global sample number of a mixture.
+    """Return the source of each global sample number of a mixture, and the sample within it.
 
-    Each source is passed through completely, in an order of its own per pass, before its next pass begins.
+    Each pass over a source has its own order and reads every sample before the next pass begins.
 
     Args:
         numbers: int64 [n], global sample numbers.
         weights: from `integer_weights`.
-        names: of the sources; a name, not a place in the list, decides the order within a source.
+        names: of the sources; the name, not the index, decides the order within a source.
         sizes: samples per pass of each source.
         seed: of the run.
-        before: samples of each source that were read before number 0; empty: none.
+        before: samples of each source that were read before number 0; empty means none.
 
     Returns:
         source int64 [n], sample int64 [n].

@@ -1,8 +1,8 @@
-"""Plans of best-fit packing on disk: made once, by whoever comes first, and mapped by every process that reads rows.
+"""Plans of best-fit packing on disk: the first process makes them, every process that reads rows maps them.
 
-A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source, or in one that the
-run names. The key stands for the shards, the range of documents and the row length. A file that does not hold what it
-says is made again.
+A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source, or in
+``data.plan_folder``. The key is a hash of the shards, the range of documents and the row length. A damaged file is made
+again.
 """
 
 import errno
@@ -15,49 +15,49 @@ from pathlib import Path
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.data.best_fit import PackPlan, joined, plan_groups
+from glm46.data.best_fit import PackPlan, concatenate, plan_groups
 from glm46.data.manifest import Manifest
 from glm46.data.packing import open_tokens
 from glm46.data.shards import SHARD_REMEDY
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.files.lock import FileLock
 
-# Raised when the same documents would be packed otherwise.
+# Raise it when the same documents are packed differently than before.
 _FORMAT = "glm46-packs-1"
 
 _WHOLE = (0.0, 1.0)
 
-# Where a plan cannot be kept: each process then plans for itself, as slow, and as good.
-_NO_ROOM = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+# Errors of a folder that cannot hold a plan: each process then makes the same plan for itself.
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
-# Up to here the content of a plan is compared with its hash at each load; above it only what its header says.
+# Above this size a load checks only the header of a plan, not the hash of its content.
 _HASHED_AT_LOAD_BYTES = 2**30
 
 
 def plan_of(
     manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
 ) -> PackPlan:
-    """The packing of the training split of a source: kept if it can be, else made for this process.
+    """Return the packing plan of a source's training split, from disk where a folder can hold it.
 
     Args:
         share: the range of documents, as in `open_tokens`.
-        folder: where plans are kept; None: in the folder of the source.
+        folder: folder of plans; None means the folder of the source.
     """
     try:
         return keep_plan(manifest, seq_len, share, folder=folder)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NOT_WRITABLE:
             raise
     tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
-    return joined(plan_groups(tokens.doc_ends_by_shard(), seq_len))
+    return concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
 
 
 def keep_plan(
     manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
 ) -> PackPlan:
-    """The same plan, read from its file; if there is none or a damaged one it is made.
+    """Return the same plan from its file, and make the file if it is missing or damaged.
 
-    Any number of processes may ask at once: one plans, the others wait and read.
+    Any number of processes may call this at once: one makes the plan, the others wait and read it.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -73,7 +73,7 @@ def keep_plan(
         if (plan := _read(file, key)) is not None:
             return plan
         scratch = folder / ".packs.partial"
-        # Left by a process that died: this one holds the lock.
+        # Left by a process that died; only the holder of the lock uses it.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
@@ -94,7 +94,7 @@ def _key(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> str:
 
 
 def _read(file: Path, key: str) -> PackPlan | None:
-    """The plan in a file; None if there is none or it is damaged."""
+    """Read a plan; None if the file is missing or damaged."""
     try:
         tensors, metadata, _ = map_arrays(file, SHARD_REMEDY)
         plan = PackPlan(**tensors)
@@ -109,14 +109,14 @@ def _read(file: Path, key: str) -> PackPlan | None:
 
 
 def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> None:
-    """Group by group, so that memory does not grow with the documents; the file is complete or absent."""
+    """Write a plan group by group, so that memory does not grow with the documents. The file is complete or absent."""
     parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
     rows, pieces = 0, 0
-    with parts[0].open("wb") as starts, parts[1].open("wb") as places, parts[2].open("wb") as lengths:
-        starts.write(np.zeros(1, np.int64))
+    with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
+        row_starts.write(np.zeros(1, np.int64))
         for group in groups:
-            starts.write(group.row_starts[1:] + pieces)
-            places.write(group.piece_starts)
+            row_starts.write(group.row_starts[1:] + pieces)
+            starts.write(group.piece_starts)
             lengths.write(group.piece_lengths)
             rows += len(group.row_starts) - 1
             pieces += len(group.piece_starts)

@@ -1,8 +1,8 @@
-"""Rows of tokens out of shards: where a row begins, which tokens it holds, and where documents end in it.
+"""Rows of tokens from shards, with the ends of the documents in each row.
 
-Concatenate-and-chunk, as GLM pre-trains: the documents of a split form one long sequence, cut every ``seq_len`` tokens
-wherever that falls. A row reads a few tokens past its end, so that no target is lost there. Best-fit packing, as GLM
-trains on long contexts: rows of whole documents.
+Concatenate-and-chunk, as in GLM's pre-training: the documents of a split form one sequence, cut every ``seq_len``
+tokens. A row is read a few tokens past its end, so that its last positions have targets. Best-fit packing, as in GLM's
+long-context training: rows of whole documents.
 """
 
 from bisect import bisect_right
@@ -14,15 +14,15 @@ import numpy as np
 
 from glm46.data.best_fit import PackPlan
 from glm46.data.manifest import Split
+from glm46.data.mixing import MIX_1, MIX_2
 from glm46.data.verified import VerifiedShard
 
-# Each open shard is an open file, of which a process may have about a thousand; opening one again costs microseconds.
-_OPEN_SHARDS = 64
+# Each open shard is an open file, and a process may have about a thousand. Reopening one costs microseconds.
+_MAX_OPEN_SHARDS = 64
 
 
 class TokenStream:
-    """The tokens of one split as one sequence over all its shards; every read is verified, ids to be below
-    ``vocab_size`` too."""
+    """The tokens of one split as one sequence over all its shards. Every read is verified (`VerifiedShard`)."""
 
     def __init__(self, folder: Path, split: Split, vocab_size: int):
         self.length = split.tokens
@@ -33,11 +33,11 @@ class TokenStream:
         self._starts = [0, *accumulate(entry.tokens for entry in split.shards)]
 
     def doc_ends(self) -> np.ndarray:
-        """Places behind the last token of every document, int64 [documents]."""
+        """Return the exclusive ends of all documents, int64 [documents]."""
         return np.concatenate([np.empty(0, np.int64), *self.doc_ends_by_shard()])
 
     def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
-        """As `doc_ends`, of one shard after another."""
+        """Yield `doc_ends` shard by shard."""
         for number, start in enumerate(self._starts[:-1]):
             yield self._shard(number).all_ends() + start
 
@@ -45,11 +45,11 @@ class TokenStream:
         """Copy the tokens from ``start`` on into ``out``, int64 [n].
 
         Returns:
-            How many there were before the split ended, and the places in ``out`` behind each last token of a document,
-            ascending, as a list of int64 arrays.
+            The number of tokens copied, fewer than n only at the end of the split; and the exclusive ends of documents
+            in ``out``, ascending, as a list of int64 arrays.
 
         Raises:
-            UserError: what is read is damaged; names file and bytes.
+            UserError: the bytes read are damaged; with file and bytes.
         """
         done, ends = 0, []
         number = bisect_right(self._starts, start) - 1
@@ -64,34 +64,34 @@ class TokenStream:
         return done, ends
 
     def _shard(self, number: int) -> VerifiedShard:
-        """A shard, opened when it is first read; the files of those read last stay open."""
+        """Return a shard, opened at its first read. The files of the most recently read shards stay open."""
         shard = self._open.pop(number, None) or self._shards.get(number)
         if shard is None:
             shard = self._shards[number] = VerifiedShard(self._files[number], self._vocab_size)
         self._open[number] = shard
-        if len(self._open) > _OPEN_SHARDS:
+        if len(self._open) > _MAX_OPEN_SHARDS:
             self._open.pop(next(iter(self._open))).close()
         return shard
 
 
 def falls_into(documents: int, share: tuple[float, float]) -> np.ndarray:
-    """Which of so many documents belong to a range of shares, bool [documents], by a hash of their numbers."""
+    """Return which documents belong to a range of shares, bool [documents], by a hash of their numbers."""
     numbers = np.arange(1, documents + 1, dtype=np.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * factor
     places = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (share[0] <= places) & (places < share[1])
 
 
 class SelectedTokens:
-    """The tokens of some documents of a split as one sequence, with the methods of `TokenStream`."""
+    """The tokens of selected documents of a split as one sequence, with the methods of `TokenStream`."""
 
     def __init__(self, stream: TokenStream, share: tuple[float, float]):
         ends = stream.doc_ends()
         chosen = falls_into(len(ends), share)
         lengths = np.diff(ends, prepend=0)[chosen]
         self._stream, self._ends = stream, np.cumsum(lengths)
-        # What to add to a place in this sequence for its place in the split.
+        # Offset from a position in this sequence to the position in the split.
         self._shifts = ends[chosen] - self._ends
         self.length = int(lengths.sum())
 
@@ -100,7 +100,7 @@ class SelectedTokens:
         return self._ends
 
     def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
-        """As `TokenStream.doc_ends_by_shard`, in one piece."""
+        """As `TokenStream.doc_ends_by_shard`, in one block."""
         yield self._ends
 
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
@@ -118,20 +118,20 @@ class SelectedTokens:
 
 
 def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
-    """Rows of ``seq_len`` tokens that have all their targets. The few tokens behind the last one are not trained on."""
+    """Return the number of rows of ``seq_len`` tokens that have all targets. Tokens after the last row are unused."""
     return max(0, (tokens - 1 - mtp_depth) // seq_len)
 
 
 def open_tokens(
     folder: Path, split: Split, share: tuple[float, float], vocab_size: int
 ) -> TokenStream | SelectedTokens:
-    """The tokens of a split, or of the documents in a range of shares."""
+    """Open the tokens of a split, or those of its documents in a range of shares."""
     stream = TokenStream(folder, split, vocab_size)
     return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
 
 
 class ConcatenatedRows:
-    """Row i holds the tokens from i * seq_len on."""
+    """Row i holds the tokens from i * seq_len on, across document boundaries."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int):
         self._stream, self._seq_len = stream, seq_len
@@ -142,7 +142,7 @@ class ConcatenatedRows:
 
 
 class PackedRows:
-    """Row i holds the pieces that a plan puts there; what is free behind them is not used."""
+    """Row i holds the pieces that a plan assigns to it; the rest of the row is padding."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int, plan: PackPlan):
         self._stream, self._seq_len, self._plan = stream, seq_len, plan
@@ -152,7 +152,7 @@ class PackedRows:
         first, last = self._plan.row_starts[row : row + 2].tolist()
         starts, lengths = self._plan.piece_starts[first:last], self._plan.piece_lengths[first:last]
         if last - first == 1 and lengths[0] == self._seq_len:
-            # A full piece may be the cut part of a longer document, whose next tokens are targets too.
+            # A full piece may be part of a longer document, whose next tokens are targets too.
             return self._stream.read(int(starts[0]), out)
         done = 0
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""One shard: a safetensors file with the tokens of whole documents, read through memory maps.
+"""A shard: a safetensors file with the tokens of whole documents, read through memory maps.
 
-``doc_ends`` I64 [documents] holds the offset behind each document's last token (its ``<|endoftext|>``), ``tokens`` U32
-[tokens] the ids, ``checksums`` U32 the CRC-32 of each block of `BLOCK_BYTES` of the first, then of the second. Any
-safetensors reader opens it. ``__metadata__`` says what it is and how much it holds.
+``doc_ends`` I64 [documents] holds the exclusive end of each document, whose last token is ``<|endoftext|>``; ``tokens``
+U32 [tokens] the ids; ``checksums`` U32 the CRC-32 of each block of `BLOCK_BYTES`, first of ``doc_ends``, then of
+``tokens``. Any safetensors reader opens it. ``__metadata__`` holds the format, the source and the counts.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from glm46.files.array_file import map_arrays, write_arrays
 FORMAT = "glm46-shard-2"
 
 BLOCK_BYTES = 4096
-"""What one checksum covers. Whole blocks are read and compared, so a smaller one makes short reads cheaper."""
+"""Bytes per checksum. Reads verify whole blocks, so smaller blocks make short reads cheaper."""
 
 SHARD_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
@@ -31,7 +31,7 @@ class Shard:
         doc_ends: int64 [documents], ascending; the last one equals the number of tokens.
         metadata: the strings of the header.
         checksums: uint32, CRC-32 of each block of ``doc_ends``, then of ``tokens``.
-        places: first byte of each tensor in the file, by name.
+        places: offset of each tensor in the file, in bytes, by name.
     """
 
     tokens: np.ndarray
@@ -42,13 +42,13 @@ class Shard:
 
 
 def block_checksums(array: np.ndarray) -> np.ndarray:
-    """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, the last one perhaps shorter; uint32 [blocks]."""
+    """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, uint32 [blocks]. The last block may be shorter."""
     data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
 
 def write_shard(file: Path, tokens: np.ndarray, doc_ends: np.ndarray, metadata: dict[str, str]) -> str:
-    """Write one shard atomically; returns its SHA-256 in hex. ``tokens`` uint32 [n], ``doc_ends`` int64 [d]."""
+    """Write one shard atomically; return its SHA-256 in hex. ``tokens`` uint32 [n], ``doc_ends`` int64 [d]."""
     counts = {"format": FORMAT, "tokens": str(len(tokens)), "documents": str(len(doc_ends))}
     tokens, doc_ends = tokens.astype("<u4", copy=False), doc_ends.astype("<i8", copy=False)
     checksums = np.concatenate([block_checksums(doc_ends), block_checksums(tokens)])
@@ -60,7 +60,7 @@ def open_shard(file: Path) -> Shard:
     """Open one shard as memory maps.
 
     Raises:
-        UserError: missing, truncated, no shard of ours, or its document ends do not fit its tokens.
+        UserError: the file is missing or truncated, has another format, or its tensors do not fit each other.
     """
     tensors, metadata, places = map_arrays(file, SHARD_REMEDY)
     if metadata.get("format") != FORMAT or set(tensors) != {"tokens", "doc_ends", "checksums"}:

@@ -1,8 +1,8 @@
-"""Text to token ids and back, exactly as GLM's own tokenizer does it, through tiktoken.
+"""Tokenizer: text to token ids and back through tiktoken, with the same ids as GLM's own tokenizer.
 
-Three kinds of file give the same class: the shipped vocabulary, a ``.tiktoken`` rank file (base64 bytes and rank per
-line), and a Hugging Face ``tokenizer.json``. Text is always ordinary text: a literal ``<think>`` in a web page is
-encoded as its letters. Special tokens enter a stream by id only.
+Three kinds of file are read: the shipped vocabulary, a ``.tiktoken`` rank file (base64 bytes and rank per line), and a
+Hugging Face ``tokenizer.json``. Special tokens are added by id only: a literal ``<think>`` in a text is encoded as
+ordinary characters.
 """
 
 import base64
@@ -22,9 +22,9 @@ BUILTIN_PATH = Path(__file__).with_name("builtin_8k.tiktoken")
 END_OF_TEXT = "<|endoftext|>"
 
 TOKENIZER_KEY = "tokenizer"
-"""Key of a checkpoint's meta: the fingerprint of the tokenizer that its run read text with."""
+"""Key of a checkpoint's meta that holds the fingerprint of its run's tokenizer."""
 
-# The added tokens of GLM-4.5 and 4.6 in the order of their ids. Source: tokenizer.json of the releases.
+# Added tokens of GLM-4.5 and 4.6 in the order of their ids. Source: tokenizer.json of the releases.
 GLM_SPECIAL_TOKENS = (
     END_OF_TEXT, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
     "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
@@ -34,13 +34,13 @@ GLM_SPECIAL_TOKENS = (
     "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
 )  # fmt: skip
 
-# A whitespace run above this length is cut out of the text before the regex sees it: fancy-regex keeps one stack entry
-# per character of a run and panics near a million. A tenth of what was seen to work.
-_LONGEST_RUN = 10_000
+# Longer runs of white space are cut out of the text before the regex: fancy-regex keeps one stack entry per character
+# of a run and panics near a million. A tenth of the longest run that worked.
+_MAX_RUN = 10_000
 
-# Unicode White_Space, which is what \s means in the pattern. Python's own \s has four control characters more.
+# Unicode White_Space, the meaning of \s in the pattern. Python's own \s has four more control characters.
 _WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-# The lower bound keeps the search linear: a shorter run is given up after that many steps.
+# The lower bound keeps the search linear: a shorter run is rejected after that many steps.
 _RUN = re.compile(_WHITE_SPACE + "{64,}")
 _LEADING_NEWLINES = re.compile("[\r\n]+")
 
@@ -51,14 +51,14 @@ class Tokenizer:
     """A byte-pair vocabulary with its special tokens.
 
     Attributes:
-        path: what `load_tokenizer` was called with; another process loads the same tokenizer from it.
+        path: argument of `load_tokenizer`; another process loads the same tokenizer from it.
         pattern: regular expression that cuts text into the pieces that are merged.
-        ranks: id of every ordinary token by its bytes; a lower id is merged first.
-        vocab_size: highest id plus one. A model may have more rows than that, never fewer.
+        ranks: id of every ordinary token by its bytes; lower ids are merged first.
+        vocab_size: highest id plus one. A model may have more embedding rows, not fewer.
         special: id of every special token by its name.
         eos_id: id of ``<|endoftext|>``, which ends every document.
-        prefix_space: a space is put before text that does not begin with one.
-        fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints encode equally.
+        prefix_space: whether a space is added before text that does not begin with one.
+        fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints give equal ids.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Tokenizer:
         self.vocab_size = max(max(ranks.values()), max(special.values())) + 1
         self.fingerprint = _fingerprint(pattern, ranks, special, prefix_space)
         self._encoding = tiktoken.Encoding("glm46", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        # Takes everything as one piece: for the pieces that the pattern itself cannot match without a stack overflow.
+        # Encodes its text as one piece: for long runs of white space, on which the pattern overflows the stack.
         self._whole = tiktoken.Encoding("glm46-whole", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
         self._pieces: list[bytes] = [_UNKNOWN_ID] * self.vocab_size
         for piece, rank in ranks.items():
@@ -88,13 +88,13 @@ class Tokenizer:
             self._pieces[token_id] = name.encode()
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of ordinary text, uint32 [tokens]. No special token is ever produced, none is added.
+        """Encode ordinary text, uint32 [tokens]. The result never holds special tokens.
 
-        Lone surrogates, which no UTF-8 file can hold, become U+FFFD as in tiktoken.
+        Lone surrogates, which UTF-8 cannot hold, become U+FFFD as in tiktoken.
         """
         if self.prefix_space and text and text[0] != " ":
             text = " " + text
-        if len(text) < _LONGEST_RUN:
+        if len(text) < _MAX_RUN:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         parts = [
             (self._whole if whole else self._encoding).encode_to_numpy(piece, disallowed_special=())
@@ -103,15 +103,15 @@ class Tokenizer:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode(self, ids) -> str:
-        """Text of ids (any sequence or array of integers); ids without a token and broken UTF-8 become U+FFFD."""
+        """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
         pieces, size = self._pieces, self.vocab_size
         ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
         return b"".join(pieces[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 text per id, int64 [vocab_size]; 0 for special tokens and ids without a token.
+        """Return the UTF-8 bytes of each id, int64 [vocab_size]; 0 for special tokens and ids without a token.
 
-        Bits per byte = loss in nats summed over targets / ln 2 / sum of this over the same targets.
+        Bits per byte = loss in nats summed over targets / ln 2 / these bytes summed over the same targets.
         """
         lengths = np.array([0 if piece is _UNKNOWN_ID else len(piece) for piece in self._pieces], dtype=np.int64)
         lengths[list(self.special.values())] = 0
@@ -121,16 +121,16 @@ class Tokenizer:
 def load_tokenizer(path: str) -> Tokenizer:
     """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or its folder).
 
-    A rank file carries neither pattern nor special tokens: GLM's pattern is used, and GLM's special tokens follow the
-    highest rank in GLM's order, as GLM-4's own tokenizer does.
+    A rank file holds neither pattern nor special tokens: GLM's pattern is used, and GLM's special tokens follow the
+    highest rank in GLM's order, as in GLM-4's own tokenizer.
 
     Raises:
-        UserError: the file is missing, broken, or not representable exactly; the message says why.
+        UserError: the file is missing or damaged, or tiktoken cannot represent it exactly.
     """
     file = tokenizer_file(path)
     if not file.is_file():
         raise UserError(
-            f"tokenizer '{path}': {file}: no such file; give 'builtin', a .tiktoken file or a tokenizer.json"
+            f"tokenizer '{path}': {file}: file not found; give 'builtin', a .tiktoken file or a tokenizer.json"
         )
     if file.suffix != ".json":
         ranks = read_rank_file(file)
@@ -139,22 +139,22 @@ def load_tokenizer(path: str) -> Tokenizer:
     content = read_tokenizer_json(file)
     if END_OF_TEXT not in content.special:
         raise UserError(
-            f"{file}: no added token {END_OF_TEXT}; every document ends with it: add it to the special tokens"
+            f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special tokens"
         )
     return Tokenizer(path, content.pattern, content.ranks, content.special, prefix_space=content.prefix_space)
 
 
 def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer that a model was trained with, or the one that a user states instead.
+    """Load the tokenizer that a model was trained with, or the one that the user gives instead.
 
     Args:
-        path: as the checkpoint names it; a file of this name may be another one today, or in this folder.
+        path: tokenizer path in the checkpoint; the file may have changed since.
         stated: value of ``--tokenizer``.
-        fingerprint: of the tokenizer that the checkpoint was trained with; None where it does not say.
+        fingerprint: fingerprint in the checkpoint; None if it holds none.
         vocab_size: rows of the model's embedding.
 
     Raises:
-        UserError: there is no such tokenizer, it is another one, or it has more ids than the model.
+        UserError: the tokenizer does not exist, has another fingerprint, or has more ids than the model.
     """
     try:
         loaded = load_tokenizer(stated or path)
@@ -164,25 +164,27 @@ def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str |
         raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
     if not stated and fingerprint not in (None, loaded.fingerprint):
         raise UserError(
-            f"tokenizer '{path}': is not the one that the checkpoint was trained with ({loaded.fingerprint[:12]}…, "
-            f"trained with {fingerprint[:12]}…); give that one as --tokenizer"
+            f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
+            f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
         )
     if loaded.vocab_size > vocab_size:
-        raise UserError(f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {vocab_size}")
+        raise UserError(
+            f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {vocab_size}; give another --tokenizer"
+        )
     return loaded
 
 
 def tokenizer_file(path: str) -> Path:
-    """The file that a tokenizer path means: the shipped one, a file, or the ``tokenizer.json`` of a folder."""
+    """Return the file of a tokenizer path: the shipped one, the file itself, or the ``tokenizer.json`` of a folder."""
     file = BUILTIN_PATH if path == "builtin" else Path(path)
     return file / "tokenizer.json" if file.is_dir() else file
 
 
 def read_rank_file(file: Path) -> dict[bytes, int]:
-    """Ranks by token bytes of a ``.tiktoken`` file.
+    """Read a ``.tiktoken`` file: rank by token bytes.
 
     Raises:
-        UserError: with the line that is not ``base64 rank``, or if ranks are not 0, 1, 2 ... or a byte is missing.
+        UserError: a line is not ``base64 rank``, the ranks are not 0, 1, 2 ..., or a byte has no token.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -205,24 +207,24 @@ def read_rank_file(file: Path) -> dict[bytes, int]:
 
 
 def _split_long_runs(text: str, pattern: str):
-    """Yield (piece, whole): cuts only where the pattern always ends a match, so that pieces encode to the same tokens.
+    """Yield (piece, whole). Cuts are only where the pattern always ends a match, so the tokens do not change.
 
-    What the pattern does with a run of white space: punctuation before it takes the newlines that follow directly;
-    ``\\s*[\\r\\n]+`` takes everything to the last newline; ``\\s+(?!\\S)`` takes the rest, but leaves the last
-    character to a non-space that follows. GPT-2's pattern does the last of the three only.
+    The pattern matches a run of white space as follows: punctuation before it takes the newlines that follow directly;
+    ``\\s*[\\r\\n]+`` takes everything up to the last newline; ``\\s+(?!\\S)`` takes the rest, except the last character
+    if a non-space follows. GPT-2's pattern has only the last of these rules.
     """
     position = 0
     newlines_end = pattern != GPT2_PATTERN
     for run in _RUN.finditer(text):
         start, end = run.span()
-        if end - start <= _LONGEST_RUN:
+        if end - start <= _MAX_RUN:
             continue
         before = text[start - 1] if start else "a"
         if newlines_end and not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
             start = newlines.end()
         last_newline = max(text.rfind("\n", start, end), text.rfind("\r", start, end))
         middle = last_newline + 1 if newlines_end and last_newline >= 0 else start
-        # One character stays with the non-space behind the run; it is a piece of its own if it does not fit there.
+        # The last character belongs to the non-space after the run, or is a piece of its own.
         stop = end if end == len(text) else max(end - 1, middle)
         if position < start:
             yield text[position:start], False

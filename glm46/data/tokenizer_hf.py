@@ -1,9 +1,9 @@
-"""A Hugging Face ``tokenizer.json`` as tiktoken ranks: exactly, or refused with the reason.
+"""Convert a Hugging Face ``tokenizer.json`` to tiktoken ranks, exactly or with an error.
 
 tiktoken merges any adjacent pair whose concatenation is a token, lowest rank first. A Hugging Face BPE merges listed
-pairs in listed order. The two agree when the order of the ids is the order of the merges and when every token can be
-built by its own listed pair, which is what tokenizers converted from tiktoken (GLM, Qwen) and those trained as a
-byte-level BPE satisfy, wherever the ids of the special tokens lie.
+pairs in listed order. The two agree if the ids are in the order of the merges and every token is built by its own
+listed pair. This holds for tokenizers converted from tiktoken (GLM, Qwen) and for trained byte-level BPEs, whatever the
+ids of the special tokens are.
 """
 
 import json
@@ -17,18 +17,18 @@ GLM_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# GPT-2, and ByteLevel of tokenizers where nothing else cuts. Source: pre_tokenizers/byte_level.rs of tokenizers.
+# GPT-2, and ByteLevel where it is the only pre-tokenizer. Source: pre_tokenizers/byte_level.rs of tokenizers.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# Only patterns whose two regex engines were shown to agree are accepted. Qwen 2 and 3: GLM's with single digits.
+# Only patterns on which the two regex engines were tested to agree. Qwen 2 and 3: GLM's with single digits.
 _PATTERNS = (GLM_PATTERN, GLM_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), GPT2_PATTERN)
 
-_MOST_IDS = 1 << 24
-"""More than any vocabulary has: a table of this many entries still fits in memory."""
+_MAX_ID = 1 << 24
+"""Exclusive upper bound of ids, above any real vocabulary: a table of this size still fits in memory."""
 
 
 class TokenizerJson(NamedTuple):
-    """What tiktoken needs of a ``tokenizer.json``."""
+    """The content of a ``tokenizer.json`` that tiktoken needs."""
 
     pattern: str
     ranks: dict[bytes, int]
@@ -36,37 +36,37 @@ class TokenizerJson(NamedTuple):
     special: dict[str, int]
     """Id by name of each added token."""
     prefix_space: bool
-    """Whether a space is put before text that does not begin with one."""
+    """Whether a space is added before text that does not begin with one."""
 
 
 def read_tokenizer_json(file: Path) -> TokenizerJson:
-    """The content of a ``tokenizer.json``.
+    """Read a ``tokenizer.json``.
 
     Raises:
-        UserError: the file is not JSON, or tiktoken would not give the same ids for every text.
+        UserError: the file is damaged, or tiktoken would not give the same ids for every text.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return _read(content)
-    except _Unfit as error:
+    except _NotRepresentable as error:
         raise UserError(f"{file}: cannot be used exactly: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: damaged tokenizer.json ({type(error).__name__}: {error})") from error
 
 
-class _Unfit(Exception):
-    """Why tiktoken would not give the same ids."""
+class _NotRepresentable(Exception):
+    """The reason why tiktoken would not give the same ids."""
 
 
 def _require(holds: bool, reason: str) -> None:
     if not holds:
-        raise _Unfit(reason)
+        raise _NotRepresentable(reason)
 
 
 def _read(content: dict) -> TokenizerJson:
     model, kind = content["model"], content["model"].get("type", "BPE")
-    # tiktoken merges bytes by rank. The others choose among the pieces of a word (WordPiece: the longest from the
-    # left; Unigram: the most probable), so they would need an encoder and a decoder of their own.
+    # tiktoken merges bytes by rank. WordPiece takes the longest piece from the left, Unigram the most probable pieces;
+    # they would need an encoder and a decoder of their own.
     _require(
         kind == "BPE",
         f"its model is {kind}, which is not a list of byte merges; train a byte-level BPE on the same text "
@@ -78,17 +78,17 @@ def _read(content: dict) -> TokenizerJson:
     _require(not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix"), "it marks subwords")
     pattern, prefix_space = _pre_tokenizer(content.get("pre_tokenizer"))
     special = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    _require(all(name.strip() for name in special), "an added token of white space would be found inside text")
-    # A vocabulary may hold the added tokens too; they are never the result of merging text.
+    _require(all(name.strip() for name in special), "an added token is white space, which occurs in text")
+    # A vocabulary may also hold the added tokens, which merging never produces.
     vocabulary = {token: token_id for token, token_id in model["vocab"].items() if token not in special}
     ids = [*vocabulary.values(), *special.values()]
-    _require(all(type(one) is int and 0 <= one < _MOST_IDS for one in ids), f"an id is not in 0 to {_MOST_IDS - 1}")
+    _require(all(type(one) is int and 0 <= one < _MAX_ID for one in ids), f"an id is not in 0 to {_MAX_ID - 1}")
     _require(len(set(ids)) == len(ids), "two tokens share an id")
     return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, prefix_space)
 
 
 def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
-    """Ids by bytes, once merging by ids is shown to be merging by the list."""
+    """Return ids by token bytes, after checking that merging by id equals merging by the list."""
     to_byte = {character: byte for byte, character in byte_characters().items()}
     _require(all(c in to_byte for token in vocabulary for c in token), "a token holds characters outside byte level")
 
@@ -115,19 +115,19 @@ def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
 
 
 def _pre_tokenizer(pre_tokenizer: dict | None) -> tuple[str, bool]:
-    """The regex, and whether a space is put before the text; only forms whose cuts are known to be the same."""
+    """Return the regex, and whether a space is added before the text. Only forms that cut text equally are accepted."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
     kinds = [step["type"] for step in steps]
     _require(
         kinds in (["ByteLevel"], ["Split", "ByteLevel"]),
         f"its pre-tokenizer is {' + '.join(kinds) or 'absent'}; it must be ByteLevel, or a Split and ByteLevel",
     )
-    # A key that an older file lacks has the default of tokenizers.
+    # A key that an older file lacks has the default value of tokenizers.
     own_regex, prefix_space = (steps[-1].get(key, True) for key in ("use_regex", "add_prefix_space"))
     if len(steps) == 1:
         _require(own_regex, "its pre-tokenizer does not cut text into words (use_regex is false)")
         return GPT2_PATTERN, prefix_space
-    _require(not own_regex and not prefix_space, "its ByteLevel cuts again (use_regex) or adds a space behind a Split")
+    _require(not own_regex and not prefix_space, "its ByteLevel cuts again (use_regex) or adds a space after a Split")
     split = steps[0]
     _require(split["behavior"] == "Isolated" and not split.get("invert"), "its Split is not Isolated, or inverted")
     pattern = split["pattern"].get("Regex")
@@ -136,7 +136,7 @@ def _pre_tokenizer(pre_tokenizer: dict | None) -> tuple[str, bool]:
 
 
 def parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[bytes, ...]:
-    """The parts of a token when only merges of a rank below ``limit`` are made, lowest rank first."""
+    """Return the parts of a token after all merges with a rank below ``limit``, lowest rank first."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:
         candidates = [(ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1)]
@@ -148,7 +148,7 @@ def parts_below(ranks: dict[bytes, int], token: bytes, limit: int) -> tuple[byte
 
 
 def byte_characters() -> dict[int, str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Return the printable character of each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

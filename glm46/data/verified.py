@@ -1,13 +1,15 @@
-"""Reads from a shard that are compared with its checksums each time, on the very bytes that are handed on.
+"""Verified reads from a shard: every block is compared with its checksum each time it is read.
 
-A shard may be damaged while a run reads it, or may be one of so many that none was hashed at the start. What is read is
-copied first and verified then, so nothing can change between the two, and a file that was cut short is an error here,
-where a memory map would end the process.
+A shard may be damaged while a run reads it, and large sources are not hashed at the start. The bytes are copied first
+and then verified, so they cannot change in between. Reading a truncated file raises an error; a memory map would kill
+the process.
 """
 
 import os
+import weakref
 import zlib
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,22 +19,23 @@ from glm46.config.errors import UserError
 from glm46.data.shards import BLOCK_BYTES, open_shard
 
 _REMEDY = (
-    "nothing of it was trained on; restore the file, or remove the folder and prepare it again; the same command then "
-    "goes on from the newest checkpoint"
+    "these bytes were not trained on; restore the file, or remove the folder and prepare it again; the same command "
+    "then resumes from the newest checkpoint"
 )
 
 
 class VerifiedShard:
-    """One shard that is open for reading. Token ids must be below ``vocab_size``.
+    """One shard, open for reading. Token ids must be below ``vocab_size``.
 
     Raises:
-        UserError: as `open_shard`; and each method, naming file and bytes, when what it reads is damaged.
+        UserError: as `open_shard`; and by each method, with file and bytes, if the bytes that it reads are damaged.
     """
 
     def __init__(self, file: Path, vocab_size: int):
         shard = open_shard(file)
         self._file, self._vocab_size = file, vocab_size
         self._handle: BinaryIO | None = None
+        self._close: Callable[[], object] = lambda: None
         self._tokens = _Blocks(shard.tokens, shard.places["tokens"])
         self._ends = _Blocks(shard.doc_ends, shard.places["doc_ends"])
         self._ends.checksums = shard.places["checksums"]
@@ -40,13 +43,12 @@ class VerifiedShard:
         self._last_ends: list[int] | None = None
 
     def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+        """Close the file. The next read opens it again; it is also closed when this object is collected."""
+        self._close()
+        self._handle = None
 
     def tokens(self, low: int, high: int) -> np.ndarray:
-        """The tokens of a range, uint32 [high - low]."""
+        """Read the tokens of a range, uint32 [high - low]."""
         tokens = self._read(self._tokens, low, high)
         if len(tokens) and tokens.max() >= self._vocab_size:
             at = int(np.argmax(tokens >= self._vocab_size))
@@ -56,7 +58,7 @@ class VerifiedShard:
         return tokens
 
     def ends_in(self, low: int, high: int) -> np.ndarray:
-        """Places behind the last token of each document that ends in a range, int64 [n]: low < place <= high."""
+        """Read the exclusive ends of the documents that end in a range, int64 [n]: low < end <= high."""
         per_block = BLOCK_BYTES // 8
         if self._last_ends is None:
             self._last_ends = self.all_ends()[per_block - 1 :: per_block].tolist()
@@ -67,19 +69,19 @@ class VerifiedShard:
         return ends[start:stop]
 
     def all_ends(self) -> np.ndarray:
-        """Places behind the last token of every document, int64 [documents]."""
+        """Read the exclusive ends of all documents, int64 [documents]."""
         ends = self._read(self._ends, 0, self._ends.length)
         steps = np.diff(ends, prepend=0)
         if steps.min() <= 0 or ends[-1] != self._tokens.length:
             at = int(np.argmax(steps <= 0)) if steps.min() <= 0 else len(ends) - 1
             self._refuse(
-                self._ends.place + 8 * at, 8, f"document {at} ends at token {ends[at]}, the one before at "
+                self._ends.place + 8 * at, 8, f"document {at} ends at token {ends[at]}, the previous one at "
                 f"{ends[at] - steps[at]} of {self._tokens.length}",
             )  # fmt: skip
         return ends
 
     def _read(self, blocks: "_Blocks", low: int, high: int) -> np.ndarray:
-        """A verified copy of the items of a range."""
+        """Return a verified copy of the items of a range."""
         per_block = BLOCK_BYTES // blocks.dtype.itemsize
         first, last = low // per_block, -(-min(high, blocks.length) // per_block)
         size = min(last * per_block, blocks.length) * blocks.dtype.itemsize - first * BLOCK_BYTES
@@ -91,19 +93,20 @@ class VerifiedShard:
             block = data[start : start + BLOCK_BYTES]
             if zlib.crc32(block) != expected:
                 at = blocks.place + first * BLOCK_BYTES + start
-                self._refuse(at, len(block), f"not what was written, by its checksum at byte {place + 4 * number}")
+                self._refuse(at, len(block), f"do not match the checksum at byte {place + 4 * number}")
         return np.frombuffer(data, blocks.dtype)[low - first * per_block : high - first * per_block]
 
     def _pread(self, place: int, size: int) -> bytes:
         try:
             if self._handle is None:
-                # A plain file: many reads of a few pages each, at places without any order.
+                # Unbuffered: reads are short and in random order.
                 self._handle = self._file.open("rb", buffering=0)
+                self._close = weakref.finalize(self, self._handle.close)
             data = os.pread(self._handle.fileno(), size, place)
         except OSError as error:
             self._refuse(place, size, f"cannot be read ({error.strerror})")
         if len(data) < size:
-            self._refuse(place + len(data), size - len(data), "missing, the file was cut short")
+            self._refuse(place + len(data), size - len(data), "missing, the file is truncated")
         return data
 
     def _refuse(self, place: int, size: int, reason: str) -> None:
@@ -111,10 +114,10 @@ class VerifiedShard:
 
 
 class _Blocks:
-    """Where a tensor of a shard lies in its file."""
+    """Position and checksums of a tensor in the file of its shard."""
 
     def __init__(self, array: np.ndarray, place: int):
         self.dtype, self.length, self.place = array.dtype, len(array), place
         self.blocks = -(-array.nbytes // BLOCK_BYTES)
         self.checksums = 0
-        """First byte of the checksums of its blocks."""
+        """Offset of the checksums of its blocks in the file, in bytes."""

@@ -1,4 +1,4 @@
-"""Whether a text compiles, by the compilers that this machine has. Texts are compiled or parsed, never run."""
+"""Verify source code with the compilers of this machine. Texts are compiled or parsed, never run."""
 
 import hashlib
 import os
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 
-# Processor time of a compiler, which a busy machine does not move; a text that needs more does not compile.
+# Processor time of a compiler, independent of the machine's load; a text that needs more counts as not compiling.
 CPU_LIMIT_SECONDS = 10
 
-# By the clock, for a program that waits without computing; left out under a reason of its own.
+# Wall-clock limit for a compiler that waits without computing; the text is filtered with a reason of its own.
 WAIT_LIMIT_SECONDS = 120
 
-# An include of an endless device would fill the machine. Node reserves more than this and reads no other file.
+# Without it an include of an endless device would fill memory. Not set for node: it reserves more and includes nothing.
 _MEMORY_LIMIT_BYTES = 2 * 2**30
 
-# Language to its program and the argument lists to try, each for one file name; one that succeeds is enough. JavaScript
-# tells scripts from modules only by the name of the file. Without -e gofmt stops at ten faults, which is as good here.
+# Program of each language and the argument lists to try; the last argument is the file name. One success is enough:
+# JavaScript distinguishes scripts from modules only by the file name. Without -e gofmt stops after ten errors.
 COMPILERS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "c": ("gcc", (("-fsyntax-only", "-w", "-x", "c", "text.c"),)),
     "c++": ("g++", (("-fsyntax-only", "-w", "-x", "c++", "text.cc"),)),
@@ -33,36 +33,36 @@ COMPILERS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
 
 
 def require_compiler(language: str) -> None:
-    """Refuse a language of `COMPILERS` whose program is not on this machine.
+    """Check that the compiler of a language of `COMPILERS` is installed.
 
     Raises:
-        UserError: it is not found.
+        UserError: the program is not found.
     """
     if language in COMPILERS and shutil.which(program := COMPILERS[language][0]) is None:
         raise UserError(f"verify = '{language}': {program} is not on this machine; install it or set verify = 'none'")
 
 
 def verifier_version(language: str) -> str | None:
-    """What the verdicts on a language depend on besides the texts; None if on nothing.
+    """Return the version of a language's verifier; None if its result depends on the text only.
 
-    What the program says of its version; gofmt says nothing, so it is known by the hash of its file. Headers and
-    libraries that a text may include are not looked at.
+    The first line of ``--version``; gofmt has no such option and is identified by the hash of its file. Headers and
+    libraries that a text may include are not part of it.
     """
     if language == "python":
         return f"Python {platform.python_version()}"
     if language not in COMPILERS:
         return None
     file = shutil.which(COMPILERS[language][0])
-    told = subprocess.run([file, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if told.returncode == 0:
-        return told.stdout.strip().partition("\n")[0]
+    output = subprocess.run([file, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if output.returncode == 0:
+        return output.stdout.strip().partition("\n")[0]
     return f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
 
 
 def compile_fault(text: str, language: str) -> str | None:
-    """Why a text does not compile alone; None if it does.
+    """Return the reason if a text does not compile on its own, else None.
 
-    The program gets a folder of its own, no shell, no input, and limits of time and memory.
+    The compiler runs in a temporary folder without a shell or input, under limits of time and memory.
     """
     program, attempts = COMPILERS[language]
     fault = None
@@ -77,10 +77,10 @@ def compile_fault(text: str, language: str) -> str | None:
 
 
 def _status(command: list[str], folder: str) -> int | None:
-    """Exit status of a command; None if it was ended for the time it took."""
+    """Return the exit status of a command; None if it exceeded `WAIT_LIMIT_SECONDS`."""
 
     def limit() -> None:
-        # The drivers start further programs; those inherit these limits.
+        # Compiler drivers start further programs, which inherit these limits.
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if command[0] != "node":

@@ -1,74 +1,74 @@
-"""What is computed of one document: hashes of its runs of tokens, by which similar texts and evaluation text are found.
+"""Hashes of one document's n-grams of tokens, which find similar documents and evaluation text.
 
-Similar: MinHash over runs of tokens, in bands (arXiv math/9903042; Broder 1997). Two documents whose sets of runs
-overlap by a share s agree in some band with probability 1 - (1 - s^rows)^bands: 0.5 at about 0.72.
+Similar documents: MinHash over n-grams, in bands (arXiv math/9903042; Broder 1997). Two documents whose sets of n-grams
+have Jaccard similarity s agree in some band with probability 1 - (1 - s^rows)^bands, which is 0.5 at s = 0.72.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# As datatrove and FineWeb: fourteen bands of eight.
+from glm46.data.mixing import GOLDEN_GAMMA, MIX_1
+
+# Fourteen bands of eight rows, as in datatrove and FineWeb.
 BANDS, ROWS = 14, 8
-RUN_TOKENS = 8
-# The run that two texts share by copying only. Source: GPT-3, arXiv 2005.14165, appendix C.
+NGRAM_TOKENS = 8
+# Two texts share an n-gram of this length only by copying. Source: GPT-3, arXiv 2005.14165, appendix C.
 CONTAMINATION_TOKENS = 13
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_MIXER = np.uint64(0xBF58476D1CE4E5B9)
-# Any fixed odd factors: changing them changes which documents count as similar, so they belong to the format.
+# Any fixed odd factors work. Changing them changes which documents count as similar: raise `pipeline.PIPELINE` then.
 _RNG = np.random.Generator(np.random.PCG64(20260101))
 _FACTORS = _RNG.integers(0, 2**32, BANDS * ROWS, dtype=np.uint32) | np.uint32(1)
 _OFFSETS = _RNG.integers(0, 2**32, BANDS * ROWS, dtype=np.uint32)
-# The hash of a document falls into one of these; the first ones are held out.
+# Buckets of document hashes; the documents of the first ones are held out.
 _BUCKETS = 10_000
-# Runs at once: the table of all hash functions over them stays in the processor's cache.
+# N-grams hashed at once: the table of all hash functions over them fits into the processor's cache.
 _BLOCK = 512
 
 
-def run_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Hash of each run of ``length`` tokens, uint64 [n - length + 1]; of all tokens where there are fewer."""
+def ngram_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Hash each n-gram of ``length`` tokens, uint64 [n - length + 1]; a shorter document as one n-gram, uint64 [1]."""
     length = min(length, len(tokens))
     hashes = np.zeros(len(tokens) - length + 1, np.uint64)
     for i in range(length):
-        hashes *= _MULTIPLIER
+        hashes *= GOLDEN_GAMMA
         hashes += tokens[i : i + len(hashes)]
-    # The sum alone leaves the low bits of one token visible.
+    # Without mixing, the low bits would depend on the low bits of the tokens only.
     hashes ^= hashes >> np.uint64(32)
-    hashes *= _MIXER
+    hashes *= MIX_1
     return hashes ^ (hashes >> np.uint64(29))
 
 
 def band_hashes(tokens: np.ndarray) -> np.ndarray:
-    """The bands of one document's MinHash, uint64 [BANDS]. ``tokens`` uint32 [n], n > 0, without the end token."""
-    runs = (run_hashes(tokens, RUN_TOKENS) >> np.uint64(32)).astype(np.uint32)
+    """Return the MinHash bands of one document, uint64 [BANDS]. ``tokens`` uint32 [n], n > 0, without the end token."""
+    ngrams = (ngram_hashes(tokens, NGRAM_TOKENS) >> np.uint64(32)).astype(np.uint32)
     least = np.full(BANDS * ROWS, np.iinfo(np.uint32).max, np.uint32)
-    for start in range(0, len(runs), _BLOCK):
-        block = runs[None, start : start + _BLOCK] * _FACTORS[:, None]
+    for start in range(0, len(ngrams), _BLOCK):
+        block = ngrams[None, start : start + _BLOCK] * _FACTORS[:, None]
         block += _OFFSETS[:, None]
         np.minimum(least, block.min(axis=1), out=least)
     rows = least.reshape(BANDS, ROWS)
     bands = np.zeros(BANDS, np.uint64)
     for row in range(ROWS):
-        bands = bands * _MULTIPLIER + rows[:, row]
+        bands = bands * GOLDEN_GAMMA + rows[:, row]
     return bands
 
 
 def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """Whether documents belong to the validation split, by the first half of their hashes (uint64 [d]); bool [d]."""
+    """Return which documents are held out for validation, bool [d], by the first half of their hashes, uint64 [d]."""
     return hashes % np.uint64(_BUCKETS) < round(share * _BUCKETS)
 
 
-def evaluation_runs(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """All runs of evaluation text, sorted uint64, for `is_contaminated`. Shorter texts cannot be told from chance."""
-    runs = [run_hashes(d, CONTAMINATION_TOKENS) for d in documents if len(d) >= CONTAMINATION_TOKENS]
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *runs]))
+def evaluation_ngrams(documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the hashes of all n-grams of evaluation text, sorted uint64 [n]. Shorter texts would match by chance."""
+    ngrams = [ngram_hashes(d, CONTAMINATION_TOKENS) for d in documents if len(d) >= CONTAMINATION_TOKENS]
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *ngrams]))
 
 
 def is_contaminated(tokens: np.ndarray, evaluation: np.ndarray) -> bool:
-    """Whether a document shares a run with evaluation text."""
+    """Return whether a document shares an n-gram with evaluation text. ``evaluation`` is from `evaluation_ngrams`."""
     if not len(evaluation) or len(tokens) < CONTAMINATION_TOKENS:
         return False
-    hashes = run_hashes(tokens, CONTAMINATION_TOKENS)
+    hashes = ngram_hashes(tokens, CONTAMINATION_TOKENS)
     found = np.searchsorted(evaluation, hashes)
     return bool((evaluation[np.minimum(found, len(evaluation) - 1)] == hashes).any())

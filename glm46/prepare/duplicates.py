@@ -1,8 +1,8 @@
-"""Which documents are left out because an earlier one says the same, in memory that does not grow with their number.
+"""Find duplicate documents in memory that does not grow with their number.
 
-All is sorting, on disk where a setting's memory is not enough. Documents with one key are linked to the first of them.
-Links of similar documents are then rearranged, by the two steps of Kiveris et al. 2014 (Connected Components in
-MapReduce and Beyond, "alternating"), until each links a document to the first of all that are similar through others.
+All steps are sorts, on disk where the memory setting is too small. Documents with equal keys are linked to the first of
+them. Links of similar documents are then rearranged by the alternating large-star and small-star steps of Kiveris et
+al. 2014 (Connected Components in MapReduce and Beyond), until each document is linked to the first of its component.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,23 +15,23 @@ from glm46.files.array_file import map_arrays
 from glm46.prepare.document_hashes import BANDS
 from glm46.prepare.sorting import SortedRecords, differ_from_last
 
-# Sorts that are under way at once: one that is read, one that is filled, one that waits to be read.
+# Sorts that hold memory at once: one being read, one being filled, one waiting to be read.
 _SORTS_AT_ONCE = 3
 
 NewSort = Callable[[int], SortedRecords]
-"""Makes an empty `SortedRecords` of so many columns."""
+"""Makes an empty `SortedRecords` with the given number of columns."""
 
 
-class Copies:
-    """The copies among the documents of pieces, told piece by piece in their order."""
+class Duplicates:
+    """The duplicates among the documents of all pieces, given piece by piece in their order."""
 
     def __init__(self, pieces: Sequence[Path], memory_bytes: int, folder: Path):
-        """Find them.
+        """Find the duplicates.
 
         Args:
-            pieces: files of `make_part`; similar documents are looked for if they hold ``bands``.
-            memory_bytes: what this may hold at any time.
-            folder: on the disk that takes the rest: about 32 bytes per document, and as much per document left out.
+            pieces: files of `make_part`; similar documents are searched only if they hold ``bands``.
+            memory_bytes: memory that this object may hold at any time.
+            folder: for temporary files: about 32 bytes per document, and as many per duplicate.
         """
 
         def new_sort(columns: int) -> SortedRecords:
@@ -40,23 +40,23 @@ class Copies:
         equal = new_sort(1)
         for documents, _ in links((map_arrays(piece, SHARD_REMEDY)[0]["hashes"].T for piece in pieces), new_sort):
             equal.add([documents])
-        self._equal = _Numbers(block[0] for block in equal)
-        self._similar = _Numbers(iter(()))
+        self._equal = _SortedNumbers(block[0] for block in equal)
+        self._similar = _SortedNumbers(iter(()))
         if pieces and "bands" in map_arrays(pieces[0], SHARD_REMEDY)[0]:
-            self._similar = _Numbers(similar(lambda band: _band(pieces, band), new_sort))
+            self._similar = _SortedNumbers(similar(lambda band: _band(pieces, band), new_sort))
         self._next = 0
 
     def take(self, documents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the next so many documents, which equal an earlier one, and which are similar to one; bool each."""
+        """Return which of the next ``documents`` equal an earlier one, and which are similar to one; bool each."""
         first, self._next = self._next, self._next + documents
         return self._equal.take(first, self._next), self._similar.take(first, self._next)
 
 
 def similar(band: Callable[[int], Iterable[np.ndarray]], new_sort: NewSort) -> Iterator[np.ndarray]:
-    """Numbers of the documents that are similar to an earlier one, directly or through others; ascending, uint64.
+    """Yield the numbers of documents that are similar to an earlier one, directly or through others; ascending, uint64.
 
     Args:
-        band: gives one band of all documents in order, in arrays uint64 [n]; asked for one at a time.
+        band: returns one band of all documents in order, in arrays uint64 [n]; called for one band at a time.
     """
     edges = new_sort(2)
     for number in range(BANDS):
@@ -64,14 +64,14 @@ def similar(band: Callable[[int], Iterable[np.ndarray]], new_sort: NewSort) -> I
             _add_both_ways(edges, documents, firsts)
     moved = 1
     while moved:
-        moved, edges = _shorten(edges, new_sort)
+        moved, edges = _star_steps(edges, new_sort)
     for document, other in edges:
-        # Each is linked to one, which is linked to none before it.
+        # Each duplicate has one edge to an earlier document: the first of its component.
         yield document[other < document]
 
 
 def links(keys: Iterable[np.ndarray], new_sort: NewSort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every document whose key an earlier one has, and the first that has it; uint64 [n] each, in any order.
+    """Yield every document that has the key of an earlier one, and the first with that key; uint64 [n] each, unordered.
 
     Args:
         keys: of all documents in order, uint64 [columns, n] each.
@@ -88,17 +88,21 @@ def links(keys: Iterable[np.ndarray], new_sort: NewSort) -> Iterator[tuple[np.nd
             yield documents[later], firsts[later]
 
 
-def _shorten(edges: SortedRecords, new_sort: NewSort) -> tuple[int, SortedRecords]:
-    """One round over edges that are there both ways: how many were moved, and all of them both ways again."""
+def _star_steps(edges: SortedRecords, new_sort: NewSort) -> tuple[int, SortedRecords]:
+    """One large-star and one small-star step. ``edges`` and the result hold each edge in both directions.
+
+    Returns:
+        The number of edges that were moved, and the new edges.
+    """
     moved, large, small = 0, new_sort(2), new_sort(2)
-    # Whoever comes behind a document is linked to the first around that document,
+    # Large star: link the later neighbours of each document to the first document around it.
     for (document,), other, lowest in _with_firsts(edges):
         behind = other > document
         document, other, lowest = document[behind], other[behind], lowest[behind]
         lowest = np.minimum(document, lowest)
         moved += int((lowest != document).sum())
         large.add([other, lowest])
-    # and whoever comes before it, and itself, to the first of these.
+    # Small star: link the earlier neighbours, and the document itself, to the first of them.
     for (document,), other, lowest in _with_firsts(large):
         is_lowest = other == lowest
         moved += len(is_lowest) - int(is_lowest.sum())
@@ -112,9 +116,9 @@ def _add_both_ways(edges: SortedRecords, one: np.ndarray, two: np.ndarray) -> No
 
 
 def _with_firsts(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Keys and values of sorted records, and with each the value of the first record that has its key.
+    """Yield keys and values of sorted records, and for each the value of the first record with its key.
 
-    The last column of the blocks is the value, those before it are the key.
+    The last column of a block holds the values, the columns before it the keys.
     """
     last: tuple[np.ndarray, np.uint64] | None = None
     for block in blocks:
@@ -132,14 +136,14 @@ def _band(pieces: Sequence[Path], band: int) -> Iterator[np.ndarray]:
         yield map_arrays(piece, SHARD_REMEDY)[0]["bands"][band]
 
 
-class _Numbers:
-    """Ascending numbers, asked for range by range."""
+class _SortedNumbers:
+    """Ascending numbers, read range by range."""
 
     def __init__(self, blocks: Iterator[np.ndarray]):
         self._blocks, self._rest = blocks, np.empty(0, np.uint64)
 
     def take(self, first: int, stop: int) -> np.ndarray:
-        """Which numbers of the next range are there, bool [stop - first]."""
+        """Return which numbers of the next range are present, bool [stop - first]."""
         found = np.zeros(stop - first, bool)
         while True:
             count = int(np.searchsorted(self._rest, np.uint64(stop)))

@@ -1,4 +1,4 @@
-"""Whether a worked answer ends in the right result. Nothing is evaluated: results are compared as numbers or text."""
+"""Verify the final result of a worked solution. Nothing is evaluated: results are compared as numbers or as text."""
 
 import re
 from fractions import Fraction
@@ -7,23 +7,23 @@ _MARKS = re.compile(r"####\s*(.+)|(?:the|final)\s+answer\s*(?:is|:)\s*(.+)", re.
 _DIGITS = r"(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)({_DIGITS})(?:/({_DIGITS}))?")
 
-# Spacing, sizes and signs that change nothing in what an expression says.
-_WITHOUT_MEANING = re.compile(
+# Spacing, sizes and signs that do not change the value of an expression.
+_FORMATTING = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[ ,;!:()\[\]]|\\q?quad|\^\{?\\circ\}?|\\?[$%]|[°\s]"
 )
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 
-# Beyond that a number is compared as text: Python takes no longer text for an integer.
-_MOST_DIGITS = 4_000
+# Longer numbers are compared as text: Python refuses to convert longer strings to integers.
+_MAX_DIGITS = 4_000
 
 
 def maths_fault(text: str, answer: str | None) -> str | None:
-    """Why a worked answer does not end in the known one; None if it does.
+    """Return the reason if a solution does not end in the known result, else None.
 
     Args:
-        text: a problem with its solution; see `final_answer` for how the result is found.
-        answer: the known result, alone or at the end of a solution of its own.
+        text: a problem with its solution; `final_answer` extracts the result.
+        answer: the known result, alone or at the end of a solution.
     """
     if answer is None or not answer.strip():
         return "no answer to check against"
@@ -34,8 +34,8 @@ def maths_fault(text: str, answer: str | None) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a solution gives as its result: the last ``\boxed{...}``, else what stands behind the last ``####`` (as in
-    GSM8K) or "answer is", up to the end of its line; None if there is none of them."""
+    r"""Return the result of a solution: the last ``\boxed{...}``, else the rest of the line after the last ``####`` (in
+    GSM8K) or "answer is"; None without any of them."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0 and (inside := _braced(text, text.index("{", start))) is not None:
         return inside
@@ -44,15 +44,15 @@ def final_answer(text: str) -> str | None:
 
 
 def same_answer(one: str, other: str) -> bool:
-    r"""Whether two results say the same: equal as rational numbers ("0.5", ``\frac{1}{2}``, "1,000"), else equal text
-    without spacing, units and dollar or percent signs."""
+    r"""Return whether two results are equal, as rational numbers ("0.5", ``\frac{1}{2}``, "1,000") or else as text
+    without spacing, units, dollar and percent signs."""
     one, other = _plain(one), _plain(other)
     first, second = _as_number(one), _as_number(other)
     return one == other if first is None or second is None else first == second
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What is between the brace at ``start`` and its partner."""
+    """Return the text between the brace at ``start`` and the matching one; None if there is no match."""
     depth = 0
     for place in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -63,16 +63,16 @@ def _braced(text: str, start: int) -> str | None:
 
 def _plain(answer: str) -> str:
     if words := _UNIT.fullmatch(answer.strip(" $")):
-        # Nothing but words: they are the answer.
+        # The whole answer is text, so the text is not a unit.
         answer = words[1]
     answer = _UNIT.sub("", answer.replace("{,}", ","))
     answer = _FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", answer)
-    return _WITHOUT_MEANING.sub("", answer).rstrip(".").casefold()
+    return _FORMATTING.sub("", answer).rstrip(".").casefold()
 
 
 def _as_number(plain: str) -> Fraction | None:
     match = _NUMBER.fullmatch(plain)
-    if match is None or len(plain) > _MOST_DIGITS:
+    if match is None or len(plain) > _MAX_DIGITS:
         return None
     sign, top, bottom = match[1], match[2].replace(",", ""), (match[3] or "1").replace(",", "")
     if not (divisor := Fraction(bottom)):

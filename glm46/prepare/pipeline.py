@@ -1,8 +1,8 @@
-"""From files of text to a folder of shards: read, tokenise in parallel, drop duplicates, split, shard, manifest.
+"""Turn files of text into a folder of shards: read, tokenize in parallel, remove duplicates, split, write, manifest.
 
-Work happens in ``<output>.partial`` and is published by one rename, so a folder with the final name is always whole.
-Every finished part of the work is a file there; a run that was killed goes on behind the last one. The result depends
-on text, settings and tokenizer only, not on the number of processes or on interruptions.
+Work happens in ``<output>.partial`` and is published by one rename, so a folder with the final name is always complete.
+Each finished piece of work is a file there; a killed run continues after the last one. The result depends on text,
+settings and tokenizer only, not on the number of processes or on interruptions.
 """
 
 import errno
@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from glm46.config.data import Source
 from glm46.config.errors import UserError
+from glm46.config.run_config import RunConfig
 from glm46.config.text_recipe import TextRecipe
+from glm46.data.corpus import load_text
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.data.pack_plans import keep_plan
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,64 +27,73 @@ from glm46.files.durable import sync_folder
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.prepare.compilers import require_compiler, verifier_version
-from glm46.prepare.embedded import BUILTIN
-from glm46.prepare.fim import require_fim_tokens
+from glm46.prepare.documents import require_fim_tokens
+from glm46.prepare.input_files import BUILTIN, find_files
 from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
-from glm46.prepare.readers import Part, find_files, parts_of, with_line
+from glm46.prepare.readers import InputPart, parts_of, with_line
 from glm46.prepare.sharding import write_splits
 from glm46.prepare.workers import call_in_workers
 
-# Raised when the same text and settings would give other bytes than before.
+# Version of the shards' content. Raise it when the same text and settings give different bytes than before.
 PIPELINE = 3
 
-_EMBEDDED_HELD_OUT = 0.02
 
+def prepare_run(config: RunConfig, *, report: Callable[[str], None]) -> dict[str, Manifest]:
+    """Make the missing sources of a run that have a recipe, and verify all sources.
 
-def prepare_source(source: str, output: Path, tokenizer: Tokenizer, *, report: Callable[[str], None]) -> Manifest:
-    """Make the shards of an embedded source unless they are there, and return their manifest.
-
-    Two processes may call this at once: one works, the other waits and takes the result.
-
-    Args:
-        source: "python_stdlib" or "python_packages".
-        output: folder to make. Unfinished work lies beside it under the same name with ``.partial``.
-        tokenizer: from `load_tokenizer`; worker processes load it again from its path.
-        report: takes lines of text for the user. On a terminal a progress bar is drawn besides.
+    Returns:
+        The manifest of each source, by its name.
 
     Raises:
-        UserError: unknown source, or ``output`` holds something else.
+        UserError: all faults of the tokenizer and the sources. Faults that do not depend on missing sources are raised
+            before any source is made.
     """
-    recipe = TextRecipe(
-        input=(f"{BUILTIN}{source}",), output=str(output), name=source, tokenizer=tokenizer.path,
-        held_out=_EMBEDDED_HELD_OUT, deduplicate="exact",
-    )  # fmt: skip
-    with _disk_faults_named(Path(output)), _only_one(Path(output), report):
-        return _existing(recipe, tokenizer) or _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+    missing = [s for s in config.data.sources if s.recipe is not None and not Path(s.path).exists()]
+    present = tuple(source for source in config.data.sources if source not in missing)
+    data = config.data.model_copy(update={"sources": present})
+    _, manifests = load_text(config.model_copy(update={"data": data}))
+    for source in present:
+        if source.recipe is not None:
+            require_recipe(manifests[source.name], _text_recipe(source, config))
+    for source in missing:
+        prepare_text(_text_recipe(source, config), report=report)
+    return load_text(config)[1] if missing else manifests
+
+
+def _text_recipe(source: Source, config: RunConfig) -> TextRecipe:
+    return TextRecipe(
+        **source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=config.model.tokenizer_path
+    )
 
 
 def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:
-    """Make the shards that a recipe describes unless they are there, and return their manifest.
+    """Make the shards of a recipe unless they exist, and return their manifest.
+
+    Two processes may call this at once for one output: one works, the other waits and uses the result.
+
+    Args:
+        report: receives lines of text for the user. On a terminal a progress bar is shown too.
 
     Raises:
-        UserError: a setting or a file that cannot be used, more bad documents than allowed, or ``output`` holds
-            something else. What was done until then is kept for the next start.
+        UserError: a setting or a file cannot be used, more bad documents than ``max_bad``, or ``output`` holds
+            something else. Finished work is kept for the next start.
     """
     tokenizer = load_tokenizer(recipe.tokenizer)
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
     require_fim_tokens(recipe, tokenizer)
-    with _disk_faults_named(Path(recipe.output)), _only_one(Path(recipe.output), report):
+    with _disk_errors_explained(Path(recipe.output)), _exclusive(Path(recipe.output), report):
         manifest = _existing(recipe, tokenizer)
         if manifest:
             require_recipe(manifest, recipe)
-            report(f"{recipe.output}: prepared before, nothing to do; remove the folder to make it again")
+            report(f"{recipe.output}: already prepared; remove the folder to make it again")
             _plan_packs(recipe, manifest)
             return manifest
         require_compiler(recipe.verify)
-        return _prepare(recipe, find_files(recipe.input, "input"), tokenizer, report)
+        return _prepare(recipe, tokenizer, report)
 
 
 def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
-    """Refuse a recipe that says other things than the one that the shards were made by.
+    """Check that the shards were made with this recipe.
 
     Raises:
         UserError: one fault per key that differs.
@@ -90,7 +102,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
     faults = [
         f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the folder or give another path"
         for key, new in _settings(recipe).items()
-        # A key that is younger than the shards had its default.
+        # A key that was added after the shards were made had its default.
         if (old := manifest.settings.get(key, defaults[key])) != new
     ]
     if faults:
@@ -98,11 +110,11 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 
 def _settings(recipe: TextRecipe) -> dict:
-    """What decides the bytes; where they go and who makes them does not, and texts and tokenizer are known by hash."""
-    who_and_where = {
+    """Return the keys that decide the bytes of the shards. Texts and tokenizer are identified by hash instead."""
+    without_effect = {
         "input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer", "pack_lengths",
     }  # fmt: skip
-    return recipe.model_dump(mode="json", exclude=who_and_where)
+    return recipe.model_dump(mode="json", exclude=without_effect)
 
 
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
@@ -112,20 +124,19 @@ def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
     manifest = load_manifest(output)
     manifest.require_tokenizer(tokenizer.fingerprint)
     if manifest.source != recipe.name:
-        raise UserError(f"{output}: holds the source '{manifest.source}', not '{recipe.name}'; choose another path")
+        raise UserError(f"{output}: holds the source '{manifest.source}', not '{recipe.name}'; give another path")
     return manifest
 
 
-def _prepare(
-    recipe: TextRecipe, files: Sequence[Path], tokenizer: Tokenizer, report: Callable[[str], None]
-) -> Manifest:
+def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], None]) -> Manifest:
     started = time.monotonic()
+    files = find_files(recipe.input, "input")
     output, parts = Path(recipe.output), parts_of(files, recipe.text_key)
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
     if version := verifier_version(recipe.verify):
         settings["verifier"] = version
-    # How text is cut into parts and pieces changes no shard, but work that was cut otherwise cannot go on.
+    # The cuts into parts and pieces do not change the shards, but unfinished work with other cuts cannot be continued.
     cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((p.start, p.stop) for p in parts)]
     key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, cuts)
     partial = _partial_folder(output, key)
@@ -137,14 +148,14 @@ def _prepare(
     splits = write_splits(pieces, partial, recipe.held_out, metadata, tally, memory)
     if not sum(split.documents for split in splits.values()):
         raise UserError(
-            f"{recipe.name}: no document is left of {len(files)} files; {_summary(tally) or 'all are empty'}"
+            f"{recipe.name}: no documents remain of {len(files)} files; {_summary(tally) or 'all are empty'}"
         )
     if not splits["train"].documents:
         raise UserError(
-            f"{recipe.name}: no document is left to train on, held_out = {recipe.held_out} keeps all "
-            f"{splits['validation'].documents} for validation; give more documents, or held_out = 0"
+            f"{recipe.name}: held_out = {recipe.held_out} holds out all {splits['validation'].documents} documents; "
+            "give more documents, or held_out = 0"
         )
-    counts = {reason: number for table in (tally.bad, tally.dropped) for reason, (number, _) in table.items()}
+    counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
     save_manifest(
         Manifest(
             folder=partial, source=recipe.name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
@@ -165,15 +176,15 @@ def _prepare(
 
 
 def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
-    """The plans that a recipe asks for, where there is text to pack."""
+    """Make the packing plans of ``pack_lengths``."""
     for length in recipe.pack_lengths if manifest.splits["train"].tokens else ():
         keep_plan(manifest, length)
 
 
 def _make_parts(
-    parts: Sequence[Part], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
+    parts: Sequence[InputPart], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
 ) -> tuple[list[Path], Tally]:
-    """Tokenise all parts in worker processes; returns the files of their pieces in order.
+    """Tokenize all parts in worker processes; return the files of their pieces in order, and the tally.
 
     Raises:
         UserError: more bad documents than the recipe allows.
@@ -187,8 +198,8 @@ def _make_parts(
     tallies: dict[int, Tally] = {}
     bad = 0
     total = sum(part.size_bytes for part in parts)
-    # Closed at once on an error: what is done is kept, what waits is not started.
-    with closing(results), bytes_progress(f"tokenising {recipe.name}", total, report) as advance:
+    # `closing` stops the workers at once on an error; finished pieces stay on disk.
+    with closing(results), bytes_progress(f"tokenizing {recipe.name}", total, report) as advance:
         for number, (size, tallies[number]) in results:
             advance(size)
             bad += sum(count for count, _ in tallies[number].bad.values())
@@ -198,7 +209,7 @@ def _make_parts(
 
 
 def _sum(tallies: dict[int, Tally]) -> Tally:
-    """In the order of the parts, whichever was done first."""
+    """Add the tallies in the order of the parts, so that the result does not depend on which part finished first."""
     total = Tally()
     for _, tally in sorted(tallies.items()):
         total.add(tally)
@@ -207,19 +218,19 @@ def _sum(tallies: dict[int, Tally]) -> Tally:
 
 def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
     number = sum(count for count, _ in bad.values())
-    # A file of the embedded sources that cannot be read is no reason to stop: nobody chose it.
+    # Unreadable files of embedded sources are not an error: the user did not choose them.
     if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
-            f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; mend them or raise max_bad",
+            f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; fix them, or raise max_bad",
             *(f"{reason}: {count}, such as {_named(places)}" for reason, (count, places) in bad.items()),
         )
 
 
 def _summary(tally: Tally) -> str:
-    """What was left out and why, one reason per line."""
+    """List the skipped documents by reason, one line each."""
     lines = [
-        f"left out, {reason}: {number} documents" + (f", such as {_named(places)}" if places else "")
-        for table in (tally.bad, tally.dropped)
+        f"skipped, {reason}: {number} documents" + (f", such as {_named(places)}" if places else "")
+        for table in (tally.bad, tally.filtered)
         for reason, (number, places) in table.items()
     ]
     return "\n".join(lines)
@@ -230,7 +241,7 @@ def _named(places: Sequence[str]) -> str:
 
 
 def _partial_folder(output: Path, key: str) -> Path:
-    """The folder of unfinished work, with what an interrupted run of the same work left in it."""
+    """Return the folder of unfinished work. Pieces of an interrupted run are kept only if its key is the same."""
     partial = output.with_name(output.name + ".partial")
     key_file = partial / "key"
     if partial.exists() and not (key_file.is_file() and key_file.read_text() == key):
@@ -249,19 +260,19 @@ def _publish(partial: Path, output: Path) -> None:
 
 
 def _key(*facts) -> str:
-    """One name for everything that the result depends on."""
+    """Hash everything that the result depends on."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _listing(files: Sequence[Path]) -> list:
-    """Names, sizes and times of files: work on text that has changed since is not reused."""
+    """Return names, sizes and times of files: unfinished work on changed text is not reused."""
     stats = ((str(file), os.stat(file)) for file in files)
     return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
 
 @contextmanager
-def _disk_faults_named(output: Path) -> Iterator[None]:
-    """A disk that is full or closed to us is the user's to mend; nothing of the final name is there then."""
+def _disk_errors_explained(output: Path) -> Iterator[None]:
+    """Turn errors of a full or read-only disk into a UserError. ``output`` does not exist then."""
     try:
         yield
     except OSError as error:
@@ -270,13 +281,13 @@ def _disk_faults_named(output: Path) -> Iterator[None]:
         free = shutil.disk_usage(next(folder for folder in output.absolute().parents if folder.exists())).free
         raise UserError(
             f"{error.filename or output}: {error.strerror} while preparing {output} ({free / 1e6:,.0f} MB are free); "
-            "make room or name another place, and give the same command again: what is finished is kept"
+            "free disk space, or give another path; the same command then continues after the finished work"
         ) from error
 
 
 @contextmanager
-def _only_one(output: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock on the making of ``output``; the system frees it when a process dies."""
+def _exclusive(output: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock for making ``output``. The operating system releases it when a process dies."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     if not lock.acquire(timeout_seconds=0.0):

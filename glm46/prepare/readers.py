@@ -1,13 +1,10 @@
-"""What there is to read, cut into parts that processes can take, and the documents of one part.
+"""Readers: cut input files into parts for the worker processes, and read the documents of one part.
 
-JSON lines, JSON arrays of rows, Parquet and plain text; gzip and zstd around any but Parquet. What an optional package
-reads is refused with its name where the package is missing.
+Formats: JSON lines, JSON arrays of rows, Parquet and plain text; all but Parquet may be compressed with gzip or zstd.
 """
 
 import codecs
-import glob
 import gzip
-import importlib.util
 import io
 import json
 import re
@@ -16,32 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.prepare.embedded import BUILTIN, embedded_files
 
-# Text per part where the input can be cut: the unit of parallel work.
+# Target size of a part, the unit of parallel work.
 PART_BYTES = 4_000_000
 
 _LINES = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
-_EXTRA = {".zst": "zstandard", ".parquet": "pyarrow"}
 
+# Bytes read of a .json file to detect whether it holds rows.
 _HEAD_BYTES = 1 << 20
-"""Bytes in which a .json file shows whether it holds rows."""
 
-
-# The reason of a document with nothing but white space.
+# The reason of a document that holds only white space.
 EMPTY = "empty"
 
 
 class BadDocument(Exception):
-    """A document that cannot be read: the reason under which it is counted, and where it is."""
+    """A document that cannot be read. Arguments: the reason that it is counted under, and its place."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of the input: whole files of one text each, a byte range of one file of lines, or one file of rows.
+class InputPart:
+    """One part of the input: whole text files, a byte range of one file of lines, or one file of rows.
 
-    A compressed file and a file of rows are one part each. A line belongs to the range that its first byte is in.
+    A compressed file and a file of rows are one part each. A line belongs to the range that holds its first byte.
     """
 
     kind: str
@@ -53,55 +47,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """One text, where it came from, and the known result beside it, if one was asked for."""
+    """One text, its place in the input, and its known result if ``answer_key`` was given."""
 
     text: str
     place: str
     answer: str | None = None
 
 
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files that names, folders and globs mean, each once, in sorted order. Of a folder, no hidden file or folder.
+def parts_of(files: Sequence[Path], text_key: str) -> list[InputPart]:
+    """Cut files into parts of about `PART_BYTES`, in the order of the files.
 
     Args:
-        patterns: as a user wrote them; ``builtin:NAME`` is an embedded source.
-        key: the setting they come from, for messages.
-
-    Raises:
-        UserError: a pattern without a file, or a file that needs a package which is not installed.
-    """
-    found: dict[Path, Path] = {}
-    faults = []
-    for pattern in patterns:
-        if pattern.startswith(BUILTIN):
-            found.update({file: file for file in embedded_files(pattern.removeprefix(BUILTIN))})
-            continue
-        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        files = [f for name in names for f in (_below(Path(name)) if Path(name).is_dir() else [Path(name)])]
-        files = [file for file in files if file.is_file()]
-        if not files:
-            hint = "; hidden files of a folder are left out" if Path(pattern).is_dir() else ""
-            faults.append(f"{key} = '{pattern}': no file of that name; give a file, a folder or a glob{hint}")
-        # Links often lead to one file many times, and one file twice is a duplicate that costs reading.
-        found.update({file.resolve(): file for file in files})
-    for suffix, package in _EXTRA.items():
-        if importlib.util.find_spec(package) is None and (needs := [f for f in found if _suffix(f) == suffix]):
-            faults.append(f"{needs[0]}: reading {suffix} needs {package}; pip install 'glm46[data]'")
-    if faults:
-        raise UserError(*faults)
-    return sorted(found)
-
-
-def _below(folder: Path) -> list[Path]:
-    inside = sorted(folder.rglob("*"))
-    return [path for path in inside if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
-
-
-def parts_of(files: Sequence[Path], text_key: str) -> list[Part]:
-    """Parts of about `PART_BYTES`, in the order of the files.
-
-    Args:
-        text_key: field of the text in a row; a .json file that has it is read as rows.
+        text_key: field of the text in a row; a .json file that has this field is read as rows.
     """
     parts, texts, size = [], [], 0
     for file in files:
@@ -111,26 +68,26 @@ def parts_of(files: Sequence[Path], text_key: str) -> list[Part]:
             texts.append(str(file))
             size += file_size
         if texts and (kind != "text" or size >= PART_BYTES):
-            parts.append(Part("text", tuple(texts), 0, 0, size))
+            parts.append(InputPart("text", tuple(texts), 0, 0, size))
             texts, size = [], 0
         if kind == "lines" and _suffix(file) not in _COMPRESSED:
             for start in range(0, file_size, PART_BYTES):
                 stop = min(start + PART_BYTES, file_size)
-                parts.append(Part(kind, (str(file),), start, stop, stop - start))
+                parts.append(InputPart(kind, (str(file),), start, stop, stop - start))
         elif kind != "text":
-            parts.append(Part(kind, (str(file),), 0, 2**62, file_size))
-    return [*parts, Part("text", tuple(texts), 0, 0, size)] if texts else parts
+            parts.append(InputPart(kind, (str(file),), 0, 2**62, file_size))
+    return [*parts, InputPart("text", tuple(texts), 0, 0, size)] if texts else parts
 
 
-def read_part(part: Part, text_key: str, answer_key: str | None = None) -> Iterator[Document | BadDocument]:
-    """The documents of a part in order; a bad one is given as the exception that says why.
+def read_part(part: InputPart, text_key: str, answer_key: str | None = None) -> Iterator[Document | BadDocument]:
+    """Yield the documents of a part in order, and a `BadDocument` in the place of each one that cannot be read.
 
     Args:
         text_key: field or column of the text.
-        answer_key: that of a known result, read as well. A line without it gives none; a text file has none.
+        answer_key: field or column of the known result. A row without it, and a text file, give no result.
 
     Raises:
-        UserError: the file itself is broken: a damaged archive, or a Parquet file without the column.
+        UserError: the whole file is unusable: a damaged archive, or a Parquet file without the column.
     """
     if part.kind == "text":
         for file in part.files:
@@ -155,12 +112,12 @@ def _kind(file: Path, text_key: str) -> str:
 
 
 def _json_kind(file: Path, text_key: str) -> str:
-    """An array or lines of rows where the first row has the text's field; any other .json file is a text."""
+    """Return "array" or "lines" if the first row of a .json file has the field of the text, else "text"."""
     try:
         with _open(file) as handle:
             head = handle.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     except _archive_errors(file):
-        return "text"  # refused with its name when it is read
+        return "text"  # reading it raises the error
     if re.match(rb"\[\s*\{", head):
         return "array" if re.search(re.escape(json.dumps(text_key).encode()) + rb"\s*:", head) else "text"
     try:
@@ -171,7 +128,7 @@ def _json_kind(file: Path, text_key: str) -> str:
 
 
 def with_line(place: str) -> str:
-    """The place of a bad document with the number of its line where it says a byte."""
+    """Replace the byte offset in the place of a bad document by its line number, unless the file is compressed."""
     file, found, byte = place.rpartition(" byte ")
     if not found or _suffix(Path(file)) in _COMPRESSED:
         return place
@@ -191,7 +148,7 @@ def _open(file: Path):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Text of a .zst file. Its own stream ends without a word in a file that was cut; this one raises EOFError."""
+    """Raw stream of a .zst file that raises EOFError if the file is truncated; zstandard's own stream just ends."""
 
     def __init__(self, file: Path):
         import zstandard
@@ -224,7 +181,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _archive_errors(file: Path) -> tuple[type[Exception], ...]:
-    """What a damaged archive raises while it is read."""
+    """Return the exceptions that reading a damaged archive raises."""
     if _suffix(file) == ".zst":
         import zstandard
 
@@ -238,7 +195,7 @@ def _read_whole(file: Path) -> bytes:
         with _open(file) as handle:
             return handle.read()
     except _archive_errors(file) as error:
-        raise UserError(f"{file}: damaged archive ({error}); remove it or fetch it again") from error
+        raise UserError(f"{file}: damaged archive ({error}); remove it, or download it again") from error
 
 
 def _text(data: bytes, place: str) -> Document | BadDocument:
@@ -249,24 +206,24 @@ def _text(data: bytes, place: str) -> Document | BadDocument:
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
-def _lines(part: Part, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+def _lines(part: InputPart, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
     file = Path(part.files[0])
     position, number = 0, 0
     try:
         with _open(file) as handle:
             if part.start:
-                # The line that the byte before the range belongs to is not ours, unless it ends there.
+                # The line that holds the byte before the range belongs to the previous part, unless it ends there.
                 handle.seek(part.start - 1)
                 position = part.start - 1 + len(handle.readline())
             while position < part.stop and (line := handle.readline()):
                 number += 1
-                # Lines before a range are not counted here, see `with_line`.
+                # The line number is unknown inside a range; `with_line` finds it when it is shown.
                 place = f"{file} byte {position}" if part.start else f"{file} line {number}"
                 yield from _json_line(line, place, text_key, answer_key)
                 position += len(line)
     except _archive_errors(file) as error:
         raise UserError(
-            f"{file}: damaged archive near text byte {position} ({error}); remove it or fetch it again"
+            f"{file}: damaged archive near text byte {position} ({error}); remove it, or download it again"
         ) from error
 
 
@@ -289,7 +246,7 @@ def _array(file: Path, text_key: str, answer_key: str | None) -> Iterator[Docume
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{file}: a damaged array of rows ({error}); mend it, or write one row a line and call it .jsonl"
+            f"{file}: damaged array of rows ({error}); fix it, or write one row per line as .jsonl"
         ) from error
     for number, row in enumerate(rows):
         yield _row(row, f"{file} row {number}", text_key, answer_key)
@@ -303,10 +260,10 @@ def _row(row: object, place: str, text_key: str, answer_key: str | None) -> Docu
 def _field(text: object, place: str, text_key: str, answer: object) -> Document | BadDocument:
     if not isinstance(text, str):
         return BadDocument(f"no text in field '{text_key}'", place)
-    # JSON can spell half a surrogate pair, which is no character and has no UTF-8.
+    # JSON can hold one half of a surrogate pair, which has no UTF-8 encoding.
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         return BadDocument("not UTF-8", place)
-    # Results are often stored as numbers; true and false are none.
+    # Results are often stored as numbers; bool is an int in Python, but not a result.
     answer = str(answer) if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else None
     return Document(text, place, answer) if text.strip() else BadDocument(EMPTY, place)
 
@@ -320,12 +277,12 @@ def _rows(file: str, text_key: str, answer_key: str | None) -> Iterator[Document
             columns = {"text_key": text_key} | ({"answer_key": answer_key} if answer_key else {})
             for key, column in columns.items():
                 if column not in table.schema_arrow.names:
-                    there = ", ".join(table.schema_arrow.names[:8])
-                    raise UserError(f"{file}: no column '{column}'; it has {there}; set {key}")
+                    names = ", ".join(table.schema_arrow.names[:8])
+                    raise UserError(f"{file}: no column '{column}'; its columns are {names}; set {key}")
             number = 0
             for batch in table.iter_batches(batch_size=256, columns=list(columns.values())):
                 for row in batch.to_pylist():
                     yield _field(row[text_key], f"{file} row {number}", text_key, row.get(answer_key))
                     number += 1
     except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: damaged Parquet file ({error}); remove it or fetch it again") from error
+        raise UserError(f"{file}: damaged Parquet file ({error}); remove it, or download it again") from error

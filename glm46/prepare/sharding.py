@@ -1,4 +1,4 @@
-"""The last half of preparing text: parts without duplicates, split by document hash, into shards of bounded size."""
+"""The serial half of preparing text: remove duplicates, split by document hash, write shards of bounded size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,15 +9,15 @@ from glm46.data.manifest import ShardEntry, Split
 from glm46.data.shards import SHARD_REMEDY, write_shard
 from glm46.files.array_file import map_arrays
 from glm46.prepare.document_hashes import is_held_out
-from glm46.prepare.duplicates import Copies
+from glm46.prepare.duplicates import Duplicates
 from glm46.prepare.parts import Tally
 
-# A shard is closed at the first part that brings it to this; 128 MiB on disk, the memory that writing needs.
+# A shard is written when it reaches this size: 128 MiB on disk, and the memory that writing needs.
 SHARD_TOKENS = 2**25
 
 
 class SplitWriter:
-    """Collects documents of one split and writes a shard whenever enough are there."""
+    """Collects the documents of one split and writes a shard each time `SHARD_TOKENS` is reached."""
 
     def __init__(self, folder: Path, name: str, metadata: dict[str, str]):
         self._folder, self._name, self._metadata = folder, name, metadata | {"split": name}
@@ -27,7 +27,7 @@ class SplitWriter:
         self._entries: list[ShardEntry] = []
 
     def add(self, tokens: np.ndarray, doc_ends: np.ndarray, text_bytes: np.ndarray, keep: np.ndarray) -> None:
-        """Append the documents of a part for which ``keep`` (bool [d]) holds."""
+        """Append the documents of a piece for which ``keep``, bool [d], is true."""
         if not keep.any():
             return
         lengths = np.diff(doc_ends, prepend=0)
@@ -38,7 +38,7 @@ class SplitWriter:
             self._write()
 
     def finish(self) -> Split:
-        """Write what is left and say what was written."""
+        """Write the remaining documents and return the split."""
         if self._tokens:
             self._write()
         return Split.of(tuple(self._entries))
@@ -54,24 +54,24 @@ class SplitWriter:
 def write_splits(
     pieces: Sequence[Path], folder: Path, held_out: float, metadata: dict[str, str], tally: Tally, memory_bytes: int
 ) -> dict[str, Split]:
-    """Shards of the training and validation split from the pieces, in their order.
+    """Write the shards of the training and validation split from the pieces, in their order.
 
-    Of equal documents the first is kept. A document is held out if its own hash says so, whatever else there is.
+    The first of equal documents is kept. Only its own hash decides whether a document is held out.
 
     Args:
         pieces: files of `make_part`; each is open only while it is read.
         held_out: share of the documents to hold out.
         metadata: for the header of each shard.
-        tally: counts what is left out here.
-        memory_bytes: what finding copies may hold.
+        tally: counts the duplicates.
+        memory_bytes: memory for finding duplicates.
     """
-    copies = Copies(pieces, memory_bytes, pieces[0].parent if pieces else folder)
+    duplicates = Duplicates(pieces, memory_bytes, pieces[0].parent if pieces else folder)
     writers = {name: SplitWriter(folder, name, metadata) for name in ("train", "validation")}
     for piece in pieces:
         tensors = map_arrays(piece, SHARD_REMEDY)[0]
-        equal, similar = copies.take(len(tensors["doc_ends"]))
-        tally.count_dropped("exact duplicate", int(equal.sum()))
-        tally.count_dropped("near duplicate", int((similar & ~equal).sum()))
+        equal, similar = duplicates.take(len(tensors["doc_ends"]))
+        tally.count_filtered("exact duplicate", int(equal.sum()))
+        tally.count_filtered("near duplicate", int((similar & ~equal).sum()))
         keep = ~(equal | similar)
         held_out_here = is_held_out(tensors["hashes"][:, 0], held_out)
         for name, part in (("train", ~held_out_here), ("validation", held_out_here)):

@@ -1,7 +1,6 @@
-"""Sorting more records than memory holds: sorted runs on disk, merged block by block.
+"""External sort of records: sorted runs on disk, merged block by block.
 
-Nothing here grows with the number of records but the file, whatever the records are: many equal keys cost no more than
-different ones.
+Only the file grows with the number of records. Many equal keys cost no more than different ones.
 """
 
 import os
@@ -12,42 +11,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Runs merged at once; more are merged in several passes, so that what is read of each is no single disk block.
+# Runs merged at once. More are merged in several passes, so that each read stays larger than one disk block.
 _FAN_IN = 128
 
-# Bytes that sorting needs per record, for each of its columns and besides: the record, its sorted copy, a column being
-# moved; the order, its workspace, and what the reader of a block computes. Measured, then rounded up.
+# Bytes that sorting needs per record and column (the record, its sorted copy, a column being moved) and per record (the
+# order, its workspace, and the results of the block's reader). Measured, then rounded up.
 _PER_COLUMN, _PER_RECORD = 28, 28
 
-# A sorted buffer is handed out in so many blocks, so that what its reader computes from one stays small beside it.
+# Blocks that a sorted buffer is returned in, so that its reader's arrays stay small compared with it.
 _BLOCKS = 8
 
-# Of runs that are merged as much is held as a buffer would have; they, their sum and its reader share the memory.
+# While runs are merged, their heads, the merged block and its reader share the memory of a buffer.
 _SHARES = 3
 
 _WIDTH = 8  # bytes of a number
 
 
 class _Run(NamedTuple):
-    """Sorted records in the file."""
+    """One sorted run in the file: its first byte and its number of records."""
 
     start: int
     count: int
 
 
 class SortedRecords:
-    """A set of records, each a row of numbers, that comes out in ascending order, compared from the first column on.
+    """A set of records, each a row of numbers, iterated in lexicographic order.
 
-    First `add`, then iterate, once.
+    Call `add` first, then iterate once.
     """
 
     def __init__(self, columns: int, memory_bytes: int, folder: Path):
-        """An empty set.
+        """Make an empty set.
 
         Args:
             columns: numbers per record.
-            memory_bytes: what this object and the reader of its blocks may hold.
-            folder: for the file, which has no name and goes with this process.
+            memory_bytes: memory that this object and the reader of its blocks may hold.
+            folder: for the file, which has no name and is deleted with this process.
         """
         self._columns, self._folder = columns, folder
         self._capacity = max(2 * _FAN_IN, memory_bytes // (_PER_COLUMN * columns + _PER_RECORD))
@@ -57,7 +56,7 @@ class SortedRecords:
         self._file, self._end = None, 0
 
     def add(self, records: Sequence[np.ndarray] | np.ndarray) -> None:
-        """Put in records, columns of uint64 [n] each. One that is there already changes nothing.
+        """Add records, given as columns uint64 [n]. Duplicates are stored once.
 
         Raises:
             OSError: the disk is full.
@@ -75,7 +74,7 @@ class SortedRecords:
                 self._spill()
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Blocks uint64 [columns, n > 0]; each record once, ascending within and over all blocks."""
+        """Yield blocks uint64 [columns, n > 0]; each record once, ascending within and across blocks."""
         if not self._runs:
             records = _sorted_set(self._buffer[:, : self._used]) if self._used else np.empty((self._columns, 0))
             self._buffer = None
@@ -101,10 +100,10 @@ class SortedRecords:
         self._write(records)
 
     def _write(self, records: np.ndarray) -> None:
-        """Append records to the file, one after the other."""
+        """Append records to the file, row by row."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (closed by the reader)
-        # In pieces: turning columns into rows copies.
+        # In pieces, because the transposition copies.
         step = max(1, self._capacity // _BLOCKS)
         for start in range(0, records.shape[1], step):
             data = memoryview(np.ascontiguousarray(records[:, start : start + step].T)).cast("B")
@@ -119,13 +118,13 @@ class SortedRecords:
         left = [run.count for run in runs]
         heads = [np.empty((self._columns, 0), np.uint64)] * len(runs)
         while any(left) or any(head.shape[1] for head in heads):
-            # All are filled up each time: then most of what is held comes out at once, not what the emptiest allows.
+            # Refill every head each time: otherwise the emptiest one would limit the size of the block.
             for i, head in enumerate(heads):
                 if count := min(chunk - head.shape[1], left[i]):
                     heads[i] = np.concatenate((head, self._read(places[i], count)), axis=1)
                     places[i] += count * _WIDTH * self._columns
                     left[i] -= count
-            # Up to here every run is in memory; what follows in the file is larger.
+            # Every record up to the smallest bound is in memory; the records still in the file are larger.
             bounds = [tuple(head[:, -1].tolist()) for head, more in zip(heads, left, strict=True) if more]
             counts = [_up_to(head, min(bounds)) if bounds else head.shape[1] for head in heads]
             taken = [head[:, :count] for head, count in zip(heads, counts, strict=True)]
@@ -138,13 +137,13 @@ class SortedRecords:
         while len(data) < size:
             block = os.pread(self._file.fileno(), size - len(data), start + len(data))
             if not block:
-                raise EOFError("the file of a sort lost its end")
+                raise EOFError("the temporary file of a sort was truncated")
             data += block
         return np.frombuffer(data, np.uint64).reshape(count, self._columns).T
 
 
 def _sorted_set(records: np.ndarray) -> np.ndarray:
-    """Records in ascending order, each once; uint64 [columns, n]."""
+    """Return the records in ascending order without duplicates, uint64 [columns, n]."""
     records = records[:, np.lexsort(records[::-1])]
     new = np.ones(records.shape[1], bool)
     new[1:] = differ_from_last(records)
@@ -152,7 +151,7 @@ def _sorted_set(records: np.ndarray) -> np.ndarray:
 
 
 def differ_from_last(records: np.ndarray) -> np.ndarray:
-    """Whether each record but the first differs from the one before it, bool [n - 1]."""
+    """Return whether each record but the first differs from the previous one, bool [n - 1]."""
     differ = records[0, 1:] != records[0, :-1]
     for column in records[1:]:
         differ |= column[1:] != column[:-1]
@@ -160,7 +159,7 @@ def differ_from_last(records: np.ndarray) -> np.ndarray:
 
 
 def _up_to(records: np.ndarray, bound: tuple[int, ...]) -> int:
-    """How many of the sorted records are not above a bound."""
+    """Return the number of sorted records that are at most ``bound``."""
     low, high = 0, records.shape[1]
     for column, value in zip(records, bound, strict=True):
         equal = column[low:high]

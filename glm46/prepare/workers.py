@@ -1,4 +1,4 @@
-"""Calls in worker processes that end with their parent, after an error, and on a signal to the parent."""
+"""Function calls in worker processes, which end with their parent, after an error, and on a signal to the parent."""
 
 import multiprocessing
 import os
@@ -13,22 +13,23 @@ from typing import Any
 
 from glm46.config.errors import UserError
 
-_ONLY_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a terminal or a job system sends to all processes: the parent ends the workers."""
+_BLOCKED_IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a terminal or a job system sends to all processes. Workers block them; the parent ends its workers."""
 
 
 def call_in_workers(
     workers: int, start: Callable[..., None], arguments: tuple, function: Callable[..., Any], items: Sequence[tuple]
 ) -> Iterator[tuple[int, Any]]:
-    """Call ``function(*item)`` for each item in processes that have called ``start(*arguments)``.
+    """Call ``function(*item)`` for each item in worker processes that first call ``start(*arguments)``.
 
-    Not through a pool of the library: its processes and threads outlive a parent that leaves at once.
+    A pool of the standard library is not used: its processes and threads outlive a parent that exits abruptly.
 
     Yields:
-        Number of an item and what the call has returned, in the order of completion.
+        The index of an item and the result of its call, in the order of completion.
 
     Raises:
-        UserError: a process was killed, or what ``start`` or a call has raised. The other processes are killed.
+        UserError: a worker was killed. Exceptions of ``start`` and ``function`` are raised here too. The remaining
+            workers are killed in each case.
     """
     processes: dict[Connection, multiprocessing.Process] = {}
     waiting = iter(enumerate(items))
@@ -53,12 +54,12 @@ def call_in_workers(
 
 
 def _start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
-    # Spawned, because a fork of a process that runs threads (torch, a progress bar) may hang.
+    # Spawned: a fork of a process with threads (torch, a progress bar) may hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, start, arguments, function), daemon=True)
-    resource_tracker.ensure_running()  # its own start would end the blocking
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ONLY_TO_THE_PARENT)
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_IN_WORKERS)
     try:
         process.start()
     finally:
@@ -74,8 +75,8 @@ def _result(connection: Connection, process: multiprocessing.Process) -> tuple[i
         process.join()
         how = f"exit code {process.exitcode}" if process.exitcode >= 0 else signal.Signals(-process.exitcode).name
         raise UserError(
-            f"a worker process was ended by {how}, as the system does when memory runs out; fewer processes need less, "
-            "and the same command goes on from what is finished"
+            f"a worker process was ended by {how}, which happens when memory runs out; set fewer processes and give "
+            "the same command again: it continues after the finished parts"
         ) from None
     if fault:
         raise result from RuntimeError(f"in a worker process:\n{fault}")
@@ -98,7 +99,7 @@ def _work(connection: Connection, start: Callable, arguments: tuple, function: C
 
 
 def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
-    with suppress(EOFError):  # the parent has gone
+    with suppress(EOFError):  # the parent exited
         while True:
             yield connection.recv()
 

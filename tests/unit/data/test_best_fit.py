@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.data.best_fit import best_fit, joined, plan_groups
+from glm46.data.best_fit import best_fit, concatenate, plan_groups
 from glm46.data.loader import TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 
@@ -29,7 +29,7 @@ def slow_best_fit(lengths, capacity):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=80))
-def test_rows_are_as_full_as_by_the_plain_rule(lengths):
+def test_rows_are_as_full_as_by_the_plain_algorithm(lengths):
     row_of, count = best_fit(np.array(lengths, np.int64), 40)
     used = np.bincount(row_of, weights=lengths, minlength=count) if lengths else np.zeros(0)
     assert used.max(initial=0) <= 40
@@ -40,7 +40,7 @@ def test_rows_are_as_full_as_by_the_plain_rule(lengths):
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits(lengths):
     capacity, ends = 64, np.cumsum(lengths)
-    plan = joined(plan_groups([ends], capacity))
+    plan = concatenate(plan_groups([ends], capacity))
     places = np.concatenate([np.arange(s, s + n) for s, n in zip(plan.piece_starts, plan.piece_lengths, strict=True)])
     assert sorted(places.tolist()) == list(range(ends[-1]))
     for first, last in zip(plan.row_starts, plan.row_starts[1:], strict=False):
@@ -56,7 +56,7 @@ def test_rows_of_realistic_documents_are_full():
     rng = np.random.default_rng(0)
     lengths = np.maximum(2, rng.lognormal(6.4, 1.2, 50_000)).astype(np.int64)
     for seq_len in (4_096, 32_768):
-        plan = joined(plan_groups([np.cumsum(lengths)], seq_len))
+        plan = concatenate(plan_groups([np.cumsum(lengths)], seq_len))
         assert lengths.sum() / ((len(plan.row_starts) - 1) * seq_len) >= 0.999
 
 

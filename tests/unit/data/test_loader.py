@@ -1,4 +1,8 @@
-"""Batches: what is in them, and that no layout changes the stream."""
+"""Batches: their tensors, and one stream under every layout."""
+
+import gc
+import os
+import warnings
 
 import numpy as np
 import pytest
@@ -125,15 +129,33 @@ def test_a_batch_ramp_with_a_change_of_ranks_reads_every_sample_once(sources):
     assert sorted(seen) == list(range(start))
 
 
-def test_the_loader_resumes_from_its_own_state_too(sources):
-    first = loader(sources, rows=2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_the_number_of_the_next_sample_and_resumes_under_another_layout(sources, workers):
+    first = loader(sources, rows=2, degree=3, start=5, workers=workers)
+    assert first.state_dict() == {"next_sample": 5}
+    for step, batch in enumerate(take(first, 4)):
+        assert batch["sample_numbers"].tolist() == [5 + 6 * step, 6 + 6 * step]
     iterator = iter(first)
-    for _ in range(3):
+    for step in range(4):
+        assert first.state_dict() == {"next_sample": 5 + 6 * step}
         next(iterator)
     state, expected = first.state_dict(), next(iterator)
-    second = loader(sources, rows=2)
+    second = loader(sources, rows=1, workers=2 - workers)
     second.load_state_dict(state)
-    assert torch.equal(next(iter(second))["input_ids"], expected["input_ids"])
+    assert second.state_dict() == state
+    for place, batch in enumerate(take(second, 2)):
+        assert all(torch.equal(batch[name][0], expected[name][place]) for name in expected)
+
+
+def test_readers_close_their_files(sources):
+    before = len(os.listdir("/proc/self/fd"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        take(loader(sources), 3)
+        list(validation(sources, limit=2))
+        gc.collect()
+    assert [w for w in caught if w.category is ResourceWarning] == []
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_another_seed_is_another_order(sources):
@@ -179,8 +201,8 @@ def test_validation_stops_at_the_limit(sources):
     assert [len(list(validation(sources, limit=limit))) for limit in (0, 1, 3, 1000)] == [0, 1, 3, every]
 
 
-def test_a_source_shorter_than_a_row_is_named(make_source, counting_documents, tmp_path):
+def test_a_source_shorter_than_a_row_is_refused(make_source, counting_documents, tmp_path):
     short = [TrainSource("x", load_manifest(make_source(tmp_path / "x", counting_documents([5]))), 1.0)]
-    with pytest.raises(UserError, match="fewer than one row"):
+    with pytest.raises(UserError, match="fewer than one row .*training.seq_len"):
         build_train_loader(short, seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
                            document_mask=False, start_sample=0)  # fmt: skip

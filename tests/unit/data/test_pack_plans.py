@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from glm46.cli import main
 from glm46.data import best_fit, pack_plans
-from glm46.data.best_fit import joined, plan_groups
+from glm46.data.best_fit import concatenate, plan_groups
 from glm46.data.loader import Span, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 from glm46.data.pack_plans import keep_plan, plan_of
@@ -32,7 +32,7 @@ def equal(one, two):
 
 def planned(folder, seq_len, share=(0.0, 1.0)):
     manifest = load_manifest(folder)
-    return joined(
+    return concatenate(
         plan_groups([open_tokens(folder, manifest.splits["train"], share, manifest.vocab_size).doc_ends()], seq_len)
     )
 
@@ -51,8 +51,8 @@ def test_groups_do_not_depend_on_the_blocks_that_documents_come_in(lengths, grou
     ends = np.cumsum(lengths, dtype=np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_fit, "_GROUP", group)
-        blocks = joined(list(plan_groups(np.split(ends, sorted(cuts)), 32)))
-        assert equal(blocks, joined(plan_groups([ends], 32)))
+        blocks = concatenate(list(plan_groups(np.split(ends, sorted(cuts)), 32)))
+        assert equal(blocks, concatenate(plan_groups([ends], 32)))
         assert blocks.piece_lengths.sum() == sum(lengths)
 
 

@@ -1,4 +1,4 @@
-"""Shards and manifests: size on disk, and every kind of damage named."""
+"""Shards and manifests: size on disk, and an error for every kind of damage."""
 
 import json
 import os
@@ -93,13 +93,13 @@ def _edit(change):
     (_edit(lambda c: c["splits"]["train"].update(tokens=1)), "totals"),
     (_edit(lambda c: c.update(tokenizer="other")), "another tokenizer"),
 ])  # fmt: skip
-def test_damage_is_named(source, damage, reason):
+def test_damage_is_reported(source, damage, reason):
     damage(source / "train-00001.safetensors")
     with pytest.raises(UserError, match=reason):
         load_manifest(source)
 
 
-def test_all_faults_are_told_at_once(source):
+def test_all_faults_are_reported_at_once(source):
     (source / "train-00000.safetensors").unlink()
     _flip(source / "validation-00000.safetensors")
     with pytest.raises(UserError) as caught:
@@ -128,4 +128,4 @@ def test_a_source_of_many_shards_keeps_few_of_them_open(make_source, counting_do
         assert stream.read(start, out)[0] == 12
         assert out[out != EOS].tolist() == [t for t in range(start, start + 12) if t % 6 != 5]
     assert len(stream.doc_ends()) == 150
-    assert len(os.listdir("/proc/self/fd")) - before <= packing._OPEN_SHARDS
+    assert len(os.listdir("/proc/self/fd")) - before <= packing._MAX_OPEN_SHARDS

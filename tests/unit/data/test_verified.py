@@ -1,4 +1,4 @@
-"""Shards that are damaged after the start: every damage that is read is caught, with file and bytes named."""
+"""Shards damaged after the start: every damaged byte that is read raises an error with file and bytes."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def test_reads_are_slices(file, content):
 def test_every_flipped_byte_that_is_read_is_caught_and_named(file):
     shard = VerifiedShard(file, VOCABULARY)
     rows = [(low, min(low + 700, TOKENS)) for low in range(0, TOKENS, 700)]
-    for low, high in rows:  # damage comes after a first pass: what was once good is not believed
+    for low, high in rows:  # a first pass: bytes that were once good are verified again
         shard.tokens(low, high), shard.ends_in(low, high)
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     rng = np.random.default_rng(2)
@@ -80,19 +80,19 @@ def test_every_flipped_byte_that_is_read_is_caught_and_named(file):
         shard.tokens(low, high), shard.ends_in(low, high)
 
 
-def test_a_file_that_is_cut_short_is_an_error_and_no_crash(file):
+def test_a_truncated_file_is_an_error_and_not_a_crash(file):
     shard, size = VerifiedShard(file, VOCABULARY), file.stat().st_size
     shard.tokens(0, TOKENS), shard.ends_in(0, TOKENS)
     os.truncate(file, size // 2)
-    with pytest.raises(UserError, match=f"x.safetensors: bytes {size // 2} to .* missing, the file was cut short"):
+    with pytest.raises(UserError, match=f"x.safetensors: bytes {size // 2} to .* missing, .*truncated"):
         shard.tokens(0, TOKENS)
     os.truncate(file, 0)
     for read in (shard.tokens, shard.ends_in):
-        with pytest.raises(UserError, match="cut short"):
+        with pytest.raises(UserError, match="truncated"):
             read(5, 6)
 
 
-def test_what_was_written_wrong_is_refused(tmp_path, content):
+def test_invalid_content_is_refused(tmp_path, content):
     tokens, ends = (array.copy() for array in content)
     tokens[2500], same = VOCABULARY, ends.copy()
     same[700] = same[699]  # an empty document
@@ -109,7 +109,7 @@ def test_what_was_written_wrong_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_hands_on_nothing_damaged(make_source, counting_documents, tmp_path, packing, workers):
+def test_the_loader_returns_nothing_damaged(make_source, counting_documents, tmp_path, packing, workers):
     folder = make_source(tmp_path / "s", counting_documents([50] * 40), documents_per_shard=10)
     source = TrainSource("s", load_manifest(folder), 1.0, packing)
     batches = iter(
@@ -122,7 +122,7 @@ def test_the_loader_hands_on_nothing_damaged(make_source, counting_documents, tm
     place = VerifiedShard(folder / "train-00002.safetensors", 8192)._tokens.place + 40
     flip(folder / "train-00002.safetensors", place)
     taken = [first]
-    with pytest.raises(UserError, match=r"train-00002.safetensors: bytes \d+ to \d+: not what was written"):
+    with pytest.raises(UserError, match=r"train-00002.safetensors: bytes \d+ to \d+: .*checksum"):
         for _ in range(100):
             taken.append(next(batches))
     ids = np.concatenate([batch["input_ids"].numpy().ravel() for batch in taken])

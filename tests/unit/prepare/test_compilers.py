@@ -1,4 +1,4 @@
-"""Texts that compile are kept, others are left out; nothing is ever run."""
+"""Texts that compile are kept, others are filtered; nothing is run."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ from glm46.data.shards import open_shard
 from glm46.data.tokenizer import load_tokenizer
 from glm46.prepare import compilers, pipeline
 from glm46.prepare.compilers import COMPILERS, compile_fault, verifier_version
-from glm46.prepare.filters import VERIFIERS
+from glm46.prepare.documents import VERIFIERS
 from glm46.prepare.pipeline import prepare_text
 
 GOOD = {
@@ -69,7 +69,7 @@ def test_endless_includes_do_not_fill_the_machine(monkeypatch):
     assert compile_fault('#include "/dev/zero"\n', "c") is not None
 
 
-def test_a_recipe_leaves_out_what_does_not_compile(tmp_path):
+def test_a_recipe_filters_text_that_does_not_compile(tmp_path):
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not on this machine")
     lines = [json.dumps({"text": text}) + "\n" for text in (*GOOD["c"], BAD["c"])]
@@ -91,7 +91,7 @@ def test_a_missing_compiler_is_refused_before_any_work(tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_work_begun_with_one_compiler_does_not_go_on_with_another(tmp_path, monkeypatch):
+def test_work_begun_with_one_compiler_does_not_continue_with_another(tmp_path, monkeypatch):
     def install(version, accepts):
         program = tmp_path / "bin" / "gcc"
         program.write_text(
@@ -114,7 +114,7 @@ def test_work_begun_with_one_compiler_does_not_go_on_with_another(tmp_path, monk
         patch.setattr(pipeline, "write_splits", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare_text(recipe, report=print)
-        # The same compiler goes on: nothing is compiled again.
+        # The same compiler continues: nothing is compiled again.
         with pytest.raises(KeyboardInterrupt):
             prepare_text(recipe, report=print)
     install(2, "new")
@@ -124,12 +124,12 @@ def test_work_begun_with_one_compiler_does_not_go_on_with_another(tmp_path, monk
     assert manifest.settings["verifier"] == "gcc 2" and manifest.splits["train"].documents == 1
     (shard,) = manifest.splits["train"].shards
     assert load_tokenizer("builtin").decode(open_shard(tmp_path / "out" / shard.file).tokens[:-1]) == "new\n"
-    # Whoever only reads the shards needs no compiler; the recipe is still the same.
+    # Existing shards need no compiler, and the recipe is the same.
     install(3, "other")
     assert prepare_text(recipe, report=print) == manifest
 
 
-def test_a_program_that_tells_no_version_is_known_by_its_bytes(tmp_path, monkeypatch):
+def test_a_program_without_a_version_is_identified_by_its_bytes(tmp_path, monkeypatch):
     program, versions = tmp_path / "gofmt", []
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for text in ("one", "two", "one"):

@@ -1,4 +1,4 @@
-"""What is left out: copies, similar texts, evaluation text, what does not parse; and fill-in-the-middle."""
+"""Filters of documents (duplicates, evaluation text, prose, parsing), and fill-in-the-middle."""
 
 import random
 
@@ -10,14 +10,13 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.prepare.document_hashes import (
     BANDS,
     band_hashes,
-    evaluation_runs,
+    evaluation_ngrams,
     is_contaminated,
     is_held_out,
-    run_hashes,
+    ngram_hashes,
 )
+from glm46.prepare.documents import MIDDLE, PREFIX, SUFFIX, encode_document, json_fault, prose_fault, python_fault
 from glm46.prepare.duplicates import similar
-from glm46.prepare.filters import json_fault, prose_fault, python_fault
-from glm46.prepare.fim import MIDDLE, PREFIX, SUFFIX, encode_document
 from glm46.prepare.sorting import SortedRecords
 
 
@@ -26,14 +25,14 @@ def document(rng, length=600):
 
 
 def edited(rng, tokens, edits):
-    """A copy with single tokens replaced; each spoils eight runs of eight."""
+    """A copy with single tokens replaced; each changes eight n-grams of eight tokens."""
     copy = tokens.copy()
     copy[rng.choice(len(copy), edits, replace=False)] = 8_001
     return copy
 
 
 def jaccard(a, b):
-    one, two = (set(run_hashes(x, 8).tolist()) for x in (a, b))
+    one, two = (set(ngram_hashes(x, 8).tolist()) for x in (a, b))
     return len(one & two) / len(one | two)
 
 
@@ -45,16 +44,16 @@ def similar_kept(documents):
     return keep.tolist()
 
 
-def test_run_hashes_see_order_and_content():
+def test_ngram_hashes_depend_on_order_and_content():
     tokens = np.arange(100, dtype=np.uint32)
-    assert len(run_hashes(tokens, 8)) == 93 and len(set(run_hashes(tokens, 8).tolist())) == 93
-    assert run_hashes(tokens[::-1].copy(), 8)[0] != run_hashes(tokens[-8:], 8)[0]
-    assert run_hashes(tokens[3:9], 8).tolist() == run_hashes(tokens[3:9], 6).tolist()
-    # The same run hashes equally wherever it stands.
-    assert run_hashes(tokens, 8)[50] == run_hashes(tokens[50:58], 8)[0]
+    assert len(ngram_hashes(tokens, 8)) == 93 and len(set(ngram_hashes(tokens, 8).tolist())) == 93
+    assert ngram_hashes(tokens[::-1].copy(), 8)[0] != ngram_hashes(tokens[-8:], 8)[0]
+    assert ngram_hashes(tokens[3:9], 8).tolist() == ngram_hashes(tokens[3:9], 6).tolist()
+    # An n-gram hashes equally at every position.
+    assert ngram_hashes(tokens, 8)[50] == ngram_hashes(tokens[50:58], 8)[0]
 
 
-def test_near_copies_are_found_and_strangers_are_not():
+def test_near_duplicates_are_found_and_different_texts_are_not():
     rng = np.random.default_rng(0)
     found, total, confused = 0, 150, 0
     for _ in range(total):
@@ -72,16 +71,16 @@ def test_near_copies_are_found_and_strangers_are_not():
 def test_half_equal_texts_stay():
     rng = np.random.default_rng(1)
     pairs = [(a, np.concatenate([a[:330], document(rng, 270)])) for a in (document(rng) for _ in range(100))]
-    # About 0.38 of the runs are shared: caught with probability 1 - (1 - 0.38^8)^14 = 0.006.
+    # About 0.38 of the n-grams are shared: caught with probability 1 - (1 - 0.38^8)^14 = 0.006.
     assert sum(similar_kept([a, b]) == [True, True] for a, b in pairs) >= 95
 
 
-def test_similarity_reaches_through_others():
+def test_similarity_is_transitive():
     rng = np.random.default_rng(2)
     chain = [document(rng, 2_000)]
     for _ in range(6):
         chain.append(edited(rng, chain[-1], 5))
-    # However they are ordered, one of the chain is left.
+    # In any order, one of the chain remains.
     order = rng.permutation(7)
     assert sum(similar_kept([chain[i] for i in order])) == 1
 
@@ -91,14 +90,14 @@ def test_short_documents_are_similar_only_if_equal():
     assert similar_kept([a, b, a]) == [True, True, False]
 
 
-def test_evaluation_text_is_found_by_runs_of_thirteen():
+def test_evaluation_text_is_found_by_ngrams_of_thirteen():
     rng = np.random.default_rng(3)
     question, page = document(rng, 40), document(rng)
-    runs = evaluation_runs([question, document(rng, 12)])
-    assert len(runs) == 40 - 12
-    assert not is_contaminated(page, runs)
-    assert is_contaminated(np.concatenate([page, question[5:18]]), runs)
-    assert not is_contaminated(np.concatenate([page, question[5:17]]), runs)
+    ngrams = evaluation_ngrams([question, document(rng, 12)])
+    assert len(ngrams) == 40 - 12
+    assert not is_contaminated(page, ngrams)
+    assert is_contaminated(np.concatenate([page, question[5:18]]), ngrams)
+    assert not is_contaminated(np.concatenate([page, question[5:17]]), ngrams)
 
 
 def test_the_share_held_out_is_the_share_asked_for():
@@ -118,12 +117,12 @@ PROSE = "The people of the town went to the market, and they were happy that it 
     ("\n".join(PROSE + "and so on..." for _ in range(9)), "break off"), (PROSE * 2 + "1234 5678 " * 60, "letters"),
     ("lorem ipsum dolor sit amet " * 20, "stop words"), ("\n".join([PROSE] * 6), "repeated lines"),
 ])  # fmt: skip
-def test_prose_is_told_from_the_rest(text, fault):
+def test_prose_is_distinguished_from_other_text(text, fault):
     found = prose_fault(text)
     assert found is None if fault is None else fault in found
 
 
-def test_code_that_does_not_parse_is_told():
+def test_code_that_does_not_parse_is_found():
     assert python_fault("def f(x):\n    return x\n") is None
     assert python_fault(r"x = '\d'") is None
     for wrong in ("def f(:\n", "print 1", "x = \x00", "(" * 10_000):

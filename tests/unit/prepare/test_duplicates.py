@@ -1,4 +1,4 @@
-"""Copies are found as by the plain algorithm, in the memory that a setting gives, on disk where that is too little."""
+"""Duplicates equal those of the plain algorithm, within the memory setting, with sorts on disk."""
 
 import subprocess
 import sys
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from glm46.files.array_file import write_arrays
 from glm46.prepare import sorting
 from glm46.prepare.document_hashes import BANDS
-from glm46.prepare.duplicates import Copies, similar
+from glm46.prepare.duplicates import Duplicates, similar
 from glm46.prepare.sorting import SortedRecords
 
 
 def first_occurrences(hashes):
-    """Which documents have no equal one before them: the plain way, all documents at once."""
+    """Documents without an equal earlier one, by the plain algorithm."""
     seen = set()
     return np.array([not (key in seen or seen.add(key)) for key in map(tuple, hashes.tolist())], bool)
 
 
 def first_of_similar(bands):
-    """Which documents have no similar one before them: the lowest number spreads until nothing changes."""
+    """Documents without a similar earlier one: the lowest number spreads until nothing changes."""
     lowest, before = np.arange(bands.shape[1]), None
     while before is None or not np.array_equal(before, lowest):
         before = lowest.copy()
@@ -62,7 +62,7 @@ def write_pieces(folder, hashes, bands, cuts):
 
 @pytest.mark.parametrize("seed, groups", [(0, 3), (1, 300), (2, 1_500), (3, 30_000)])
 @pytest.mark.parametrize("capacity", [300, 10**6])
-def test_copies_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed, groups, capacity):
+def test_duplicates_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed, groups, capacity):
     rng, documents = np.random.default_rng(seed), 4_000
     hashes = rng.integers(0, 2, (documents, 2)).astype(np.uint64) * 7 + rng.integers(0, groups, (documents, 1)).astype(
         np.uint64
@@ -73,8 +73,8 @@ def test_copies_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed, gr
     bands[shared] = rng.integers(0, groups, int(shared.sum()))
     monkeypatch.setattr(SortedRecords, "__init__", _with_capacity(capacity))
     pieces = write_pieces(tmp_path, hashes, bands, [1, 900, 900, 3_500])
-    copies = Copies(pieces, 0, tmp_path)
-    taken = [copies.take(n) for n in (1, 899, 0, 2_600, 500)]
+    duplicates = Duplicates(pieces, 0, tmp_path)
+    taken = [duplicates.take(n) for n in (1, 899, 0, 2_600, 500)]
     equal, alike = (np.concatenate(parts) for parts in zip(*taken, strict=True))
     assert np.array_equal(~equal, first_occurrences(hashes))
     expected = first_of_similar(bands)
@@ -104,19 +104,19 @@ def test_a_chain_of_documents_ends_at_its_first():
     assert np.concatenate(list(found)).tolist() == list(range(1, documents))
 
 
-def test_without_bands_only_equal_texts_are_copies(tmp_path):
+def test_without_bands_only_equal_texts_are_duplicates(tmp_path):
     hashes = np.array([[1, 2], [1, 3], [1, 2], [0, 9], [1, 3]], np.uint64)
-    copies = Copies(write_pieces(tmp_path, hashes, None, [2]), 10**6, tmp_path)
-    equal, alike = copies.take(5)
+    duplicates = Duplicates(write_pieces(tmp_path, hashes, None, [2]), 10**6, tmp_path)
+    equal, alike = duplicates.take(5)
     assert equal.tolist() == [False, False, True, False, True] and not alike.any()
-    assert Copies([], 10**6, tmp_path).take(0)[0].tolist() == []
+    assert Duplicates([], 10**6, tmp_path).take(0)[0].tolist() == []
 
 
 _PEAK = """
 import sys
 import numpy as np
 from pathlib import Path
-from glm46.prepare.duplicates import Copies
+from glm46.prepare.duplicates import Duplicates
 from glm46.prepare.document_hashes import BANDS
 documents, memory, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 PIECE = 3_000
@@ -130,26 +130,26 @@ def tensors(piece, remedy=""):
     bands = rng.integers(0, 2**63, (BANDS, PIECE)).astype(np.uint64)
     bands[:, ::3] = rng.integers(0, documents // 9, len(range(0, PIECE, 3)))
     return [{"bands": bands, "hashes": np.ascontiguousarray(bands[:2].T)}]
-import glm46.prepare.duplicates as copies
-copies.map_arrays = tensors
-next(iter(copies.links([np.zeros((1, 9), np.uint64)], lambda n: copies.SortedRecords(n, 10**4, folder))))
+import glm46.prepare.duplicates as module
+module.map_arrays = tensors
+next(iter(module.links([np.zeros((1, 9), np.uint64)], lambda n: module.SortedRecords(n, 10**4, folder))))
 tensors(0)
 before = peak()
-found = Copies([str(i) for i in range(documents // PIECE)], memory, folder)
-left_out = sum(int(found.take(PIECE)[1].sum()) for _ in range(documents // PIECE))
-print(left_out, peak() - before)
+found = Duplicates([str(i) for i in range(documents // PIECE)], memory, folder)
+duplicates_found = sum(int(found.take(PIECE)[1].sum()) for _ in range(documents // PIECE))
+print(duplicates_found, peak() - before)
 """
 
 
-def test_memory_is_what_the_setting_says_for_ten_times_the_documents(tmp_path):
+def test_memory_stays_within_the_setting_for_ten_times_the_documents(tmp_path):
     setting = 6_000_000
     peaks = []
     for documents in (30_000, 300_000):
         command = [sys.executable, "-c", _PEAK, str(documents), str(setting), str(tmp_path)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-        left_out, peak = map(int, run.stdout.split())
-        assert left_out > documents // 5
+        duplicates_found, peak = map(int, run.stdout.split())
+        assert duplicates_found > documents // 5
         peaks.append(peak)
     # The plain algorithm holds 50 bytes per document, here 1.5 and 15 MB.
     # More than nothing, or the measurement would be broken.

@@ -1,4 +1,4 @@
-"""Preparing text: the result depends on the text alone, however often and by however many it is interrupted."""
+"""Preparing embedded sources: the result depends on the text alone, for any processes and interruptions."""
 
 import hashlib
 import os
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
 from glm46.data.manifest import load_manifest
 from glm46.data.packing import TokenStream
 from glm46.data.tokenizer import load_tokenizer
-from glm46.prepare import embedded, pipeline
-from glm46.prepare.pipeline import prepare_source
+from glm46.prepare import input_files, pipeline
+from glm46.prepare.pipeline import prepare_text
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,16 @@ def library(tmp_path, monkeypatch):
     (root / "blank.py").write_text("\n" * 300)
     (root / "tiny.py").write_text("\n")
     (root / "test" / "test_m.py").write_text("assert True\n" * 50)
-    monkeypatch.setattr(embedded.sysconfig, "get_path", lambda _: str(root))
+    monkeypatch.setattr(input_files.sysconfig, "get_path", lambda _: str(root))
     return root
+
+
+def prepare(source: str, output: Path, report=print):
+    """The recipe of debug.toml for an embedded source."""
+    recipe = TextRecipe(
+        input=(f"builtin:{source}",), output=str(output), name=source, held_out=0.02, deduplicate="exact"
+    )
+    return prepare_text(recipe, report=report)
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -49,7 +58,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 def test_documents_come_out_as_they_went_in(library, tokenizer, tmp_path):
     lines = []
-    manifest = prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=lines.append)
+    manifest = prepare("python_stdlib", tmp_path / "out", report=lines.append)
     texts = []
     for split in manifest.splits.values():
         stream = TokenStream(manifest.folder, split, manifest.vocab_size)
@@ -70,32 +79,34 @@ def test_documents_come_out_as_they_went_in(library, tokenizer, tmp_path):
     assert any("tokens" in line for line in lines)
 
 
-def test_a_second_call_takes_what_is_there(library, tokenizer, tmp_path):
-    prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
+def test_a_second_call_uses_the_existing_shards(library, tmp_path):
+    prepare("python_stdlib", tmp_path / "out")
     before = {f: f.stat().st_mtime_ns for f in (tmp_path / "out").iterdir()}
-    again = prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
+    again = prepare("python_stdlib", tmp_path / "out")
     assert {f: f.stat().st_mtime_ns for f in (tmp_path / "out").iterdir()} == before
     assert again == load_manifest(tmp_path / "out")
 
 
-def test_the_number_of_processes_does_not_matter(library, tokenizer, tmp_path, monkeypatch):
-    prepare_source("python_stdlib", tmp_path / "a", tokenizer, report=print)
+def test_the_number_of_processes_does_not_matter(library, tmp_path, monkeypatch):
+    prepare("python_stdlib", tmp_path / "a")
     monkeypatch.setattr(pipeline.os, "sched_getaffinity", lambda _: {0})
-    prepare_source("python_stdlib", tmp_path / "b", tokenizer, report=print)
+    prepare("python_stdlib", tmp_path / "b")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
 # A run in its own process: many small parts, each slowed down, so that a kill finds it at work.
 _RUN = """
 import sys, time
-from pathlib import Path
-from glm46.prepare import embedded, readers
-from glm46.prepare.pipeline import prepare_source
-from glm46.data.tokenizer import load_tokenizer
+from glm46.config.text_recipe import TextRecipe
+from glm46.prepare import input_files, readers
+from glm46.prepare.pipeline import prepare_text
 if __name__ == "__main__":
     readers.PART_BYTES = 20_000
-    embedded.sysconfig.get_path = lambda _: sys.argv[1]
-    prepare_source("python_stdlib", Path(sys.argv[2]), load_tokenizer("builtin"), report=print)
+    input_files.sysconfig.get_path = lambda _: sys.argv[1]
+    recipe = TextRecipe(
+        input=("builtin:python_stdlib",), output=sys.argv[2], name="python_stdlib", held_out=0.02, deduplicate="exact"
+    )
+    prepare_text(recipe, report=print)
 """
 
 
@@ -147,41 +158,41 @@ def test_two_runs_at_once_make_one_source(library, tmp_path):
     assert sum("prepared python_stdlib" in output for output in outputs) == 1
 
 
-def test_text_that_changed_since_the_interruption_is_read_again(library, tokenizer, tmp_path, monkeypatch):
+def test_text_that_changed_since_the_interruption_is_read_again(library, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "write_splits", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
+            prepare("python_stdlib", tmp_path / "out")
     assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
     (library / "m001.py").write_text("# changed\n" * 40)
-    prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
-    prepare_source("python_stdlib", tmp_path / "fresh", tokenizer, report=print)
+    prepare("python_stdlib", tmp_path / "out")
+    prepare("python_stdlib", tmp_path / "fresh")
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(library, tokenizer, tmp_path):
+def test_a_folder_with_other_files_is_not_changed(library, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("do not touch")
     with pytest.raises(UserError, match="no manifest.json"):
-        prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
+        prepare("python_stdlib", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-def test_a_source_made_of_other_text_is_refused(library, tokenizer, tmp_path):
-    prepare_source("python_stdlib", tmp_path / "out", tokenizer, report=print)
+def test_a_source_made_of_other_text_is_refused(library, tmp_path):
+    prepare("python_stdlib", tmp_path / "out")
     with pytest.raises(UserError, match="holds the source 'python_stdlib'"):
-        prepare_source("python_packages", tmp_path / "out", tokenizer, report=print)
+        prepare("python_packages", tmp_path / "out")
 
 
-def test_an_unknown_source_is_refused(tokenizer, tmp_path):
+def test_an_unknown_source_is_refused(tmp_path):
     with pytest.raises(UserError, match="python_stdlib, python_packages"):
-        prepare_source("wikipedia", tmp_path / "out", tokenizer, report=print)
+        prepare("wikipedia", tmp_path / "out")
 
 
-def test_the_two_embedded_sources_hold_twenty_megabytes():
-    files = [file for source in embedded.EMBEDDED_SOURCES for file in embedded.embedded_files(source)]
+def test_the_embedded_sources_hold_twenty_megabytes():
+    files = [file for source in input_files.EMBEDDED_SOURCES for file in input_files.embedded_files(source)]
     assert sum(file.stat().st_size for file in files) >= 20e6
     assert not any("tests" in file.parts for file in files)

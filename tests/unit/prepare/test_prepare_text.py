@@ -1,4 +1,4 @@
-"""From a user's files to a source that the loader reads, with the verbs as a user types them."""
+"""From a user's files to a source that the loader reads, through the command line and in this process."""
 
 import hashlib
 import json
@@ -100,11 +100,11 @@ def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes)
         manifest = prepare(tmp_path, deduplicate="near" if piece_bytes == 100 else "exact")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    # Numbers repeated are no similar texts.
+    # Repeated numbers are not similar texts.
     assert texts_of(manifest) == texts
 
 
-def test_neither_the_memory_for_copies_nor_interruptions_change_a_byte(folder, tmp_path, monkeypatch):
+def test_neither_the_memory_for_duplicates_nor_interruptions_change_a_byte(folder, tmp_path, monkeypatch):
     rng = random.Random(0)
     texts = [" ".join(rng.choices(["one", "two", "three", "four"], k=60)) for _ in range(150)]
     texts += [rng.choice(texts) + rng.choice(["", "", " five"]) for _ in range(250)]
@@ -149,7 +149,7 @@ def test_bad_documents_are_counted_and_named(folder, tmp_path):
     lines = []
     manifest = prepare(tmp_path, report=lines.append)
     assert manifest.dropped == {"no text in field 'text'": 1, "not JSON": 1}
-    assert f"left out, not JSON: 1 documents, such as {folder / 'a.jsonl'} line 2" in "\n".join(lines)
+    assert f"skipped, not JSON: 1 documents, such as {folder / 'a.jsonl'} line 2" in "\n".join(lines)
 
 
 def test_too_many_bad_documents_stop_the_work(folder, tmp_path):
@@ -158,7 +158,7 @@ def test_too_many_bad_documents_stop_the_work(folder, tmp_path):
         prepare(tmp_path, max_bad=3)
     assert "a.jsonl line 2" in caught.value.faults[1]
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
-    # What was done is not lost: allowing them is all it takes.
+    # Finished work is kept: raising max_bad is enough.
     assert texts_of(prepare(tmp_path, max_bad=4)) == ["good"]
 
 
@@ -174,7 +174,7 @@ def test_an_option_of_many_values_may_be_repeated(folder, tmp_path, capsys):
 
 def test_a_source_without_a_document_to_train_on_is_refused(folder, tmp_path):
     write_lines(folder / "a.jsonl", ["alone"])
-    with pytest.raises(UserError, match="held_out = 0.999999 keeps all 1 .*held_out = 0"):
+    with pytest.raises(UserError, match="held_out = 0.999999 .*all 1 documents.*held_out = 0"):
         prepare(tmp_path, held_out=0.999999)
     assert not (tmp_path / "out").exists()
     assert texts_of(prepare(tmp_path, held_out=0.0)) == ["alone"]
@@ -191,7 +191,7 @@ def test_rearranging_needs_the_tokens_for_it(folder, tmp_path):
 
 def test_input_without_any_text_is_refused(folder, tmp_path):
     (folder / "a.jsonl").write_text("")
-    with pytest.raises(UserError, match="no document is left"):
+    with pytest.raises(UserError, match="no documents remain"):
         prepare(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert (recipe.input, recipe.output, recipe.held_out) == (("x",), "y", 0.3)
 
 
-def test_every_rule_leaves_out_what_it_should_and_says_so(folder, tmp_path):
+def test_every_rule_filters_and_counts_its_documents(folder, tmp_path):
     good = [f"def f{i}(x):\n    return x * {i} + {i * i} - sum(range({i + 3}))\n" * (i + 1) for i in range(60)]
     exam = "assert solve([3, 1, 2], key=lambda pair: pair[1]) == [(1, 2), (3, 4)], 'not sorted at all'"
     longest = good[-1]
@@ -281,7 +281,7 @@ def test_texts_in_other_spellings_are_equal_once_they_are_normal(folder, tmp_pat
 def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
     write_lines(folder / "a.jsonl", [f"text {i} " * 20 for i in range(5)])
     prepare(tmp_path)
-    prepare(tmp_path, processes=2, max_bad=3)  # who makes the shards changes nothing
+    prepare(tmp_path, processes=2, max_bad=3)  # keys without effect on the bytes
     with pytest.raises(UserError) as caught:
         prepare(tmp_path, filter="prose", held_out=0.5)
     assert len(caught.value.faults) == 2
@@ -301,7 +301,7 @@ def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(
             assert resize(size) == 0
         assert main([*command, str(disk / "out")]) == 2
         (fault,) = [line for line in capsys.readouterr().err.splitlines() if line]
-        assert "No space left on device while preparing" in fault and "what is finished is kept" in fault
+        assert "No space left on device while preparing" in fault and "free disk space" in fault
         assert [f.name for f in disk.iterdir()] == ["out.partial"]
     assert resize("40m") == 0
     assert main([*command, str(disk / "out")]) == 0

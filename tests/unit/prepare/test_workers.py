@@ -1,4 +1,4 @@
-"""Worker processes return all results, or the fault of the first call that failed; none is left."""
+"""Worker processes return all results, or the error of the first call that failed, and none survives."""
 
 import multiprocessing
 import os

@@ -8,8 +8,8 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.prepare import embedded
-from glm46.prepare.corpus import prepare_run
+from glm46.prepare import input_files
+from glm46.prepare.pipeline import prepare_run
 from glm46.training.trainer import train
 from tests.small_run import call_here
 
@@ -27,8 +27,8 @@ TINY = {
 def example(tmp_path, monkeypatch):
     """A function that loads the example with less text and a small model; it takes further overrides."""
     # Less of the same text, and no processes, which cost a second each to start.
-    some = {n: dataclasses.replace(s, most_bytes=400_000) for n, s in embedded.EMBEDDED_SOURCES.items()}
-    monkeypatch.setattr(embedded, "EMBEDDED_SOURCES", some)
+    some = {n: dataclasses.replace(s, max_bytes=400_000) for n, s in input_files.EMBEDDED_SOURCES.items()}
+    monkeypatch.setattr(input_files, "EMBEDDED_SOURCES", some)
     monkeypatch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
     places = {"job.dump_folder": tmp_path / "out"} | {
         f"data.sources[{i}].path": tmp_path / f"source{i}" for i in range(4)
@@ -42,7 +42,7 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     manifests = prepare_run(config, report=lines.append)
     assert list(manifests) == ["library", "packages", "headers", "prose"]
     assert all(manifest.splits["validation"].documents for manifest in manifests.values())
-    # Real text has real copies, and not all that packages say is prose.
+    # Real text holds duplicates, and not all package documentation is prose.
     assert any("near duplicate" in line for line in lines) and any("stop words" in line for line in lines)
     assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -55,5 +55,3 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     assert prepare_run(config, report=again.append) == manifests and again == []
     with pytest.raises(UserError, match="made with filter = 'prose', the recipe says 'none'; remove the folder"):
         prepare_run(example("--data.sources[3].recipe.filter", "none"), report=print)
-    with pytest.raises(UserError, match=r"prepare = \"python_stdlib\": there is a recipe too; put input = \["):
-        example("--data.sources[0].prepare", "python_stdlib")

@@ -1,0 +1,127 @@
+"""Input files of a recipe: names, folders, globs, and embedded sources.
+
+An embedded source is text that every machine with glm46 holds: the Python library, and the packages installed beside
+glm46. It is read in place and never shipped, and needs no network. Licences: PSF for the library; BSD, MIT and Apache
+for the packages that glm46 depends on.
+"""
+
+import glob
+import hashlib
+import importlib.util
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm46.config.errors import UserError
+
+# Prefix of an embedded source among the input patterns.
+BUILTIN = "builtin:"
+
+_PACKAGE_FOR_SUFFIX = {".zst": "zstandard", ".parquet": "pyarrow"}
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """The files of this machine that form one embedded source.
+
+    Attributes:
+        root: the folder, by its name in `sysconfig.get_path`.
+        endings: file name endings.
+        max_bytes: total size of the files; enough for a first run and tokenized in seconds.
+    """
+
+    root: str
+    endings: tuple[str, ...]
+    max_bytes: int
+
+
+EMBEDDED_SOURCES = {
+    "python_stdlib": _Embedded("stdlib", (".py",), 16_000_000),
+    "python_packages": _Embedded("purelib", (".py",), 24_000_000),
+    # Mostly PyTorch's and CUDA's.
+    "cpp_headers": _Embedded("purelib", (".h", ".hpp", ".cuh"), 12_000_000),
+    # METADATA holds the package index page, the only prose that is installed.
+    "package_docs": _Embedded("purelib", ("METADATA", ".md", ".rst", ".txt"), 8_000_000),
+}
+
+# Tests repeat themselves and hold generated tables; vendored packages would be duplicates.
+_SKIPPED_FOLDERS = {
+    "__pycache__", "test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "_vendor",
+    "lib-dynload", "glm46",
+}  # fmt: skip
+# Smaller files are empty package markers; larger ones are generated tables.
+_MIN_FILE_BYTES, _MAX_FILE_BYTES = 200, 400_000
+
+
+def find_files(patterns: Sequence[str], key: str) -> list[Path]:
+    """Return the files that names, folders and globs match, each once, sorted. Hidden files of a folder are skipped.
+
+    Args:
+        patterns: as the user wrote them; ``builtin:NAME`` is an embedded source.
+        key: the setting that holds them, for messages.
+
+    Raises:
+        UserError: a pattern matches no file, or a file needs a package that is not installed.
+    """
+    found: dict[Path, Path] = {}
+    faults = []
+    for pattern in patterns:
+        if pattern.startswith(BUILTIN):
+            found.update({file: file for file in embedded_files(pattern.removeprefix(BUILTIN))})
+            continue
+        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        files = [f for name in names for f in (_visible(Path(name)) if Path(name).is_dir() else [Path(name)])]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            hint = "; hidden files of a folder are skipped" if Path(pattern).is_dir() else ""
+            faults.append(f"{key} = '{pattern}': matches no file; give a file, a folder or a glob{hint}")
+        # Several links may lead to one file; reading it twice would only produce duplicates.
+        found.update({file.resolve(): file for file in files})
+    for suffix, package in _PACKAGE_FOR_SUFFIX.items():
+        needs = [file for file in found if file.suffix.lower() == suffix]
+        if needs and importlib.util.find_spec(package) is None:
+            faults.append(f"{needs[0]}: reading {suffix} needs {package}; pip install 'glm46[data]'")
+    if faults:
+        raise UserError(*faults)
+    return sorted(found)
+
+
+def _visible(folder: Path) -> list[Path]:
+    entries = sorted(folder.rglob("*"))
+    return [path for path in entries if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
+
+
+def embedded_files(source: str) -> list[Path]:
+    """Return the files of an embedded source, sorted, up to its ``max_bytes``.
+
+    A source with more text is sampled by the hash of each file name, so that every package is represented.
+
+    Raises:
+        UserError: the source is unknown, or this machine has no such files.
+    """
+    if source not in EMBEDDED_SOURCES:
+        raise UserError(f"data source '{source}': unknown; the embedded sources are {', '.join(EMBEDDED_SOURCES)}")
+    embedded = EMBEDDED_SOURCES[source]
+    root = Path(sysconfig.get_path(embedded.root))
+    sizes = {file: file.stat().st_size for file in _walk(root, embedded.endings)}
+    chosen, total = [], 0
+    for file in sorted(sizes, key=lambda f: hashlib.sha256(f.relative_to(root).as_posix().encode()).digest()):
+        if total + sizes[file] <= embedded.max_bytes:
+            chosen.append(file)
+            total += sizes[file]
+    if not chosen:
+        kinds = ", ".join(f"*{ending}" for ending in embedded.endings)
+        raise UserError(f"data source '{source}': no {kinds} under {root}; give prepared text in data.sources")
+    return sorted(chosen)
+
+
+def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            if entry.name not in _SKIPPED_FOLDERS:
+                yield from _walk(entry, endings)
+        elif not entry.name.endswith(endings) or not entry.is_file():
+            continue
+        elif _MIN_FILE_BYTES <= entry.stat().st_size <= _MAX_FILE_BYTES:
+            yield entry
