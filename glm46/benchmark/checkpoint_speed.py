@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glm46.benchmark.rounds import timed_rounds
 from glm46.checkpoint.manager import CheckpointManager
-from glm46.checkpoint.saving import SaveOutcome
+from glm46.checkpoint.save import SaveOutcome
 
 _PIECES_PER_GIB = 64
 

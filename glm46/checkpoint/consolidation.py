@@ -1,7 +1,7 @@
-"""Gather node-local checkpoints when no training runs: the logic of ``scripts/consolidate_checkpoints.py``.
+"""Gathering node-local checkpoints when no training runs: the logic of ``scripts/consolidate_checkpoints.py``.
 
-The node where it is started drives the others through a remote shell: each lists what it has, copies its files to the
-shared folder and compares them there; the driver publishes; each removes its local copy. Every phase can be repeated.
+The node that runs the script drives the others through a remote shell: each node lists its parts, copies its files to
+the shared folder and compares them there; the driver publishes; each node removes its files. Phases can be repeated.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from glm46.checkpoint.gathering import (
     remove_part,
     whole_saves,
 )
-from glm46.checkpoint.integrity import MANIFEST
-from glm46.checkpoint.publish import repair, step_folder
+from glm46.checkpoint.integrity import MANIFEST, step_folder
+from glm46.checkpoint.publish import repair
 from glm46.config.errors import UserError
 
 _MARK = "glm46-node: "  # a remote shell may print other lines, such as a greeting
@@ -39,10 +39,10 @@ def consolidate_command(argv: Sequence[str], script: Path) -> int:
     """Run the script.
 
     Args:
-        script: the file that every node can run with the same Python.
+        script: path of the script; every node can run it with the same Python.
 
     Returns:
-        Exit code: 0, or 2 when nothing could be gathered.
+        Exit code: 0, or 2 when nothing was gathered.
     """
     parser = _parser()
     arguments = parser.parse_args(list(argv))
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "remove the local copies. Can be run again after an interruption.",
         allow_abbrev=False,
     )
-    step = "; a step folder of it, such as …/step-10000, stands for the folder and --step"
+    step = "; a step folder in it, such as …/step-10000, also sets --step"
     local = "the checkpoint folder on each node's own disk"
     parser.add_argument("--node-local-dir", type=Path, required=True, help=local + step)
     parser.add_argument("--output-dir", type=Path, required=True, help="the checkpoint folder on shared storage" + step)
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_step_folders(arguments: argparse.Namespace) -> None:
-    """Replace step folders by the folders that hold them, and keep their step.
+    """Replace step folders by their parent folders, and set ``step`` from them.
 
     Raises:
         UserError: the options name more than one step.
@@ -97,10 +97,10 @@ def _take_step_folders(arguments: argparse.Namespace) -> None:
 
 
 def read_hostfile(path: Path) -> list[str]:
-    """Host names: the first word of each line, each once, in order; ``#`` begins a comment.
+    """Host names: the first word of each line, without repeats, in order; ``#`` begins a comment.
 
     Raises:
-        UserError: the file is absent, empty, or names something that no host is called.
+        UserError: the file is absent or empty, or has a word that is not a host name.
     """
     try:
         lines = path.read_text().splitlines()
@@ -111,12 +111,12 @@ def read_hostfile(path: Path) -> list[str]:
     if not hosts:
         raise UserError(f"--hostfile {path}: names no host")
     if strange := [host for host in hosts if host.startswith("-")]:
-        raise UserError(f"--hostfile {path}: {strange[0]!r} is no host name")
+        raise UserError(f"--hostfile {path}: {strange[0]!r} is not a host name")
     return hosts
 
 
 def _on_this_node(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One phase, on the node that it is about; JSON for the driver."""
+    """Run one phase on this node; returns JSON values for the driver."""
     local, output = arguments.node_local_dir, arguments.output_dir
     try:
         if arguments.node_phase == "list":
@@ -150,9 +150,9 @@ def _drive(arguments: argparse.Namespace, script: Path) -> None:
     options = ("--save", json.dumps(asdict(save)))
     target = step_folder(arguments.output_dir, save.step)
     if is_superseded(arguments.output_dir, save):
-        raise UserError(f"{target}: is a later save of this step than the node-local one; remove one of them")
+        raise UserError(f"{target}: holds a later save of this step than the node-local one; remove one of them")
     if is_gathered(arguments.output_dir, save):
-        print(f"{target}: is there already")
+        print(f"{target}: already published")
     else:
         print(f"step {save.step}: copying from {len(holders)} node(s)", flush=True)
         answers = ask("copy", holders, *options)
@@ -176,8 +176,8 @@ def _choose(parts: list[NodePart], arguments: argparse.Namespace, faults: list[s
     asked = "of any step" if arguments.step is None else f"of step {arguments.step}"
     raise UserError(
         *faults,
-        f"{arguments.node_local_dir}: the files {asked} are not all there on the nodes asked (steps seen: {seen}; "
-        f"whole: {', '.join(str(save.step) for save in whole) or 'none'}); are all hosts of the run in the hostfile?",
+        f"{arguments.node_local_dir}: files {asked} are missing on the nodes asked (steps found: {seen}; whole: "
+        f"{', '.join(str(save.step) for save in whole) or 'none'}); list every host of the run in the hostfile",
     )
 
 
@@ -190,7 +190,7 @@ def _faults_of(hosts: list[str | None], answers: list[dict[str, Any]]) -> list[s
 def _ask(
     host: str | None, arguments: argparse.Namespace, script: Path, phase: str, options: Sequence[str]
 ) -> dict[str, Any]:
-    """What a node answers; a node that cannot be reached answers with a fault."""
+    """The answer of a node; for a node that cannot be reached, an answer with a fault."""
     command = [
         sys.executable, str(script), "--node-local-dir", str(arguments.node_local_dir),
         "--output-dir", str(arguments.output_dir), "--node-phase", phase, *options,

@@ -1,8 +1,8 @@
-"""Tensors to and from a folder in the format of ``torch.distributed.checkpoint`` (DCP), without DCP's silent failures.
+"""Writing and reading tensors in the format of ``torch.distributed.checkpoint`` (DCP), without its silent failures.
 
-The planner, the file format and resharding are DCP's, so its own tools read these files. The order of steps is ours:
-one writer thread per rank (with more, DCP 2.13 loses write errors), files hashed while they are written and synced
-after Python's buffer is flushed (DCP syncs ``.metadata`` before), coverage, shapes and dtypes checked (DCP does not).
+Planner, file format and resharding are DCP's, so its tools read these files. This module adds: one writer thread per
+rank (with more, DCP 2.13 loses write errors), hashes computed while files are written, fsync after Python's buffer is
+flushed (DCP syncs ``.metadata`` before), and checks of coverage, shapes and dtypes.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _BUFFER_BYTES = WRITE_BYTES
 
 
 class _HashedFile:
-    """A file being written: each piece is hashed by another thread while this one hands it to the kernel."""
+    """A file that is written and hashed: one thread hashes each piece while another one writes it."""
 
     def __init__(self, path: Path, hasher: ThreadPoolExecutor):
         self._file = path.open("xb", buffering=_BUFFER_BYTES)
@@ -48,7 +48,7 @@ class _HashedFile:
                 for start in range(0, length, WRITE_BYTES):
                     self._file.write(memoryview(piece).cast("B")[start : start + WRITE_BYTES])
             finally:
-                hashed.result()  # torch owns the memory of the piece only until this call returns
+                hashed.result()  # the memory of the piece is valid only until this call returns
         self._length += length
         return length
 
@@ -56,12 +56,12 @@ class _HashedFile:
         return self._length
 
     def flush(self) -> None:
-        """Nothing, and `close` neither: DCP does both at odd times, or not at all, and would wait for the disk."""
+        """Does nothing, like `close`: DCP calls both at unsuitable times, or never, and would wait for the disk."""
 
     close = flush
 
     def end(self) -> None:
-        """Close; all is on the disk then."""
+        """Close; the content is then on the disk."""
         try:
             self._file.flush()
             fsync(self._file.fileno())
@@ -73,7 +73,7 @@ class _HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's way to files; keeps a record of each file written, which exists only once the file is on the disk."""
+    """DCP's file system, which records each written file once it is on the disk."""
 
     def __init__(self, hasher: ThreadPoolExecutor, closer: Closer):
         self.records: dict[str, FileRecord] = {}
@@ -83,7 +83,7 @@ class _HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
         if mode != "wb":
-            raise ValueError(f"{path}: a writer opens files to write only")
+            raise ValueError(f"{path}: mode {mode!r}, but a writer opens files with 'wb' only")
         file = _HashedFile(Path(path), self._hasher)
 
         def end() -> None:
@@ -114,7 +114,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's plan for the live tensors, with the data taken from their staged copies where there are any."""
+    """DCP's planner for the live tensors, which reads the data from their staged copies if there are any."""
 
     def __init__(self, staged: Mapping[str, Tensor] | None):
         super().__init__()
@@ -138,7 +138,7 @@ def write_tensors(
         folder: exists already.
         tensors: name to Tensor or DTensor. A plain tensor under one name on several ranks must be the same everywhere.
         staged: this rank's part of each tensor in host memory, to be written instead of the live values.
-        file_per_tensor: DCP holds all tensors of a file until it is written; so ``staged`` may make them one by one.
+        file_per_tensor: DCP holds all tensors of a file in memory; with one file each, ``staged`` may be lazy.
 
     Returns:
         The files written by all ranks. They are on the disk.
@@ -175,9 +175,7 @@ def write_tensors(
 
 
 def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
-    """Refuse a plain tensor that differs between ranks under one name: DCP would keep one rank's value in silence.
-
-    Collective.
+    """Refuse a plain tensor that differs between ranks under one name; DCP would keep one rank's value. Collective.
 
     Raises:
         CheckpointError: on all ranks.
@@ -186,7 +184,9 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[
         return
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     owners: dict[str, int] = {}
-    for names in ranks.all_gather(sorted(plain)):
+    with ranks.stage("comparing replicated tensors") as stage:
+        stage.value = sorted(plain)
+    for names in stage.values:
         for name in names:
             owners[name] = owners.get(name, 0) + 1
     with ranks.stage("comparing replicated tensors") as stage:
@@ -212,7 +212,7 @@ def _fingerprint(tensor: Tensor) -> str:
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, given metadata that was read and checked already."""
+    """DCP's reader with metadata that is already read and checked."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
@@ -231,18 +231,18 @@ def read_tensors(
     ranks: Ranks,
     ignored: Sequence[str] = (),
 ) -> list[str]:
-    """Fill tensors in place from a folder whose files were verified. Collective: all ranks find the same faults.
+    """Fill tensors in place from a folder whose files are verified. Collective.
 
-    Nothing is written into any tensor when there is a fault. Mesh and world size may differ from the save's.
+    If there is a fault, no tensor is changed on any rank. Mesh and world size may differ from the save's.
 
     Args:
         tensors: what to fill; the ranks may ask for different names.
         files: the files of the checkpoint, as its manifest lists them.
-        optional: prefixes of names that may be absent from the checkpoint (the tensor keeps its value) or left unread.
-        ignored: prefixes of names in the checkpoint that may be left unread; "" allows all.
+        optional: prefixes of names that may be absent from the checkpoint (the tensor keeps its value) or stay unread.
+        ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
 
     Returns:
-        What is wrong, one line each, over all ranks; empty when the tensors were filled.
+        The faults of all ranks, one line each, equal on all ranks; empty when the tensors were filled.
 
     Raises:
         CheckpointError: on all ranks, when reading failed on any of them.
@@ -255,8 +255,8 @@ def read_tensors(
     faults = sorted({fault for found, _ in stage.values for fault in found})
     if faults:
         return faults
-    asked = {name for _, names in stage.values for name in names}
-    unread = sorted(set(metadata.state_dict_metadata) - asked)
+    requested = {name for _, names in stage.values for name in names}
+    unread = sorted(set(metadata.state_dict_metadata) - requested)
     may_stay = (*optional, *ignored)
     faults = [
         f"{folder}: holds {name}, which this run does not know" for name in unread if not name.startswith(may_stay)
@@ -271,7 +271,7 @@ def read_tensors(
 
 @torch.no_grad()
 def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
-    """Fill tensors in place by metadata that was checked, and has all of them. Not collective."""
+    """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
     planner, reader = DefaultLoadPlanner(), _Reader(folder, metadata)
     planner.set_up_planner(tensors, metadata, is_first)
     reader.set_up_storage_reader(metadata, is_first)

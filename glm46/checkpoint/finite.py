@@ -1,4 +1,4 @@
-"""Values that are not finite, in tensors to be saved and in checkpoints: no run can go on from them."""
+"""Checks for NaN and infinity in tensors to be saved and in checkpoints: training cannot continue from them."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from glm46.checkpoint.metadata import check_metadata, read_metadata
 from glm46.checkpoint.stored_values import StoredTensor
+from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.ranks import CheckpointError, Ranks
 from glm46.files.durable import FileRecord
 
@@ -18,17 +18,17 @@ _NAMES_SHOWN = 3
 
 
 class NotFiniteError(CheckpointError):
-    """Tensors to be saved hold NaN or infinity, so nothing was published."""
+    """Tensors to be saved hold NaN or infinity; nothing was published."""
 
 
 def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Collective.
+    """Raise if tensors hold NaN or infinity. Collective.
 
     Args:
         tensors: this rank's parts.
 
     Raises:
-        NotFiniteError: on all ranks, when those of any rank hold NaN or infinity.
+        NotFiniteError: on all ranks, when the tensors of any rank hold NaN or infinity.
     """
     with ranks.stage("looking for values that are not finite") as stage:
         stage.value = names_not_finite(tensors)
@@ -38,21 +38,21 @@ def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 @torch.no_grad()
 def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors of which this rank's part holds NaN or infinity; one pass over the memory."""
+    """Names of the tensors whose local part holds NaN or infinity; one pass over the memory."""
     bounds = {}
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.is_floating_point() and local.numel():
             local = local.float() if local.dtype.itemsize == 1 else local
-            bounds[name] = torch.stack(torch.aminmax(local)).double().cpu()  # the extremes of NaNs are NaN
+            bounds[name] = torch.stack(torch.aminmax(local)).double().cpu()  # NaN if any value is
     return [name for name, extremes in bounds.items() if not extremes.isfinite().all()]
 
 
 def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
-    """Everything wrong with the values of a checkpoint, or with their index. Collective.
+    """Faults of a checkpoint's values and of their index, one line each. Collective.
 
     Args:
-        files: of the checkpoint, verified.
+        files: the files of the checkpoint, verified.
     """
     with ranks.stage(f"reading the values of {folder}") as stage:
         metadata, faults = read_metadata(folder)
@@ -64,7 +64,7 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
 
 
 def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
-    """This rank's share of the tensors that hold values that are not finite."""
+    """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
     floating = [
         name for name, entry in metadata.state_dict_metadata.items() if entry.properties.dtype.is_floating_point
     ]
@@ -86,7 +86,7 @@ def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
 
 
 def describe(names: Collection[str]) -> str:
-    """The names, or the first of many."""
+    """One line with the names, shortened if there are many."""
     shown = ", ".join(list(names)[:_NAMES_SHOWN])
     more = (
         f" and {len(names) - _NAMES_SHOWN} more tensors hold"

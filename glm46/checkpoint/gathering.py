@@ -1,20 +1,31 @@
-"""From parts on the disks of several nodes to one checkpoint on shared storage: copy, compare, publish, then remove.
+"""Gathering node-local saves on shared storage: copy, compare, publish, then remove the local files.
 
-A node-local save leaves on each node a step folder with the same ``manifest.json``, ``.metadata`` and ``meta.json``,
-and those tensor files that this node's ranks wrote. The parts of one save are known by the seal of their manifest.
-Copies gather in ``step-000123.gather`` of the shared folder; each is compared with the manifest where it arrived,
-before it gets its name, so an interrupted gathering goes on with what is missing. Local copies go last of all.
+A local disk is fast and is lost with its node: until a save is gathered it protects against a crash of the run only.
+Loading always reads the shared folder. A node-local save leaves on each node a step folder with the same
+``manifest.json``, ``.metadata`` and ``meta.json``, and the tensor files that this node's ranks wrote; the parts of one
+save have the same hash of their manifest. Files are copied to ``step-000123.gather`` in the shared folder and compared
+there with the manifest before they get their names, so an interrupted gathering continues with what is missing.
 """
 
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from glm46.checkpoint.integrity import MANIFEST, check_hash, read_manifest, records_of
-from glm46.checkpoint.publish import give_name, incomplete, make_durably, published_steps, remove, step_folder
+from glm46.checkpoint.integrity import (
+    MANIFEST,
+    check_hash,
+    published_steps,
+    quick_faults,
+    read_manifest,
+    records_of,
+    step_folder,
+)
+from glm46.checkpoint.publish import make_durably, remove, rename_draft, repair
+from glm46.distributed.ranks import Ranks
 from glm46.files.durable import FileRecord, hash_file, replace_durably, sync_folder
 
 _COPY_BYTES = 1 << 22
@@ -22,22 +33,90 @@ _COPY_THREADS = 8
 
 
 @dataclass(frozen=True)
+class NodeFolder:
+    """The local folder of this rank's node, and whether this rank acts for the node."""
+
+    path: Path
+    is_leader: bool
+
+    @classmethod
+    def of_this_rank(cls, path: Path, ranks: Ranks) -> "NodeFolder":
+        """Collective. Ranks share a node when host name and folder are the same."""
+        node = (socket.gethostname(), str(Path(path).absolute()))
+        return cls(Path(path), is_leader=ranks.all_gather(node).index(node) == ranks.rank)
+
+
+@dataclass(frozen=True)
 class NodePart:
-    """What one node holds of one save."""
+    """The files of one save on one node."""
 
     step: int
     seal: str
-    """Hash of the manifest file: the same on all nodes of one save."""
+    """SHA-256 of the manifest file: equal on all nodes of one save."""
     saved_at: float
     """Seconds since the epoch."""
     files: tuple[str, ...]
-    """Tensor files that are here, of the length that the manifest says."""
+    """Files that are here with the length in the manifest."""
     wanted: tuple[str, ...]
     """All files that the manifest lists."""
 
 
+def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
+    """Copy the newest save that is whole over all nodes to the shared folder, then free the local disks. Collective.
+
+    Args:
+        output: the shared checkpoint folder.
+
+    Returns:
+        The step, or None when no save is whole, or the shared folder has a later one of the same step.
+
+    Raises:
+        CheckpointError: on all ranks. The local files stay; the next gathering continues.
+    """
+    with ranks.stage("listing node-local saves") as stage:
+        stage.value = []
+        if node.is_leader:
+            if node.path.is_dir():
+                repair(node.path)
+            if ranks.is_first and output.is_dir():
+                repair(output)
+            stage.value = parts_in(node.path)[0]
+    saves = whole_saves(part for parts in stage.values for part in parts)
+    if not saves:
+        return None
+    newest, mine = saves[-1], stage.values[ranks.rank]
+    has_part = any(part.seal == newest.seal for part in mine)
+    with ranks.stage("looking at the shared folder") as shared:
+        if ranks.is_first:
+            shared.value = is_gathered(output, newest), is_superseded(output, newest)
+    gathered, superseded = shared.values[0]
+    if superseded:
+        return None
+    if not gathered:
+        _copy_and_publish(node if has_part else None, output, newest, ranks)
+    with ranks.stage("removing node-local files"):
+        if has_part and (faults := remove_part(node.path, output, newest)):
+            raise OSError("; ".join(faults))
+        for part in mine:
+            if part.step < newest.step:  # superseded by the one just gathered
+                remove(step_folder(node.path, part.step))
+    return newest.step
+
+
+def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: Ranks) -> None:
+    with ranks.stage("copying to shared storage") as stage:
+        if node is not None:
+            if faults := copy_part(node.path, output, save):
+                raise OSError("; ".join(faults))
+            stage.value = (step_folder(node.path, save.step) / MANIFEST).read_bytes()
+    manifest = next(value for value in stage.values if value is not None)
+    with ranks.stage("publishing on shared storage"):
+        if ranks.is_first and (faults := publish_gathered(output, save.step, manifest)):
+            raise OSError("; ".join(faults))
+
+
 def parts_in(local: Path) -> tuple[list[NodePart], list[str]]:
-    """The parts in a node-local folder, oldest first, and what is wrong with those that cannot be used."""
+    """The parts in a node-local folder, oldest first, and the faults of those that cannot be used."""
     parts, faults = [], []
     for step in published_steps(local):
         path = step_folder(local, step)
@@ -56,7 +135,7 @@ def _has_length(path: Path, record: FileRecord) -> bool:
 
 
 def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
-    """The saves of which all files are somewhere, oldest first, as a part that holds all of it."""
+    """The saves of which every file is on some node, oldest first, each as one part with all files."""
     held: dict[str, set[str]] = {}
     one_of: dict[str, NodePart] = {}
     for part in parts:
@@ -67,33 +146,33 @@ def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
 
 
 def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
-    """Copy this node's files of a save into the shared folder's gathering place; what is there already is kept.
+    """Copy this node's files of a save to the ``.gather`` folder of the shared storage; whole copies there are kept.
 
     Returns:
-        What is wrong, one line each; empty when all files of this node have arrived whole.
+        Faults, one line each; empty when all files of this node have arrived whole.
 
     Raises:
-        OSError: when the shared storage refuses.
+        OSError: the shared storage refuses.
     """
     source = step_folder(local, save.step)
     body, faults = read_manifest(source, save.step)
     if body is None or hash_file(source / MANIFEST).sha256 != save.seal:
         return [*faults, f"{source}: is no longer the save that was asked for"]
-    place = gathering_place(output, save.step)
-    make_durably(place)
-    # Files of other nodes are not here.
+    target = gather_folder(output, save.step)
+    make_durably(target)
+    # Only this node's files; the manifest lists those of all nodes.
     here = [(name, record) for name, record in records_of(body).items() if _has_length(source / name, record)]
     with ThreadPoolExecutor(_COPY_THREADS) as threads:
-        arrived = threads.map(lambda file: _copy_file(source / file[0], place / file[0], file[1]), here)
+        arrived = threads.map(lambda file: _copy_file(source / file[0], target / file[0], file[1]), here)
         faults = [fault for found in arrived for fault in found]
-    sync_folder(place)
+    sync_folder(target)
     return faults
 
 
 def _copy_file(source: Path, target: Path, record: FileRecord) -> list[str]:
     if target.is_file() and not check_hash(target, record):
         return []
-    # Every node brings the small files: each works under a name of its own.
+    # Every node copies the small files: each writes under a name of its own.
     arriving = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")
     _copy_durably(source, arriving)
     found = hash_file(arriving)
@@ -110,55 +189,54 @@ def _copy_durably(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def gathering_place(output: Path, step: int) -> Path:
-    """Where the files of a save gather until all are there."""
+def gather_folder(output: Path, step: int) -> Path:
+    """The folder that the files of a save are copied to until all have arrived."""
     return step_folder(output, step).with_suffix(".gather")
 
 
 def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
-    """Give a gathered save its name; lengths were compared here, hashes by whoever copied.
+    """Publish a gathered save. Lengths are compared here; the nodes have compared hashes when they copied.
 
     Args:
-        manifest: the manifest's bytes, as on every node.
+        manifest: content of the manifest, equal on all nodes.
 
     Returns:
-        What is missing or wrong; empty when the checkpoint is published.
+        Faults; empty when the checkpoint is published.
     """
-    place = gathering_place(output, step)
-    replace_durably(place / MANIFEST, [manifest])
-    body, faults = read_manifest(place, step)
+    draft = gather_folder(output, step)
+    replace_durably(draft / MANIFEST, [manifest])
+    body, faults = read_manifest(draft, step)
     if body is None:
         return faults
-    for leftover in {path.name for path in place.iterdir()} - set(records_of(body)) - {MANIFEST}:
-        (place / leftover).unlink()  # of a copy that was cut, or of another save of this step
-    faults = incomplete(place, step)
+    for leftover in {path.name for path in draft.iterdir()} - set(records_of(body)) - {MANIFEST}:
+        (draft / leftover).unlink()  # of an interrupted copy, or of another save of this step
+    _, faults = quick_faults(draft, step)
     if not faults:
-        give_name(place, step)
+        rename_draft(draft, step)
     return faults
 
 
 def is_gathered(output: Path, save: NodePart) -> bool:
-    """Whether the shared folder has this very save, whole by the cheap checks."""
+    """Whether the shared folder has this save, without faults in the quick checks."""
     path = step_folder(output, save.step)
-    return path.is_dir() and not incomplete(path, save.step) and hash_file(path / MANIFEST).sha256 == save.seal
+    return not quick_faults(path, save.step)[1] and hash_file(path / MANIFEST).sha256 == save.seal
 
 
 def is_superseded(output: Path, part: NodePart) -> bool:
-    """Whether the shared folder has another whole save of this step, and a later one."""
-    path = step_folder(output, part.step)
-    body, _ = read_manifest(path, part.step)
-    return body is not None and body["saved_at"] > part.saved_at and not incomplete(path, part.step)
+    """Whether the shared folder has a later whole save of this step."""
+    body, faults = quick_faults(step_folder(output, part.step), part.step)
+    return not faults and body["saved_at"] > part.saved_at
 
 
 def remove_part(local: Path, output: Path, save: NodePart) -> list[str]:
     """Remove this node's files of a save, if the shared folder has it.
 
     Returns:
-        Why it was not removed.
+        The reason if they were not removed.
     """
     path = step_folder(local, save.step)
     if not is_gathered(output, save):
-        return [f"{path}: stays, because {step_folder(output, save.step)} is not this save or not whole"]
+        return [f"{path}: kept, because {step_folder(output, save.step)} is not this save or not whole"]
     if (path / MANIFEST).is_file() and hash_file(path / MANIFEST).sha256 == save.seal:
         remove(path)
     return []

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, as data; nothing here loads a tensor or changes a file."""
+"""Summaries of checkpoints and of the tensors in them; no function here changes a file."""
 
 import json
 import math
@@ -7,41 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from glm46.checkpoint.finite import stored_not_finite
-from glm46.checkpoint.integrity import META, check_files, check_hash, read_manifest, records_of
+from glm46.checkpoint.integrity import (
+    META,
+    check_files,
+    check_hash,
+    published_steps,
+    read_manifest,
+    records_of,
+    step_folder,
+    step_of,
+)
 from glm46.checkpoint.metadata import check_metadata, read_metadata
-from glm46.checkpoint.publish import published_steps, step_folder, step_of
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """One published checkpoint, as its manifest and meta tell."""
+    """One published checkpoint, from its manifest and meta."""
 
     path: Path
     step: int
     bytes: int | None
-    """All files but the manifest; None when the manifest cannot be read, like the next ones."""
+    """All files but the manifest; None when the manifest cannot be read, like the next three fields."""
     saved_at: float | None
     """Seconds since the epoch."""
     tokens: int | None
     validation_loss: float | None
     is_good: bool
-    """Whether the step before was made, not skipped."""
+    """Whether the last step was applied, not skipped."""
     faults: tuple[str, ...]
-    """Everything wrong with it; empty when it is complete."""
+    """Empty when the checkpoint is complete."""
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A tensor of a checkpoint, whole."""
+    """A tensor of a checkpoint; sizes are those of the whole tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bytes: int
     parts: int
-    """How many records hold it: one for each rank that had a shard."""
+    """Number of records, one for each rank that had a shard."""
 
 
 def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
@@ -49,7 +57,7 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
 
     Args:
         folder: the checkpoint folder of a run, or one step folder.
-        read_contents: hash every file and look for values that are not finite; else compare lengths and names only.
+        read_contents: hash every file and check values for NaN and infinity; else compare lengths and names only.
 
     Raises:
         UserError: the folder is absent.
@@ -87,10 +95,10 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
 
 
 def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
-    """The meta of one checkpoint, and its tensors by name.
+    """The meta of one checkpoint, and its tensors ordered by name.
 
     Raises:
-        UserError: it is absent, incomplete, or its index is damaged.
+        UserError: the checkpoint is absent or incomplete, or its index is damaged.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")

@@ -1,40 +1,69 @@
-"""The manifest of a checkpoint folder: every file with its length and hash, and the checks against it.
+"""Checkpoint folders as they are read: their names, their manifest, and the checks of their files against it.
 
 ``manifest.json`` is one canonical JSON text: ``{"body": {...}, "sha256": hash of the canonical body}``. A file whose
-bytes are not exactly the canonical text of its content is refused, so no byte of it can change unseen.
+bytes are not exactly the canonical text of its content is refused, so a change of any byte is found.
 """
 
 import hashlib
 import json
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from glm46.distributed.ranks import Ranks
 from glm46.files.durable import FileRecord, create_durably, hash_file
 
 MANIFEST = "manifest.json"
 META = "meta.json"
 FORMAT = 1
+_PUBLISHED = re.compile(r"step-(\d{6,})")
+_FILES_AT_ONCE = 8
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return folder / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a folder's name, or None if it is not the name of a published checkpoint."""
+    match = _PUBLISHED.fullmatch(path.name)
+    return int(match[1]) if match and step_folder(path.parent, int(match[1])) == path else None
+
+
+def published_steps(folder: Path) -> list[int]:
+    """Steps with a published folder, oldest first, complete or not."""
+    if not folder.is_dir():
+        return []
+    steps = (step_of(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(step for step in steps if step is not None)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose manifest is whole and whose files have the right length; contents are not read."""
+    return [step for step in published_steps(folder) if not quick_faults(step_folder(folder, step), step)[1]]
+
+
+def write_manifest(folder: Path, step: int, files: dict[str, FileRecord], facts: dict[str, Any]) -> None:
+    """Write ``manifest.json``, the last file of a checkpoint. ``facts`` are further JSON values."""
+    body = {**facts, "format": FORMAT, "step": step, "files": {name: asdict(record) for name, record in files.items()}}
+    seal = hashlib.sha256(_canonical(body)).hexdigest()
+    create_durably(folder / MANIFEST, [_canonical({"body": body, "sha256": seal})])
 
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
 
 
-def write_manifest(folder: Path, step: int, files: dict[str, FileRecord], facts: dict[str, Any]) -> None:
-    """Write ``manifest.json``, the last file of a checkpoint. ``facts`` are JSON values for people and tools."""
-    body = {**facts, "format": FORMAT, "step": step, "files": {name: asdict(record) for name, record in files.items()}}
-    seal = hashlib.sha256(_canonical(body)).hexdigest()
-    create_durably(folder / MANIFEST, [_canonical({"body": body, "sha256": seal})])
-
-
 def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The body of a folder's manifest, or None, and what is wrong with it.
+    """The body of a folder's manifest, or None, and the faults found.
 
     Args:
         folder: a published checkpoint.
-        step: the step that the folder's name claims; None asks for no particular one.
+        step: the step in the folder's name; None accepts any.
     """
     path = folder / MANIFEST
     try:
@@ -51,11 +80,11 @@ def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, [f"{path}: damaged ({type(error).__name__}: {error})"]
     if found != seal or content != _canonical(sealed):
-        return None, [f"{path}: damaged: its content hashes to {found}, its seal says {seal}"]
+        return None, [f"{path}: damaged: its content has SHA-256 {found}, it states {seal}"]
     if body["format"] != FORMAT:
         return None, [f"{path}: format {body['format']}, but this version of glm46 reads format {FORMAT}"]
     if step is not None and body["step"] != step:
-        return None, [f"{path}: of step {body['step']}, in the folder of step {step}"]
+        return None, [f"{path}: manifest is for step {body['step']}, the folder name says step {step}"]
     outside = [name for name in files if Path(name).name != name]
     if outside:
         return None, [f"{path}: names a file outside its folder: {name!r}" for name in outside]
@@ -67,8 +96,17 @@ def records_of(body: dict[str, Any]) -> dict[str, FileRecord]:
     return {name: FileRecord(**record) for name, record in body["files"].items()}
 
 
+def quick_faults(path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest's body, and the faults that can be found without reading the other files. Not collective."""
+    if not path.is_dir():
+        known = ", ".join(map(str, published_steps(path.parent))) or "none"
+        return None, [f"{path}: no such checkpoint; steps in {path.parent}: {known}"]
+    body, faults = read_manifest(path, step)
+    return body, faults if body is None else check_files(path, body)
+
+
 def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
-    """The cheap half of verification: exactly the listed files, ordinary files, of the listed length."""
+    """Faults of a folder that must hold exactly the listed files, each an ordinary file of the listed length."""
     records = records_of(body)
     present = {entry.name: entry for entry in os.scandir(folder)}
     faults = [f"{folder / name}: not in the manifest" for name in sorted(set(present) - set(records) - {MANIFEST})]
@@ -84,7 +122,7 @@ def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
 
 
 def check_hash(path: Path, record: FileRecord) -> list[str]:
-    """The thorough half, for one file: its content."""
+    """The fault of one file whose content differs from its record, if any."""
     try:
         found = hash_file(path)
     except OSError as error:
@@ -92,3 +130,28 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
     if found != record:
         return [f"{path}: SHA-256 {found.sha256}, expected {record.sha256}"]
     return []
+
+
+def verify_folder(path: Path, step: int | None, ranks: Ranks) -> list[str]:
+    """All faults of a checkpoint, one line each, equal on all ranks; empty when it is whole. Collective.
+
+    Rank 0 makes the quick checks; each rank then hashes its share of the files.
+
+    Args:
+        path: the step folder.
+        step: the step that the manifest must state; None accepts any.
+    """
+    with ranks.stage(f"verifying {path}") as stage:
+        if ranks.is_first:
+            stage.value = quick_faults(path, step)
+    body, faults = stage.values[0]
+    if faults:
+        return faults
+    with ranks.stage(f"verifying {path}") as stage:
+        largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
+        mine = largest_first[ranks.rank :: ranks.size]
+        # Many ranks on one machine already keep its cores busy; one rank alone hashes several files at once.
+        with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
+            checked = pool.map(lambda item: check_hash(path / item[0], item[1]), mine)
+            stage.value = [fault for faults in checked for fault in faults]
+    return [fault for faults in stage.values for fault in faults]

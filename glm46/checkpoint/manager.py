@@ -1,4 +1,4 @@
-"""The trainer's view of checkpoints: save a step, find the newest good one, load it. All collective, all verified."""
+"""Checkpoints for the trainer: save a step, find the newest whole one, load it. Loads are verified."""
 
 import json
 import logging
@@ -12,19 +12,24 @@ from torch import Tensor
 from glm46.checkpoint.background import BackgroundSaver
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
-from glm46.checkpoint.integrity import META, check_hash, read_manifest, records_of
-from glm46.checkpoint.node_local import NodeFolder, gather
-from glm46.checkpoint.publish import published_steps, repair, set_aside, step_folder, step_of
-from glm46.checkpoint.retention import Retention
-from glm46.checkpoint.saving import Place, SaveOutcome, save_now
-from glm46.checkpoint.snapshot import Snapshot
-from glm46.checkpoint.verification import verify_folder
+from glm46.checkpoint.gathering import NodeFolder, gather
+from glm46.checkpoint.integrity import (
+    META,
+    published_steps,
+    read_manifest,
+    records_of,
+    step_folder,
+    step_of,
+    verify_folder,
+)
+from glm46.checkpoint.publish import Retention, repair, set_aside
+from glm46.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, save_now
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 1.0
+_WAIT_SECONDS = 1.0
 """Between two exchanges of ranks that wait for a save."""
 
 
@@ -32,13 +37,13 @@ class CheckpointManager:
     """Checkpoints of one run, in ``folder/step-000123/``, seen by all ranks.
 
     A checkpoint is tensors (``name -> Tensor or DTensor``, written through DCP) and ``meta`` (JSON). Making a manager
-    is collective, and so is every method that says so: all ranks call it, and all return or raise together.
+    is collective. So is every method that says so: all ranks call it, and all return or all raise.
 
     Args:
-        folder: where the step folders live; made by the first save.
-        keep_latest_k: how many of the newest complete checkpoints stay; 0 keeps all.
-        keep_every: steps that are a multiple of it stay too; 0: none for that reason.
-        keep_best_k: how many of those with the lowest validation loss stay too.
+        folder: holds the step folders; the first save makes it.
+        keep_latest_k: number of newest complete checkpoints to keep; 0 keeps all.
+        keep_every: multiples of this step are kept too; 0 adds none.
+        keep_best_k: number of checkpoints with the lowest validation loss that are kept too.
         node_local_folder: a folder on the node's own disk; saves go there first, and from there to ``folder``.
     """
 
@@ -55,7 +60,7 @@ class CheckpointManager:
         rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
         self._ranks = Ranks.of_this_run()
         node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
-        self._place = Place(self.folder, rule, node)
+        self._target = SaveTarget(self.folder, rule, node)
         self._background = BackgroundSaver()
         self._verified: set[int] = set()
         self._in_use: set[int] = set()
@@ -70,28 +75,28 @@ class CheckpointManager:
         validation_loss: float | None = None,
         is_good: bool = True,
     ) -> SaveOutcome:
-        """Write and publish a checkpoint; afterwards remove those that are too old. Collective.
+        """Write and publish a checkpoint, then remove old ones. Collective.
 
-        Waits for a save in the background first; when that one failed, ``poll`` still says so.
+        Waits for a background save first; if that one failed, the next ``poll`` raises.
 
         Args:
             tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
                 equal on all of them; what differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
-            validation_loss: what ``keep_best_k`` compares; rank 0's counts.
-            is_good: whether the step before was made, not skipped; the newest such checkpoint is never removed.
+            validation_loss: the value for ``keep_best_k``; rank 0's is used.
+            is_good: whether the last step was applied, not skipped; the newest such checkpoint is never removed.
 
         Raises:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
             NotFiniteError: the tensors hold values that are not finite.
         """
         started = time.perf_counter()
-        self._settle()
+        self._wait_for_save()
         self._set_aside_newer()
         with self._ranks.stage("writing meta as JSON"):
-            content = Snapshot.of(step, tensors, meta, validation_loss, is_good)
+            snapshot = Snapshot.of(step, tensors, meta, validation_loss, is_good)
         self._verified.discard(step)
-        size = save_now(self._place, content, self._ranks, self._in_use)
+        size = save_now(self._target, snapshot, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
@@ -104,53 +109,42 @@ class CheckpointManager:
         validation_loss: float | None = None,
         is_good: bool = True,
     ) -> bool:
-        """Copy the tensors to host memory and return; a thread does the rest. Arguments as ``save``. Collective.
+        """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
 
         Returns:
-            Whether the save was started. It is not, on any rank, while the one before is under way on some rank: a slow
-            disk then costs checkpoints, never training time.
+            Whether the save was started. No rank starts one while the previous one is running on some rank, so a slow
+            disk costs checkpoints, not training time.
 
         Raises:
             CheckpointError: on all ranks, when copying failed on some rank, such as for lack of memory.
         """
-        if self._look_after_saver():
+        if self._is_any_rank_saving():
             return False
         self._set_aside_newer()
         with self._ranks.stage("copying tensors to host memory"):
-            content = Snapshot.of(step, tensors, meta, validation_loss, is_good)
+            snapshot = Snapshot.of(step, tensors, meta, validation_loss, is_good)
             self._background.stage(tensors)
         self._verified.discard(step)
-        self._background.start(self._place, content, frozenset(self._in_use))
+        self._background.start(self._target, snapshot, frozenset(self._in_use))
         return True
 
     def poll(self) -> list[SaveOutcome]:
-        """The saves in the background that ended since the last call. Call it every step; it costs nothing.
+        """The background saves that ended since the last call. Call it every step; it costs nothing. Not collective.
 
-        All ranks get the same outcomes, but perhaps not in the same step: report them, decide nothing by them.
+        All ranks get the same outcomes, but perhaps a step apart: report them, and base no decision on them.
 
         Raises:
-            CheckpointError: one of them failed. The next may be started all the same.
+            CheckpointError: one of them failed. The next save can be started.
         """
         return self._background.take_ended()
 
-    @property
-    def saver_has_died(self) -> bool:
-        """Whether the thread of this rank's save in the background has ended without a word. Ask every step, and when
-        some rank says yes call ``start_saver_again`` on all: the threads of the others wait for it."""
-        return self._background.has_died
-
-    def start_saver_again(self) -> None:
-        """Give up the save under way, because its thread has died on some rank; ``poll`` then says so on all of them.
-        Collective. The next save finds everything new."""
-        self._look_after_saver()
-
     def abandon_saves(self) -> None:
-        """Wait for the save in the background and forget how saves have ended. Collective."""
-        self._settle()
+        """Wait for the background save and drop its outcome. Collective."""
+        self._wait_for_save()
         self._background.forget_ended()
 
     def not_finite(self, tensors: Mapping[str, Tensor]) -> str:
-        """Which tensors hold values that are not finite, on any rank, in words; empty when none does. Collective."""
+        """One line naming the tensors that hold NaN or infinity on any rank; empty if there are none. Collective."""
         try:
             refuse_not_finite(tensors, self._ranks)
         except NotFiniteError as error:
@@ -158,28 +152,27 @@ class CheckpointManager:
         return ""
 
     def close(self) -> list[SaveOutcome]:
-        """Wait for the save in the background; returns and raises what ``poll`` does. Collective.
+        """Wait for the background save; returns and raises as ``poll``. Collective.
 
         Call it before the process group is destroyed.
         """
-        self._settle()
+        self._wait_for_save()
         return self._background.take_ended()
 
     def newest(self, *, before: int | None = None) -> int | None:
-        """The newest step whose every file is whole, or None when nothing was ever saved. Collective.
+        """The newest step whose files are all whole, or None if there is no checkpoint. Collective.
 
-        Node-local saves that were not gathered yet are gathered first. Damaged checkpoints are passed over, and a
-        warning says what is wrong with each.
+        Gathers node-local saves first. Skips damaged checkpoints with a warning for each fault.
 
         Args:
             before: look only at smaller steps than this.
 
         Raises:
-            UserError: when there are checkpoints but none is whole. Starting anew is then for a person to decide.
+            UserError: every checkpoint is damaged. Starting from step 0 is then the user's decision.
         """
-        self._settle()
-        if self._place.node is not None:
-            gather(self._place.node, self.folder, self._ranks)
+        self._wait_for_save()
+        if self._target.node is not None:
+            gather(self._target.node, self.folder, self._ranks)
         with self._ranks.stage("listing checkpoints") as stage:
             if self._ranks.is_first:
                 if self.folder.is_dir():
@@ -195,7 +188,9 @@ class CheckpointManager:
                 for fault in faults:
                     _LOG.warning("checkpoint of step %d is not used: %s", step, fault)
         if bad:
-            raise UserError(*bad, f"{self.folder}: no checkpoint is whole; move the folder away to start from step 0")
+            raise UserError(
+                *bad, f"{self.folder}: every checkpoint is damaged; move the folder away to start from step 0"
+            )
         return None
 
     def load(
@@ -208,21 +203,21 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Fill tensors in place from the checkpoint of a step, on any mesh and world size. Collective.
 
-        Strict: each name must be there with the same shape and dtype, and each name of the checkpoint must be asked for
-        by some rank. The first save afterwards sets aside later checkpoints: the run has left their branch.
+        Strict: the checkpoint must hold each name with the same shape and dtype, and some rank must ask for each name
+        of the checkpoint. The next save sets aside later checkpoints, because the run has left their branch.
 
         Args:
             optional: prefixes of names that may be missing from the checkpoint, or from this run.
-            ignored: prefixes of names in the checkpoint that this run may leave unread; "" allows all.
+            ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
 
         Returns:
             The checkpoint's meta.
 
         Raises:
-            UserError: on all ranks, with everything that is missing, unknown, damaged, or of another shape or dtype.
+            UserError: on all ranks, with every name that is missing, unknown, damaged, or of another shape or dtype.
             CheckpointError: on all ranks, when reading failed on any of them.
         """
-        self._settle()
+        self._wait_for_save()
         if faults := self._verify(step):
             raise UserError(*faults)
         meta = self._fill(step_folder(self.folder, step), step, tensors, optional, ignored)
@@ -233,25 +228,11 @@ class CheckpointManager:
     def load_from(
         self, path: Path, tensors: Mapping[str, Tensor], *, optional: Sequence[str] = (), ignored: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Like ``load``, from any checkpoint folder, such as the last one of the phase before. Collective."""
+        """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
         path = Path(path)
         if faults := self._faults(path, step_of(path)):
             raise UserError(*faults)
         return self._fill(path, step_of(path), tensors, optional, ignored)
-
-    def read_meta(self, step: int) -> dict[str, Any]:
-        """The meta of a checkpoint, checked against its manifest. Not collective.
-
-        Raises:
-            UserError: when the checkpoint is absent or the meta is damaged.
-        """
-        path = step_folder(self.folder, step)
-        body, faults = read_manifest(path, step)
-        if body is not None:
-            faults = check_hash(path / META, records_of(body)[META])
-        if faults:
-            raise UserError(*faults)
-        return json.loads((path / META).read_bytes())
 
     def _fill(
         self,
@@ -276,23 +257,18 @@ class CheckpointManager:
                 stage.value = json.loads((path / META).read_bytes())
         return stage.values[0]
 
-    def _look_after_saver(self) -> bool:
-        """Whether a save is under way on some rank; one that has died somewhere is given up everywhere. Collective."""
-        background = self._background
-        busy, died = zip(*self._ranks.all_gather((background.is_busy, background.has_died)), strict=True)
-        if any(died):
-            background.start_again([rank for rank, has_died in enumerate(died) if has_died])
-            return False
-        return any(busy)
+    def _is_any_rank_saving(self) -> bool:
+        """Whether a background save is running on some rank. Collective."""
+        return any(self._ranks.all_gather(self._background.is_busy))
 
-    def _settle(self) -> None:
-        """Wait until no save is under way on any rank; what came of it is still to be taken. Collective."""
-        self._background.wait(_SETTLE_SECONDS)
-        while self._look_after_saver():
-            self._background.wait(_SETTLE_SECONDS)
+    def _wait_for_save(self) -> None:
+        """Wait until no background save is running on any rank; its outcome stays for ``poll``. Collective."""
+        self._background.wait(_WAIT_SECONDS)
+        while self._is_any_rank_saving():
+            self._background.wait(_WAIT_SECONDS)
 
     def _set_aside_newer(self) -> None:
-        """Without this, a run that went back to an earlier step would resume on the branch it left. Collective."""
+        """Set aside later checkpoints after a load: they belong to the branch that the run left. Collective."""
         if self._branch_point is None:
             return
         with self._ranks.stage("setting aside later checkpoints"):
@@ -300,7 +276,7 @@ class CheckpointManager:
                 for step in published_steps(self.folder):
                     if step > self._branch_point:
                         aside = set_aside(step_folder(self.folder, step))
-                        _LOG.warning("%s: of a branch that this run has left; delete it when you like", aside)
+                        _LOG.warning("%s: belongs to a branch that this run has left; it can be deleted", aside)
         self._branch_point = None
 
     def _verify(self, step: int) -> list[str]:
@@ -312,7 +288,7 @@ class CheckpointManager:
         return faults
 
     def _faults(self, path: Path, step: int | None) -> list[str]:
-        """What keeps a checkpoint from being trained on. Its values are read where the save did not look at them."""
+        """The faults of a checkpoint. Checks its values too, unless the manifest says that the save has. Collective."""
         faults = verify_folder(path, step, self._ranks)
         with self._ranks.stage("reading the manifest") as stage:
             if self._ranks.is_first and not faults:

@@ -1,7 +1,7 @@
-"""DCP's ``.metadata``: read without running code from it, and checked before anything is loaded by it.
+"""DCP's ``.metadata``: read without running code from it, and checked before tensors are loaded through it.
 
-The file is a pickle. Unpickling calls whatever it names, so only the classes that DCP's metadata consists of may be
-named. DCP itself does not check that the stored chunks cover a tensor, or that a file name stays in the folder.
+The file is a pickle. Unpickling calls any function that it names, so only the classes of DCP's metadata are allowed.
+DCP itself does not check that the stored chunks cover a tensor, or that a file name stays in the folder.
 """
 
 import io
@@ -31,7 +31,7 @@ _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
-# What a damaged or hostile pickle can raise apart from UnpicklingError.
+# All that a damaged or hostile pickle can raise.
 _BROKEN_PICKLE = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError,
     MemoryError, RecursionError, SystemError, RuntimeError,
@@ -44,11 +44,11 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP metadata never needs; nothing was run")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP metadata does not use; nothing was run")
 
 
 def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
-    """DCP's metadata of a checkpoint folder, or None, and what is wrong with it. Never runs code from the file.
+    """DCP's metadata of a checkpoint folder, or None, and the faults found. Never runs code from the file.
 
     Source: torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_metadata``.
     """
@@ -65,7 +65,7 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
 
 
 def check_metadata(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
-    """What would make DCP load wrong values in silence: holes, overlaps, absent records, records outside the files."""
+    """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records."""
     try:
         return _metadata_faults(folder, metadata, files)
     except (TypeError, AttributeError, ValueError, MemoryError) as error:  # fields of other types than DCP writes
@@ -100,7 +100,7 @@ def _record_faults(
         return [f"{where}: no stored record"]
     record = files.get(info.relative_path)
     if record is None:
-        return [f"{where}: stored in {info.relative_path!r}, which is no file of this checkpoint"]
+        return [f"{where}: stored in {info.relative_path!r}, which is not a file of this checkpoint"]
     least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
     if not (info.offset >= 0 and info.length >= least and info.offset + info.length <= record.bytes):
         return [f"{where}: bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"]
@@ -108,7 +108,7 @@ def _record_faults(
 
 
 def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
-    """None when the chunks hold every element exactly once. Paints them on the grid that their own edges make."""
+    """None when the chunks hold every element exactly once. Counts chunks on the grid made by their own edges."""
     boxes = [
         tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
         for chunk in chunks

@@ -1,62 +1,32 @@
-"""A checkpoint is complete or invisible: the folder gets its name only when all of it is on the disk.
+"""Publishing and removing checkpoints: a checkpoint is complete or invisible.
 
 A save works in ``step-000123.tmp``. When tensors, meta and manifest are synced, the folder is renamed to
 ``step-000123``, the parent folder is synced, then ``latest`` is replaced. A published folder is never written again.
-A step that is saved a second time moves the first one aside to ``step-000123.old`` until the new one has the name;
-``repair`` ends an exchange that was cut. Removal renames to ``step-000123.trash`` first, so that no half-removed
-folder looks published.
-Only rank 0 calls these functions.
+A step that is saved a second time moves the first one to ``step-000123.old`` until the new one has the name; ``repair``
+completes such an exchange after an interruption. Removal renames to ``step-000123.trash`` first, so that no
+half-removed folder looks published. Only rank 0 calls these functions.
 """
 
 import os
 import re
 import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm46.checkpoint.integrity import META, check_files, read_manifest, write_manifest
+from glm46.checkpoint.integrity import META, step_folder, write_manifest
 from glm46.files.durable import FileRecord, create_durably, replace_durably, sync_folder
 
 LATEST = "latest"
-_PUBLISHED = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
-    return folder / f"step-{step:06d}"
-
-
-def step_of(path: Path) -> int | None:
-    """The step that a folder's name claims, or None when it is not the name of a published checkpoint."""
-    match = _PUBLISHED.fullmatch(path.name)
-    return int(match[1]) if match and step_folder(path.parent, int(match[1])) == path else None
-
-
-def published_steps(folder: Path) -> list[int]:
-    """Steps with a published folder, oldest first, whatever its state."""
-    if not folder.is_dir():
-        return []
-    steps = (step_of(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(step for step in steps if step is not None)
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps whose manifest is whole and whose files are there with the right length; contents are not read."""
-    return [step for step in published_steps(folder) if not incomplete(step_folder(folder, step), step)]
-
-
-def incomplete(path: Path, step: int | None) -> list[str]:
-    """What the cheap checks find wrong with a published checkpoint."""
-    body, faults = read_manifest(path, step)
-    return faults if body is None else check_files(path, body)
-
-
 def open_draft(folder: Path, step: int) -> Path:
-    """An empty folder for a save to work in; what an earlier, cut save of any step left is removed.
+    """Make an empty folder for a save to work in, and remove what interrupted saves of any step have left.
 
     Raises:
-        OSError: when the file system refuses.
+        OSError: the file system refuses.
     """
     make_durably(folder)
     repair(folder)
@@ -69,26 +39,26 @@ def open_draft(folder: Path, step: int) -> Path:
 
 
 def make_durably(folder: Path) -> None:
-    """Make a folder and its parents; after a power loss a checkpoint in it would else be whole and out of reach."""
+    """Make a folder and its parents; without the sync, a power loss could remove the path to a whole checkpoint."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
 
 
-def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: dict[str, Any], facts: dict[str, Any]) -> Path:
-    """Seal a draft whose tensor files are on the disk, give it its name, and point ``latest`` at it.
+def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: bytes, facts: dict[str, Any]) -> Path:
+    """Write meta and manifest into a draft whose tensor files are on the disk, and rename it.
 
     Raises:
-        OSError: when the file system refuses; the checkpoints there before are untouched.
+        OSError: the file system refuses; earlier checkpoints are untouched.
     """
     record = create_durably(draft / META, [meta])
     write_manifest(draft, step, {**files, META: record}, facts)
-    return give_name(draft, step)
+    return rename_draft(draft, step)
 
 
-def give_name(draft: Path, step: int) -> Path:
-    """Publish a folder that is whole, manifest and all. The moment of truth of every save and every gathering."""
+def rename_draft(draft: Path, step: int) -> Path:
+    """Atomically rename a whole folder, manifest included, to its published name, and update ``latest``."""
     sync_folder(draft)
     target = step_folder(draft.parent, step)
     aside = target.with_suffix(".old")
@@ -103,7 +73,7 @@ def give_name(draft: Path, step: int) -> Path:
 
 
 def repair(folder: Path) -> None:
-    """End an exchange of one step's checkpoint that was cut: the old one returns unless the new one has the name."""
+    """Complete interrupted exchanges of a step's checkpoint: the old one returns unless the new one has the name."""
     for aside in folder.glob("step-*.old"):
         target = aside.with_suffix("")
         if target.exists():
@@ -114,7 +84,7 @@ def repair(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a published checkpoint so that no run takes it for its own; returns where it is."""
+    """Rename a published checkpoint to ``.abandoned``, so that no run loads it; returns the new path."""
     aside = path.with_suffix(".abandoned")
     if aside.exists():
         remove(aside)
@@ -124,10 +94,45 @@ def set_aside(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint folder so that it is invisible from the first moment on."""
+    """Delete a checkpoint folder; it is invisible before the first file goes."""
     trash = path.with_suffix(".trash")
     if trash.exists():
         shutil.rmtree(trash)
     os.rename(path, trash)
     sync_folder(path.parent)
     shutil.rmtree(trash)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The complete checkpoints to keep. The newest one is always kept."""
+
+    keep_latest_k: int
+    """Number of newest checkpoints; 0 keeps all."""
+    keep_every: int = 0
+    """Multiples of this step; 0 adds none."""
+    keep_best_k: int = 0
+    """Number of those with the lowest validation loss; 0 adds none."""
+
+
+def steps_to_remove(
+    complete: Mapping[int, float | None], rule: Retention, in_use: Collection[int] = (), doubtful: Collection[int] = ()
+) -> list[int]:
+    """The steps to delete after a save, oldest first. A pure function, so that any history can be tested.
+
+    Args:
+        complete: step to validation loss (None: not measured) of the complete checkpoints, and of no others.
+        in_use: steps to keep whatever their age, such as the one the run started from.
+        doubtful: steps saved while steps were being skipped. The newest of the others is kept, whatever its age.
+    """
+    if rule.keep_latest_k == 0:
+        return []
+    steps = sorted(complete)
+    # NaN compares false with everything: such a step is never among the best.
+    measured = sorted((loss, -step) for step, loss in complete.items() if loss is not None and loss == loss)
+    stay = {*steps[-rule.keep_latest_k :], *in_use}
+    stay |= {-negative for _, negative in measured[: rule.keep_best_k]}
+    stay |= set([step for step in steps if step not in doubtful][-1:])
+    if rule.keep_every:
+        stay |= {step for step in steps if step % rule.keep_every == 0}
+    return [step for step in steps if step not in stay]

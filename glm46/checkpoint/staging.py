@@ -1,4 +1,4 @@
-"""A copy of a rank's tensors in host memory, from which a save can go on while training changes the originals."""
+"""A copy of a rank's tensors in host memory, which a save reads while training changes the originals."""
 
 import weakref
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
 
 
 class Staging:
-    """Host memory for one copy of this rank's tensors, kept from save to save because getting it is slow.
+    """Host memory for one copy of this rank's tensors, reused by every save because allocating it is slow.
 
-    It is one allocation of exactly the bytes needed: the pinned allocator of torch rounds each tensor up to a power of
-    two. It is pinned when any tensor lives on a GPU, so that copies run at the speed of the bus.
+    It is one allocation of exactly the bytes needed; torch's pinned allocator rounds each tensor up to a power of two.
+    It is pinned when any tensor is on a GPU, so that copies run at the speed of the bus.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Staging:
         self._copies: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's part of each tensor; the values are there when this returns.
+        """Copy this rank's part of each tensor; the copies are complete on return.
 
         Args:
             tensors: name to Tensor or DTensor.
@@ -36,7 +36,7 @@ class Staging:
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
         if layout != self._layout:
-            self._copies = {}  # free the old memory before the new is taken
+            self._copies = {}  # free the old memory before the new is allocated
             self._copies = _allocate(local)
             self._layout = layout
         for name, tensor in local.items():
@@ -59,7 +59,7 @@ def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.nbytes == 0:
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             continue
-        # A storage of its own for each: DCP would copy a view once more before it writes it.
+        # Each has a storage of its own: DCP would copy a view before it writes it.
         part = slab[starts[name] : starts[name] + tensor.nbytes]
         copies[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
     return copies
@@ -71,5 +71,5 @@ def _pin(slab: np.ndarray) -> None:
     error = int(runtime.cudaHostRegister(address, slab.nbytes, _PORTABLE))
     if error:
         raise MemoryError(f"CUDA cannot pin {slab.nbytes} bytes of host memory (error {error}); see ulimit -l")
-    # Memory that goes back to the system while registered would be pinned for ever, and its address unusable.
+    # Memory that is freed while registered would stay pinned, and its address could not be registered again.
     weakref.finalize(slab, runtime.cudaHostUnregister, address)

@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping of whole tensors, one in memory at a time: for conversion and inference on one process."""
+"""A checkpoint as a mapping of whole tensors, one in memory at a time, for conversion and inference in one process."""
 
 import json
 import shutil
@@ -13,30 +13,37 @@ import torch
 from torch import Tensor
 
 from glm46.checkpoint.dcp import write_tensors
-from glm46.checkpoint.integrity import META, read_manifest, records_of
+from glm46.checkpoint.integrity import (
+    META,
+    published_steps,
+    read_manifest,
+    records_of,
+    step_folder,
+    step_of,
+    verify_folder,
+)
 from glm46.checkpoint.metadata import check_metadata, read_metadata
-from glm46.checkpoint.publish import open_draft, publish, published_steps, step_folder, step_of
-from glm46.checkpoint.snapshot import Snapshot
+from glm46.checkpoint.publish import open_draft, publish
+from glm46.checkpoint.save import Snapshot
 from glm46.checkpoint.stored_values import StoredTensor
-from glm46.checkpoint.verification import verify_folder
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of a tensor."""
+"""Shape and dtype of a tensor."""
 
 MODEL_PREFIX = "model."
-"""What the trainer puts before the names of parameters and buffers."""
+"""The trainer's prefix for the names of parameters and buffers."""
 
 
 class StepTensors(Mapping[str, Tensor]):
-    """The model of a step folder: our names -> whole tensors, each read from the disk when it is asked for.
+    """The model of a step folder: glm46 name -> whole tensor, read from the disk on access.
 
     Attributes:
-        meta: what was saved with the tensors.
+        meta: the checkpoint's meta.
 
     Raises:
-        UserError: the folder is no checkpoint, or is damaged.
+        UserError: the folder is not a checkpoint, or is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -63,7 +70,7 @@ class StepTensors(Mapping[str, Tensor]):
         return stored[(slice(None),) * len(stored.shape)]
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor that is read in parts, when they are asked for."""
+        """A tensor whose parts are read when they are indexed."""
         return StoredTensor(self._folder, self._metadata, MODEL_PREFIX + name)
 
     def __contains__(self, name: object) -> bool:  # that of Mapping would read the tensor
@@ -77,14 +84,14 @@ class StepTensors(Mapping[str, Tensor]):
 
 
 class ReadAhead(Mapping[str, Tensor]):
-    """Tensors that are asked for in order, each filled by another thread while the one before is used.
+    """Tensors accessed in order; a thread fills each one while the caller uses the previous one.
 
-    They take turns in the memory of two: a tensor may be used until the next one is asked for. Getting memory from the
-    kernel for each would take longer than filling it.
+    Two buffers alternate: a tensor is valid until the next one is accessed. Allocating memory for each tensor would
+    take longer than filling it.
 
     Args:
-        kinds: name -> shape and type, in the order in which the tensors will be asked for.
-        fill: gives a tensor on the CPU its values.
+        kinds: name -> shape and dtype, in the order of access.
+        fill: writes the values of a named tensor into a CPU tensor.
     """
 
     def __init__(self, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None]):
@@ -117,7 +124,7 @@ class ReadAhead(Mapping[str, Tensor]):
         nbytes = prod(size) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(size, dtype=dtype)
-        # A storage of its own size: DCP would copy a view of a larger one before it writes it.
+        # A storage of exactly this size: DCP would copy a view of a larger one before it writes it.
         tensor = torch.frombuffer(memory[:nbytes], dtype=torch.uint8).view(dtype).view(size)
         self._fill(name, tensor)
         return tensor
@@ -135,27 +142,27 @@ class ReadAhead(Mapping[str, Tensor]):
 def write_model(
     folder: Path, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of a model alone, as step 0 of a folder: one tensor is written while the next one is filled.
+    """Write a checkpoint of a model alone, as step 0 of a folder; one tensor is written while the next one is filled.
 
     Args:
-        kinds: our name -> shape and type.
-        fill: gives a tensor its values; called once for each name, by another thread.
+        kinds: glm46 name -> shape and dtype.
+        fill: writes the values of a named tensor into a CPU tensor; called once for each name, in another thread.
 
     Returns:
         The step folder.
 
     Raises:
-        CheckpointError: writing failed; nothing is published then.
+        CheckpointError: writing failed; nothing is published.
     """
     ranks = Ranks(rank=0, size=1, group=None)
     stored = {MODEL_PREFIX + name: kind for name, kind in kinds.items()}
     meta_tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in stored.items()}
-    content = Snapshot.of(0, meta_tensors, meta, None)
-    draft = open_draft(folder, content.step)
+    snapshot = Snapshot.of(0, meta_tensors, meta, None)
+    draft = open_draft(folder, snapshot.step)
     try:
         with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
             files = write_tensors(draft, meta_tensors, ranks, made, file_per_tensor=True)
-        return publish(draft, content.step, files, content.meta, content.facts(ranks.size, is_finite=False))
+        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ranks.size, is_finite=False))
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

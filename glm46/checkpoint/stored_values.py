@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint in DCP's format, read from the disk in boxes, straight to where the values are needed.
+"""Tensors of a checkpoint in DCP's format, read from the disk in boxes, directly into the target memory.
 
-DCP's reader takes new memory for a whole tensor three times over, and the kernel's work for that memory is most of its
-time. `dcp.fill_tensors`, which is DCP's reader, gives the same values; it also reads records of a form unknown here.
+DCP's reader allocates three times the memory of a tensor, which takes most of its time. `dcp.fill_tensors` uses that
+reader and gives the same values; it serves as the fallback for records of another form.
 """
 
 import io
@@ -17,16 +17,16 @@ from glm46.checkpoint.dcp import fill_tensors
 from glm46.files.tensor_file import Record, TensorFile
 
 _LOCAL_HEADER = 30
-"""Bytes of a zip entry's own header, before its name; the lengths of name and extra field are its last four."""
+"""Bytes of a zip entry's local header before its name; its last four are the lengths of name and extra field."""
 
 
 class StoredTensor:
-    """A tensor on the disk. Indexing it, a place or a slice for each dimension, reads what is asked for.
+    """A tensor on the disk. Indexing with an int or a slice for each dimension reads that part.
 
     Args:
-        folder: of files that were verified.
-        metadata: was checked, and has the tensor.
-        name: of the tensor in the checkpoint.
+        folder: a step folder whose files are verified.
+        metadata: of the folder, checked; lists the tensor.
+        name: the tensor's name in the checkpoint.
 
     Attributes:
         shape, dtype, nbytes: of the whole tensor.
@@ -72,7 +72,7 @@ class StoredTensor:
         return out[tuple(slice(None) if isinstance(one, slice) else 0 for one in index)]
 
     def _place_of(self, chunk: ChunkStorageMetadata) -> tuple[Path, Record] | None:
-        """File and place of a chunk's values; None when only DCP can read them."""
+        """File of a chunk and the position of its values there; None when only DCP can read them."""
         key = tuple(chunk.offsets)
         if key not in self._places:
             info = self._metadata.storage_data[MetadataIndex(self._name, chunk.offsets)]
@@ -92,14 +92,14 @@ def _slices(box: list[tuple[int, int]], origin: list[int]) -> tuple[slice, ...]:
 
 
 def _first_byte(path: Path, offset: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """Where in a file the values of a record lie one behind the other; None when they do not, or it is no such record.
+    """The byte of a file at which a record's contiguous values begin; None if the record has another form.
 
-    A record is what `torch.save` writes of a tensor: a zip archive, uncompressed, with a pickle that describes the
+    A record is what `torch.save` writes for a tensor: a zip archive, uncompressed, with a pickle that describes the
     tensor and one entry with its values. Source: torch/serialization.py, caffe2/serialize/inline_container.cc.
     """
     with path.open("rb") as file:
         record = io.BufferedReader(_Slice(file, offset, length))
-        with torch.serialization.skip_data():  # memory that nothing touches stands in for the values
+        with torch.serialization.skip_data():  # allocates memory for the values without reading them
             described = torch.load(record, map_location="cpu", weights_only=True)
         if not (isinstance(described, Tensor) and described.dtype == dtype and described.shape == sizes):
             return None
@@ -117,7 +117,7 @@ def _first_byte(path: Path, offset: int, length: int, sizes: tuple[int, ...], dt
 
 
 class _Slice(io.RawIOBase):
-    """A part of an open file as a file of its own."""
+    """A range of an open file, as a file."""
 
     def __init__(self, file: io.BufferedReader, first: int, length: int):
         self._file, self._first, self._length = file, first, length

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.checkpoint.inspection import CheckpointSummary, contents, summarise
-from glm46.checkpoint.publish import remove, step_folder
-from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.checkpoint.integrity import step_folder
+from glm46.checkpoint.publish import Retention, remove, steps_to_remove
 from glm46.commands.options import positive
 from glm46.config.errors import UserError
 

@@ -12,7 +12,7 @@ import tomli
 import torch
 from torch import Tensor
 
-from glm46.checkpoint.publish import published_steps, step_folder
+from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm46.checkpoint.publish import published_steps
+from glm46.checkpoint.integrity import published_steps
 from glm46.commands.nodes import LAST_PORT, VARIABLES, detect_nodes
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first

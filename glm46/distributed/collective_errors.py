@@ -1,4 +1,4 @@
-"""A mistake or damage that one rank meets ends all ranks, with its cause: the others would wait for it without end."""
+"""A UserError on one rank is raised on all ranks; otherwise the other ranks would wait for the failed one forever."""
 
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -13,10 +13,10 @@ _MARK = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
 def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
-    """What `work` gives on this rank; collective.
+    """Return this rank's result of `work`, which every rank calls. Collective.
 
     Raises:
-        UserError: it raised one on some rank; on all ranks, as `raise_on_all_ranks` does.
+        UserError: `work` raised one on some rank; on all ranks, see `raise_on_all_ranks`.
     """
     result, error = catch_user_error(work)
     count = torch.tensor([error is not None], dtype=torch.int64)
@@ -27,12 +27,12 @@ def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
 
 
 def on_first_rank(*faults: str) -> tuple[str, ...]:
-    """Faults that all ranks have found alike, for the first rank, which speaks for all; nothing on others."""
+    """The faults on rank 0, which prints them for all ranks; nothing on the others."""
     return faults if dist.get_rank() == 0 else ()
 
 
 def catch_user_error(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | None]:
-    """What `work` gives, or the UserError that it raised. All else is a fault of the program, and goes its way."""
+    """The result of `work`, or the UserError that it raised. Other exceptions propagate. Not collective."""
     try:
         return work(), None
     except UserError as error:
@@ -40,10 +40,10 @@ def catch_user_error(work: Callable[[], _Result]) -> tuple[_Result | None, UserE
 
 
 def raise_on_all_ranks(error: UserError | None) -> NoReturn:
-    """End the run because some rank has met an error; collective, with None on ranks that have met none.
+    """Raise UserError on every rank, because some rank has one. Collective; ranks without an error pass None.
 
     Raises:
-        UserError: always; with the faults of all ranks on the first, which speaks for all, and without any on others.
+        UserError: always; on rank 0 with the faults of all ranks, on the others without faults.
     """
     found: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error and tuple(map(_without_traceback, error.faults)))
@@ -52,5 +52,5 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
 
 
 def _without_traceback(fault: str) -> str:
-    """A worker process of the loader hands its error on behind a traceback."""
+    """A worker process of the loader puts a traceback before the fault."""
     return fault.rpartition(_MARK)[2].strip()

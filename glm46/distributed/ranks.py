@@ -1,7 +1,7 @@
-"""How the ranks of a save or load agree: each step ends for all of them together, and a fault of one is known to all.
+"""The processes that share a checkpoint, and stages of work that succeed or fail on all of them.
 
-A rank that raised alone would leave the others in their next collective until the timeout of the process group. So
-every step that can fail runs inside ``Ranks.stage``: leaving it is a collective that carries each result or fault.
+A rank that raises alone leaves the others in their next collective until the timeout of the process group. So work that
+can fail runs inside ``Ranks.stage``: leaving a stage is a collective that carries the result or the fault of each rank.
 """
 
 from dataclasses import dataclass
@@ -22,66 +22,64 @@ class CheckpointError(Exception):
         super().__init__("\n".join(faults))
 
 
+class RankLostError(RuntimeError):
+    """An exchange failed because a rank has ended or does not answer; no further exchange is possible."""
+
+
 @dataclass
 class Ranks:
-    """The processes that share a checkpoint: who I am, how many we are, and a group of our own to talk over."""
+    """The processes that share a checkpoint, with a process group of their own."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
+    interrupt: BaseException | None = None
+    """The SystemExit or KeyboardInterrupt that this rank has sent to the others last."""
 
     @classmethod
     def of_this_run(cls) -> "Ranks":
         """All processes of the run, or this process alone. Collective, because it makes a gloo group.
 
-        The group is separate from training's, so a save never queues behind gradients, and it works on the CPU whatever
-        the backend of training is.
+        The group is separate from training's: a save never queues behind gradients, and works on the CPU whatever the
+        backend of training is.
         """
         if not dist.is_initialized():
             return cls(rank=0, size=1, group=None)
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
 
-    def renewed(self) -> "Ranks":
-        """The same ranks with a new group, because some rank left an exchange of this one. Collective.
-
-        Letting go of the old group closes this rank's connections; that wakes whoever waits for it there.
-        """
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
-        return type(self).of_this_run()
-
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order."""
+        """The values of all ranks, in rank order. Collective.
+
+        Raises:
+            RankLostError: a rank has ended or does not answer.
+        """
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise RankLostError(*error.args) from error
         return values
 
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value."""
-        if self.group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
-
     def stage(self, name: str) -> "CollectiveStage":
-        """``with ranks.stage("writing") as stage:`` runs a step that all ranks leave together."""
+        """``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks."""
         return CollectiveStage(self, name)
 
 
 class CollectiveStage:
-    """A step that all ranks leave together. Set ``value`` inside; ``values`` holds everyone's afterwards.
+    """Work that succeeds or fails on all ranks. Set ``value`` inside; ``values`` holds those of all ranks afterwards.
+
+    Entering is local, leaving is collective. A stage may enclose others: a rank that fails between the inner ones then
+    meets the other ranks where they leave an inner one.
 
     Raises:
-        CheckpointError: on every rank, when the step failed on any of them.
+        CheckpointError: on every rank, when the stage failed on any of them.
     """
 
     def __init__(self, ranks: Ranks, name: str):
@@ -96,21 +94,30 @@ class CollectiveStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        fault = None if error is None else f"rank {self._ranks.rank}, {self._name}: {_root_of(error)}"
+        if isinstance(error, (CheckpointError, RankLostError)):  # all ranks have raised the former already
+            return False
+        if error is not None and error is self._ranks.interrupt:
+            return False
+        fault = None if error is None else describe_fault(self._ranks.rank, self._name, error)
         results = self._ranks.all_gather((fault, self.value))
         faults = [fault for fault, _ in results if fault is not None]
         if error is not None and not isinstance(error, Exception):
-            return False  # an interrupt goes its own way; the others have been told
+            self._ranks.interrupt = error  # it propagates; the other ranks have the fault
+            return False
         if faults:
             raise CheckpointError(*faults) from error
         self.values = [value for _, value in results]
         return False
 
 
-def _root_of(error: BaseException) -> str:
-    """The error in words. A full disk shows as "unexpected pos" of torch's file writer: then what the system said."""
+def describe_fault(rank: int, stage: str, error: BaseException) -> str:
+    """One line that names rank, stage and error.
+
+    If the operating system caused the error, its message is shown: torch's file writer reports a full disk as
+    "unexpected pos".
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     shown = cause or error
-    return f"{type(shown).__name__}: {shown}"
+    return f"rank {rank}, {stage}: {type(shown).__name__}: {shown}"

@@ -5,8 +5,7 @@ from pathlib import Path
 import tomli
 import torch
 
-from glm46.checkpoint.integrity import MANIFEST
-from glm46.checkpoint.publish import published_steps, step_folder
+from glm46.checkpoint.integrity import MANIFEST, published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape

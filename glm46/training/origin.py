@@ -7,8 +7,7 @@ from typing import Any
 
 import tomli
 
-from glm46.checkpoint.integrity import META
-from glm46.checkpoint.publish import published_steps
+from glm46.checkpoint.integrity import META, published_steps
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.checkpoint.integrity import step_folder
 from glm46.checkpoint.metadata import read_metadata
-from glm46.checkpoint.publish import step_folder
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config

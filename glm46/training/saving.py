@@ -3,8 +3,8 @@
 from typing import Any
 
 from glm46.checkpoint.finite import NotFiniteError
-from glm46.checkpoint.publish import complete_steps
-from glm46.checkpoint.saving import SaveOutcome
+from glm46.checkpoint.integrity import complete_steps
+from glm46.checkpoint.save import SaveOutcome
 from glm46.config.errors import UserError
 from glm46.distributed.collective_errors import on_first_rank
 from glm46.distributed.ranks import CheckpointError
@@ -33,16 +33,6 @@ class Saver:
         self._last: SaveOutcome | None = None
         self.found_ruin = False
         """Whether a save on this rank found values that are not finite; the ranks agree on it every step."""
-
-    @property
-    def has_died(self) -> bool:
-        """Whether the thread that saves behind training has died on this rank; the ranks agree on it every step."""
-        return self._config.enable and self._parts.checkpoints.saver_has_died
-
-    def start_again(self, progress: Progress) -> None:
-        """Go on with a new thread on all ranks, because that of some rank has died; collective."""
-        self._parts.checkpoints.start_saver_again()
-        self._hear_of_saves(progress)
 
     def figures(self) -> dict[str, float]:
         """Columns of metrics.jsonl."""

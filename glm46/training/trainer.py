@@ -47,8 +47,6 @@ class NextStep(NamedTuple):
     """Some rank was asked to stop."""
     is_ruined: bool
     """A save on some rank found values that are not finite."""
-    saver_died: bool
-    """The thread that saves behind training has died on some rank."""
     paces: list[int]
     """What each rank has shared of its own times."""
 
@@ -158,8 +156,6 @@ def _train(
             stop.has_started = True
         if coming.is_ruined:
             raise _WentBad
-        if coming.saver_died:
-            saver.start_again(progress)
         if slow := stragglers.update(coming.paces):
             report.message(f"step {progress.step}: {slow}")
         if coming.stop:
@@ -239,21 +235,21 @@ def prepare_step(
     per_depth = [*counts.mtp_targets, *counts.drafts] or [0] * (2 * depths)
     flat = torch.tensor(
         [
-            *(stop.signal_name is not None, saver.found_ruin, saver.has_died, damage is not None),
+            *(stop.signal_name is not None, saver.found_ruin, damage is not None),
             *(counts.targets, counts.real, half_pairs, *per_depth),
             *stragglers.shared_paces(),
         ],
         dtype=torch.int64,
     )
     dist.all_reduce(flat)
-    wishes, ruins, deaths, damages = flat[:4].tolist()
+    wishes, ruins, damages = flat[:3].tolist()
     if damages:
         raise_on_all_ranks(damage)
-    tokens, paces = flat[4:].tensor_split([3 + 2 * depths])
+    tokens, paces = flat[3:].tensor_split([3 + 2 * depths])
     # Ranks that read the same sequences have counted them each.
     targets, real, half_pairs, *rest = (tokens // readers).tolist()
     summed = TokenCounts(targets, tuple(rest[:depths]), tuple(rest[depths:]), real, half_pairs)
-    return NextStep(text, summed, wishes > 0, ruins > 0, deaths > 0, paces.tolist())
+    return NextStep(text, summed, wishes > 0, ruins > 0, paces.tolist())
 
 
 def _validate(parts: Parts, progress: Progress, report: Report) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from glm46.checkpoint.publish import published_steps
+from glm46.checkpoint.integrity import published_steps
 from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
 from glm46.training import resume, trainer

@@ -1,10 +1,6 @@
 """Several gloo ranks: a sharded state comes back bit for bit on another mesh; a fault of one rank is known to all."""
 
-import ctypes
 import os
-import platform
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from glm46.checkpoint import saving
+from glm46.checkpoint import save as save_module
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.distributed.process import join, leave
@@ -203,54 +199,34 @@ def node_local_saves(folder: Path, rank: int) -> None:
     assert not list(local.glob("step-*"))
 
 
-def saver_dies(folder: Path, rank: int) -> None:
-    """Unknown to Python, or with an exit of its own, between two exchanges of ranks: the others wait for it."""
-    manager, write = CheckpointManager(folder, keep_latest_k=0), saving.write_tensors
-    deaths = {
-        1: lambda: ctypes.CDLL(None).syscall(_SYS_EXIT[platform.machine()], 0),
-        2: lambda: sys.exit(3),
-        4: lambda: _raise(KeyboardInterrupt()),
-    }
+def writer_threads_raise(folder: Path, rank: int) -> None:
+    """An error in the thread of one rank, between two stages or in one: all ranks report it, the next save works."""
+    manager = CheckpointManager(folder, keep_latest_k=0)
     tensors = {f"own{rank}": torch.full((3,), float(rank)), "all": torch.ones(5)}
-    for step, die in deaths.items():
+    cases = (
+        (2, "write_tensors", SystemExit(3)),
+        (0, "write_tensors", KeyboardInterrupt()),
+        (0, "publish", SystemExit(3)),
+        (1, "write_tensors", RuntimeError("no thread")),
+    )
+    for number, (victim, name, error) in enumerate(cases):
+        step, original = 2 * number + 1, getattr(save_module, name)
 
-        def dying(*arguments, victim=step % 4, die=die):
+        def failing(*arguments, victim=victim, error=error, original=original):
             if rank == victim:
-                die()
-            return write(*arguments)
+                raise error
+            return original(*arguments)
 
-        saving.write_tensors = dying
+        setattr(save_module, name, failing)
         assert manager.save_in_background(step, tensors, {})
-        died = False
-        while not died:  # what a run does every step
-            died = any(manager._ranks.all_gather(manager.saver_has_died))
-        saving.write_tensors = write
-        manager.start_saver_again()
-        fault = str(fault_of(manager.poll))
-        assert f"saver of rank {step % 4} died" in fault and f"step {step} is lost" in fault, fault
-        assert manager.poll() == [] and manager.newest() in (None, 3, 5)
-        assert manager.save_in_background(step + 1 + step % 2, tensors, {})
-        assert [one.step for one in take(manager)] == [step + 1 + step % 2]
-    # Waiting for it ends too.
-    saving.write_tensors = lambda *arguments: sys.exit() if rank == 3 else write(*arguments)
-    assert manager.save_in_background(7, tensors, {})
-    assert "saver of rank 3 died" in str(fault_of(manager.close))
-    saving.write_tensors = write
-    manager.save(7, tensors, {})
-    assert manager.newest() == 7
-    others = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
-    deadline = time.monotonic() + 20
-    while any(thread.native_id and Path(f"/proc/self/task/{thread.native_id}").exists() for thread in others):
-        assert time.monotonic() < deadline, "a thread that waited for a dead one was not woken"
-        time.sleep(0.01)
-
-
-_SYS_EXIT = {"x86_64": 60, "aarch64": 93}
-"""Number of the system call that ends one thread."""
-
-
-def _raise(error: BaseException) -> None:
-    raise error
+        fault = str(fault_of(lambda: take(manager)))
+        dist.barrier()
+        setattr(save_module, name, original)
+        assert f"rank {victim}, " in fault and type(error).__name__ in fault, fault
+        assert manager.poll() == [] and manager.newest() == (step - 1 if number else None)
+        assert manager.save_in_background(step + 1, tensors, {})
+        assert [one.step for one in take(manager)] == [step + 1]
+    assert manager.close() == [] and manager.newest() == 2 * len(cases)
 
 
 def take(manager: CheckpointManager) -> list:
@@ -287,7 +263,7 @@ def run_four(rank: int, folder: Path) -> None:
     one_rank_fails(folder / "faults", rank)
     damage_is_agreed(folder / "damage", rank)
     background_saves(folder / "background", rank)
-    saver_dies(folder / "deaths", rank)
+    writer_threads_raise(folder / "threads", rank)
     node_local_saves(folder / "nodes", rank)
 
 

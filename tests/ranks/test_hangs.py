@@ -41,12 +41,11 @@ def test_a_silent_rank_is_found_named_and_ended(server):
 
 
 def check_saver(row: dict) -> None:
-    """A saver whose thread died in one rank: known within a step, and the next save works."""
+    """An error in the writer thread of one rank: reported at the next step, and the next save works."""
     assert row["codes"] == [0, 0], row["said"]
-    (told,) = (int(step) for step in re.findall(r"step (\d+): .*checkpoint saver of rank 1 died and was", row["log"]))
-    # It died in that step, or between it and the next; steps are counted when the next one begins.
-    assert row["died_in_step"] <= told <= row["died_in_step"] + 1, row
-    assert "the save of step 20 is lost" in row["log"]
+    (told,) = (int(step) for step in re.findall(r"step (\d+): .*rank 1, saving step 20: SystemExit: 3", row["log"]))
+    # The other thread learns it in its next exchange, and training when it polls after a step.
+    assert row["raised_in_step"] <= told <= row["raised_in_step"] + 3, row
     assert (row["saved"][0], row["saved"][-1]) == (40, 110)
     assert row["failed_saves"] == [0] * told + [1] * (110 - told)
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
-from glm46.checkpoint.publish import published_steps, step_folder
 from glm46.data.tokenizer import load_tokenizer
 from glm46.reliability.stop import EXIT_STOPPED
 from glm46.training import trainer

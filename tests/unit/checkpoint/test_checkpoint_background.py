@@ -1,4 +1,4 @@
-"""Saves behind the back of training: the values of the moment, errors known within a step, a full disk survived."""
+"""Background saves: they hold the values of the call, report errors at the next poll, and survive a full disk."""
 
 import os
 import resource
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm46.checkpoint import dcp
+from glm46.checkpoint import save as save_module
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.distributed.ranks import CheckpointError
 
@@ -35,7 +36,7 @@ def take(manager: CheckpointManager, seconds: float = 60) -> list:
     raise AssertionError("no save ended")
 
 
-def test_a_background_save_holds_the_values_of_its_moment(tmp_path):
+def test_a_background_save_holds_the_values_of_its_call(tmp_path):
     manager, tensors, meta = make_manager(tmp_path), filled(1), {"clock": 1}
     for step in (1, 2, 3):
         assert manager.save_in_background(step, tensors, meta)
@@ -107,7 +108,22 @@ def test_a_failed_background_save_is_not_lost_when_another_save_comes_first(tmp_
     assert manager.poll() == [] and manager.newest() == 2
 
 
-def test_meta_that_is_no_json_is_refused_before_anything_is_written(tmp_path):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError()])
+def test_any_error_in_the_writer_thread_is_a_failed_save(tmp_path, monkeypatch, error):
+    def failing(*_):
+        raise error
+
+    manager = make_manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "write_tensors", failing)
+        assert manager.save_in_background(1, filled(1), {})
+        with pytest.raises(CheckpointError, match=f"rank 0, saving step 1: {type(error).__name__}"):
+            take(manager)
+    assert manager.save_in_background(2, filled(2), {})
+    assert [outcome.step for outcome in manager.close()] == [2] and manager.newest() == 2
+
+
+def test_meta_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     manager = make_manager(tmp_path / "run")
     for save in (manager.save, manager.save_in_background):
         with pytest.raises(CheckpointError, match="TypeError"):

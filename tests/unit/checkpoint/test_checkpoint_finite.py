@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glm46.checkpoint import finite, saving
+from glm46.checkpoint import finite, save
 from glm46.checkpoint.finite import NotFiniteError, names_not_finite
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.step_tensors import write_model
@@ -41,8 +41,8 @@ def test_a_ruined_checkpoint_that_is_there_is_not_verified_and_not_used(tmp_path
     tensor[39, 2] = float("nan")
     monkeypatch.setattr(finite, "_PIECE_BYTES", 100)
     with monkeypatch.context() as patch:  # as a version before did, which looked at no value
-        patch.setattr(saving, "refuse_not_finite", lambda tensors, ranks: None)
-        patch.setattr(saving.Snapshot, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
+        patch.setattr(save, "refuse_not_finite", lambda tensors, ranks: None)
+        patch.setattr(save.Snapshot, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
         manager.save(2, {"model.w": tensor}, {})
     assert checkpoint_command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out

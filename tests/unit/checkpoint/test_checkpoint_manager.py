@@ -51,7 +51,7 @@ def test_round_trip_is_bitwise_and_in_place(tmp_path):
     meta = fresh(tmp_path).load(5, target)
     assert same_bits(target, make_tensors(5))
     assert target["model.weight"].data_ptr() == address
-    assert meta == {"step": 5, "loss": 1 / 3} == fresh(tmp_path).read_meta(5)
+    assert meta == {"step": 5, "loss": 1 / 3}
     assert (tmp_path / "latest").read_text() == "step-000005\n"
     assert not list(tmp_path.glob("*.tmp"))
 

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.checkpoint.retention import Retention, steps_to_remove
+from glm46.checkpoint.publish import Retention, steps_to_remove
 
 LOSS = st.none() | st.floats(0, 10) | st.just(math.nan)
 
