@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through."""
+"""Collectives that autograd differentiates."""
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,14 @@ class _FinishExchange(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         exchange = ctx.exchange
         exchange.returning = compat.start_exchange(grad.contiguous(), exchange.send, exchange.receive, exchange.group)
-        return grad, None  # only to reach `_StartExchange`: autograd wants the shape of what arrived
+        return grad, None  # reaches only `_StartExchange`; autograd requires the shape of the received rows
 
 
 class Exchange:
-    """Rows on their way to the ranks of a group: consecutive rows to each, received in the order of the ranks.
+    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. Collective.
 
-    Between `__init__` and `finish` other work can go on, and in backward too: the gradient is sent where `finish` stood
-    and awaited where the exchange began.
+    Other work can run between `__init__` and `finish`. In backward, the gradient is sent at the position of `finish`
+    and awaited at the position of `__init__`.
 
     Args:
         rows: [sum(send), ...]; the first send[0] rows go to the first rank, and so on.
@@ -47,11 +47,11 @@ class Exchange:
     def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
         self.send, self.receive, self.group = send, receive, group
         self.returning: Tensor | None = None
-        """In backward, the gradient of `rows` on its way."""
+        """In backward, the gradient of `rows` in transit."""
         self._in_flight = _StartExchange.apply(rows, self)
 
     def finish(self) -> Tensor:
-        """What has arrived, [sum(receive), ...]."""
+        """Wait for the rows of all ranks: [sum(receive), ...]."""
         in_flight, self._in_flight = self._in_flight, None
         return _FinishExchange.apply(in_flight, self)
 
@@ -74,8 +74,16 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.P
 
 
 def return_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """What `Exchange` does, at once, for the way back: no recomputation comes as far, so its result, unlike that of an
-    `Exchange`, need not be kept by activation checkpointing."""
+    """A blocking all-to-all, which returns rows to their ranks after an `Exchange`. Collective.
+
+    Recomputation stops before it, so activation checkpointing need not keep its result, unlike that of an `Exchange`.
+
+    Args:
+        rows: [sum(send), ...].
+
+    Returns:
+        [sum(receive), ...].
+    """
     return _ReturnRows.apply(rows, send, receive, group)
 
 
@@ -97,7 +105,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of `x` over a group. Backward sums too: every rank's result depends on every rank's `x`."""
+    """Sum of `x` over a group. Backward sums too: every rank's result depends on every rank's `x`. Collective."""
     return _SumOverRanks.apply(x, group)
 
 
@@ -138,19 +146,19 @@ def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the parts of a sequence that the ranks of a group hold; backward sums what all ranks used of each.
+    """Concatenate the parts of a sequence over a group; backward sums the gradients of all ranks. Collective.
 
     Args:
-        x: [B, s, ...], equal in size on all ranks.
+        x: [B, s, ...], of equal size on all ranks.
 
     Returns:
-        [B, ranks * s, ...], in the order of the ranks.
+        [B, ranks * s, ...], in rank order.
     """
     return _GatherSequence.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of `x` over a group, of which each rank gets its part of the sequence; the transpose of `gather_sequence`.
+    """Sum `x` over a group and return this rank's part of the sequence; transpose of `gather_sequence`. Collective.
 
     Args:
         x: [B, ranks * s, ...].

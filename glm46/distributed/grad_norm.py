@@ -1,4 +1,4 @@
-"""One norm over all gradients, however they are sharded, and scaling by it."""
+"""The global norm of sharded gradients, and scaling of gradients."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,16 @@ from glm46.distributed.local_tensor import local_tensor
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """Euclidean norm over every element of every gradient, each counted once; FP32 scalar, the same on all ranks.
+    """Euclidean norm over every element of all gradients, each counted once. Collective.
 
-    Squares are summed locally per set of mesh axes that shard a parameter, then over just those axes: an axis that
-    holds copies adds nothing. Every rank of a mesh must call it with parameters of the same shardings.
+    Squares are summed locally for each set of mesh axes that shard a parameter, then over just those axes; replicas add
+    nothing. Every rank of a mesh must pass parameters of the same shardings.
 
     Args:
         pipeline: the ranks that hold other parameters.
+
+    Returns:
+        FP32 scalar, equal on all ranks.
     """
     squares: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:

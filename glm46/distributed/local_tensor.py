@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds, and which elements of the whole it is."""
+"""The local part of a tensor, and its position in the whole tensor."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,18 @@ from glm46 import compat
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, detached, sharing its memory; all of it unless it is a DTensor."""
+    """This rank's part of a DTensor, or a plain tensor itself; detached, shares its memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def global_indices(tensor: Tensor) -> list[Tensor]:
-    """For each dimension, the global places that the local part holds, in local order; int64 on the CPU.
+    """For each dimension, the global indices of the local part, in local order; int64 on the CPU.
 
-    A plain tensor holds everything. Placements are applied from the outermost mesh axis inwards, with the uneven
-    chunks that torch makes: the last ones are shorter, or empty.
+    For a plain tensor these are all indices. Placements apply from the outermost mesh axis inwards, in torch's uneven
+    chunks: the last ones are shorter, or empty.
+
+    Raises:
+        TypeError: a placement is neither a shard nor a replica.
     """
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
@@ -25,13 +28,13 @@ def global_indices(tensor: Tensor) -> list[Tensor]:
     for axis, placement in enumerate(tensor.placements):
         ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
         if isinstance(placement, compat.StridedShard):
-            # The parts of another sharding, of which each rank of this axis holds a part each.
+            # Each rank of this axis holds a chunk of every piece of the other sharding.
             pieces = [_chunk(piece, ranks, rank) for piece in indices[placement.dim].chunk(placement.split_factor)]
             indices[placement.dim] = torch.cat(pieces)
         elif isinstance(placement, Shard):
             indices[placement.dim] = _chunk(indices[placement.dim], ranks, rank)
         elif not isinstance(placement, Replicate):
-            raise TypeError(f"{placement} has no elements of its own")
+            raise TypeError(f"{placement}: expected Shard or Replicate")
     return indices
 
 

@@ -1,4 +1,4 @@
-"""How the ranks are arranged: which of them hold copies, which hold parts, which hold experts, which hold layers."""
+"""Device meshes: replicas, shards, experts, parts of sequences and pipeline stages over the ranks."""
 
 from dataclasses import dataclass
 
@@ -11,50 +11,50 @@ from glm46.planner.layout import Layout
 
 @dataclass(frozen=True)
 class Meshes:
-    """Arrangements of the same ranks."""
+    """Meshes over the same ranks, by purpose."""
 
     dense: DeviceMesh
-    """Over which everything but experts is sharded: [shard], or [dp_replicate, shard] with copies. Ranks that share
-    a sequence are among the shards: they hold the same parameters and see other tokens, like any data-parallel rank."""
+    """Shards all parameters but experts: [shard], or [dp_replicate, shard] with replicas. Context-parallel ranks are
+    among the shards: they process other tokens, like data-parallel ranks."""
     expert_shard: DeviceMesh
-    """Over which the experts of one rank are sharded again: [efsdp], or [dp_replicate, efsdp] with copies. The ranks
-    that share matrices are among these shards: they hold no part of an expert together, and see other tokens."""
+    """Shards the experts of one rank: [efsdp], or [dp_replicate, efsdp] with replicas. Tensor-parallel ranks are among
+    these shards, because experts are not split by tensor parallelism."""
     expert: DeviceMesh | None
-    """Over which experts are spread whole: [ep]; None if every rank has all of them."""
+    """Distributes whole experts: [ep]; None if every rank has all experts."""
     sequence: SequenceShard | None
-    """This rank's part of every sequence; None if it has whole ones."""
+    """This rank's part of every sequence; None without context parallelism."""
     tensor: DeviceMesh | None
-    """Over which matrices are split: [tp]; None if this rank computes with whole ones."""
+    """Splits matrices: [tp]; None without tensor parallelism."""
     pipeline: dist.ProcessGroup | None
-    """The ranks that hold other layers of the same shard; None if this rank has all layers."""
+    """The ranks that hold the other layers of the same shard; None without pipeline parallelism."""
 
 
 def build_meshes(layout: Layout, device_type: str) -> Meshes:
-    """Arrange the ranks.
+    """Build the meshes. Collective.
 
-    Layers are outermost: stages pass on one tensor per micro-batch. Then copies, which talk once per step, then shards,
-    which talk in every layer. Matrices are innermost, and so are the experts: tokens travel to them several times per
-    layer, so they should live in one node.
+    Axes are ordered by traffic. Pipeline stages are outermost: they send one tensor per micro-batch. Replicas
+    communicate once per step, shards in every layer. Tensor and expert parallelism are innermost, so that they stay
+    within a node: they communicate several times per layer.
     """
 
-    def arrange(**axes: int) -> DeviceMesh:
+    def make_mesh(**axes: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     stages = {"pp": layout.pp} if layout.pp > 1 else {}
-    copies = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
+    replicas = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
     split = {"tp": layout.tp} if layout.tp > 1 else {}
-    ranks = arrange(**stages, **copies, shard=layout.dense_shards, **split)
+    ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **split)
     sequence = None
     if layout.cp > 1:
         outer = layout.world_size // (layout.cp * layout.tp)
-        context = arrange(outer=outer, cp=layout.cp, inner=layout.tp)["cp"]
+        context = make_mesh(outer=outer, cp=layout.cp, inner=layout.tp)["cp"]
         sequence = SequenceShard(context.get_group(), layout.cp, context.get_local_rank())
-    dense = _part(ranks, *copies, "shard")
+    dense = _submesh(ranks, *replicas, "shard")
     expert_shard, expert = dense, None
     if layout.ep > 1 or layout.tp > 1:
         spread = {"ep": layout.ep} if layout.ep > 1 else {}
-        sparse = arrange(**stages, **copies, efsdp=layout.expert_shards, **spread)
-        expert_shard = _part(sparse, *copies, "efsdp")
+        sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **spread)
+        expert_shard = _submesh(sparse, *replicas, "efsdp")
         expert = sparse["ep"] if spread else None
     return Meshes(
         dense,
@@ -66,6 +66,6 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
     )
 
 
-def _part(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """The axes of a mesh with these names; the mesh itself when it has no other."""
+def _submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """The submesh of these axes; the mesh itself if it has no others."""
     return mesh if mesh.mesh_dim_names == names else mesh[names]

@@ -1,4 +1,4 @@
-"""This process among the others. The only file that reads the environment."""
+"""This process, its device and its process group. The only file that reads the environment."""
 
 import ctypes
 import datetime
@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 _RECORDED_COLLECTIVES = 2000
-"""What the flight recorder keeps: some steps, to see who is behind."""
+"""Size of the flight recorder: the collectives of some steps, which show the rank that is behind."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Who this process is and where it computes."""
+    """Rank, world size and device of this process."""
 
     rank: int
     world_size: int
@@ -29,53 +29,55 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all: writes logs, prints."""
+        """Whether this process writes logs and prints for all ranks."""
         return self.rank == 0
 
 
 def visible_gpus() -> str | None:
-    """What CUDA_VISIBLE_DEVICES says, None when it is not set."""
+    """The value of CUDA_VISIBLE_DEVICES; None if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that torchrun started, None when it did not start this one."""
+    """Number of processes that torchrun started; None if it did not start this one."""
     size = os.environ.get("WORLD_SIZE")
     return None if size is None else int(size)
 
 
 def set_variables(names: Sequence[str]) -> dict[str, str]:
-    """Those of some variables of the environment that are set."""
+    """The environment variables among `names` that are set, with their values."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def launched_rank() -> int:
-    """This process's number among those that torchrun started; 0 when it did not start this one."""
+    """Rank of this process among those that torchrun started; 0 if it did not start this one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when torchrun, which started it, is gone: without that a rank whose torchrun
-    was killed goes on for ever and keeps its GPU. Only Linux can; does nothing where torchrun did not start this."""
+    """Have the system kill this process when its parent, torchrun, ends; it would otherwise run forever and keep its GPU.
+
+    Linux only; does nothing if torchrun did not start this process.
+    """
     if launched_world_size() is None or not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it went before it was watched
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def share_cores(cores: int, processes: int) -> None:
-    """Give each process that is started from here its share of the cores. Without this torchrun gives each one thread;
-    what the user has set stays."""
+    """Set OMP_NUM_THREADS for child processes to their share of the cores, unless the user has set it. torchrun would
+    otherwise set one thread for each."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // processes, 1)))
 
 
 def join(timeout_seconds: int) -> Process:
-    """Join the process group that torchrun's variables describe, or make one of a single process.
+    """Join the process group that torchrun's variables describe, or make a group of one process. Collective.
 
-    There is a group even for one process, so that all code after this has one path. CPU tensors always go through gloo:
-    token counts and the wish to stop are agreed on without waiting for the GPU.
+    One process has a group too, so that all later code has one path. CPU tensors always go through gloo: ranks exchange
+    token counts and stop requests without waiting for the GPU.
     """
     rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -94,6 +96,6 @@ def join(timeout_seconds: int) -> Process:
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Safetensors files of NumPy arrays, written at once and read through one memory map."""
+"""Safetensors files of NumPy arrays: written in one call, read through one memory map."""
 
 import mmap
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a file that is complete and durable, or absent; see `replace_durably`.
+    """Write a file durably: complete or absent, see `replace_durably`.
 
     Args:
-        arrays: written in this order; wider types first.
+        arrays: written in this order; put wider dtypes first, for alignment.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -31,18 +31,18 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
 
 
 def map_arrays(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, int]]:
-    """Read-only views of all arrays of a file, its metadata, and the first byte of each array in it.
+    """Read-only views of all arrays of a file, its metadata, and the offset of each array in bytes.
 
-    A slice of a memory map is three times as fast as the library's own slice, and processes share its memory.
+    A slice of a memory map is three times as fast as the library's slice, and processes share its memory.
 
     Args:
         remedy: what the user can do about a damaged file.
 
     Raises:
-        UserError: the file is missing, truncated, damaged, or has a type that is not read here.
+        UserError: the file is missing, truncated, damaged, or has a dtype that is not supported here.
     """
     entries, metadata = read_header(path, remedy)
-    # One map for all arrays: each costs an open file, of which a process may have about a thousand.
+    # One map for all arrays: each map holds an open file, and a process may have about a thousand.
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {

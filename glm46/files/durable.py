@@ -1,4 +1,4 @@
-"""Files that are complete and on the disk, or absent: writes, renames, hashes."""
+"""Durable files: writes and renames after which a file is complete and on the disk, or absent; hashes of files."""
 
 import hashlib
 import os
@@ -72,15 +72,15 @@ def create_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
 
 
 def replace_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
-    """Write a file through a temporary one and a rename: a reader sees the old content or the new, never a mixture.
+    """Write a file through a temporary one and a rename: a reader sees the old content or the new.
 
     Several processes may replace the same file at once.
 
     Raises:
-        OSError: the disk is full or not writable; `path` is unchanged and no temporary file is left.
+        OSError: the disk is full or not writable; `path` is unchanged and the temporary file is removed.
     """
     temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process with the same number that was killed
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
         record = create_durably(temporary, blocks)
         temporary.replace(path)
@@ -91,10 +91,10 @@ def replace_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
 
 
 class Closer:
-    """Closes written files in a second thread, so that the disk takes one while the next is filled.
+    """Closes written files in a second thread, so that one file is synced while the next is written.
 
-    Closing includes fsync. Leaving the context waits for all files and raises the first error. At most four files
-    wait: each is an open file, and a slow disk must hold up the writer.
+    Closing includes fsync. Leaving the context waits for all files and raises the first error. At most four files wait,
+    so that a slow disk slows the writer and the number of open files stays small.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Closer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()  # closes the waiting files also after an error
+        self._thread.shutdown()  # closes the waiting files, after an error too
         if kind is None:
             self.finish()
 

@@ -1,8 +1,8 @@
-"""One kind of lock: a file that one process at a time holds.
+"""A lock file that one process at a time holds.
 
-It is a record lock of `fcntl` and not `flock`, which the package filelock takes: child processes do not inherit it, so
-a loader's worker cannot keep the lock of a killed rank, and NFS shares it between nodes. Threads of one process are not
-kept apart.
+It uses record locks (`fcntl.lockf`) instead of `flock`, which the package filelock uses: child processes do not inherit
+them, so a loader's worker cannot keep the lock of a killed rank, and NFS shares them between nodes. They do not exclude
+threads of one process.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.1
 
 
 class FileLock:
-    """The lock of a file; released when the process ends in any way."""
+    """The lock of a file; the system releases it when the process ends."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -25,19 +25,19 @@ class FileLock:
         """Take the lock.
 
         Args:
-            timeout_seconds: how long to wait for another holder; None waits without limit.
+            timeout_seconds: how long to wait while another process holds it; None waits without limit.
 
         Returns:
-            Whether this process holds it now.
+            Whether this process now holds the lock.
 
         Raises:
-            OSError: the file cannot be made, or its file system has no locks.
+            OSError: the file cannot be created, or its file system does not support locks.
         """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if _try_lock(descriptor):
-                # A holder may have removed the file: a lock on a removed file excludes nobody.
+                # The holder may have removed the file: a lock on a removed file excludes no other process.
                 if _is_still(self.path, descriptor):
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -51,7 +51,7 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
 
     def holder(self) -> str:
-        """The process that took the lock last, in words."""
+        """Description of the process that took the lock last."""
         try:
             return self.path.read_text(errors="replace")[:200].strip() or "another process"
         except OSError:

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar with rate and remaining time on a terminal, occasional lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +12,12 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def bytes_progress(title: str, total: int, report: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes the number of bytes just done, of ``total``. ``report`` takes lines of text where
-    there is no terminal to draw on."""
+    """Show progress inside the context; it yields a function to call with the number of bytes just processed.
+
+    Args:
+        total: bytes of the whole work.
+        report: prints a line of text; used if stderr is not a terminal.
+    """
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: which tensors lie where. One reader and one writer, without torch.
+"""Reader and writer for the header of safetensors files, without torch.
 
-A file is eight bytes (length of the header, little-endian), the header (JSON: name -> type, shape, first and last
-byte), then the data. The library `safetensors` does not tell the places of tensors; shards and weights are read at
-offsets, so that no more bytes move than a process needs. Source: github.com/huggingface/safetensors.
+A file is eight bytes (length of the header, little-endian), the header (JSON: name -> dtype, shape, first and last
+byte), then the data. The library `safetensors` does not expose the offsets of tensors, which are needed here to read
+only the bytes that a process uses. Source: github.com/huggingface/safetensors.
 """
 
 import json
@@ -19,15 +19,15 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element of each type."""
+"""Bytes of an element, by dtype."""
 
 _LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the library."""
+"""In bytes; the limit of the library."""
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor in a file."""
+    """Dtype, shape and position of a tensor in a file."""
 
     dtype: str
     """A key of `ITEM_BYTES`."""
@@ -43,11 +43,11 @@ class HeaderEntry:
 def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, HeaderEntry]]:
-    """The first bytes of a file, and where each tensor lies behind them.
+    """The bytes of a header, and the position of each tensor in the file.
 
     Args:
-        tensors: name, type and shape of each, in the order of the file. Wider types should come first, so that every
-            tensor starts at a multiple of its item size.
+        tensors: name, dtype and shape of each, in the order of the file. Put wider dtypes first, so that every tensor
+            starts at a multiple of its item size.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     entries, end = {}, 0
@@ -64,10 +64,10 @@ def make_header(
 
 
 def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """The tensors of a file and its metadata, after checking that header and file fit together byte for byte.
+    """The tensors of a file and its metadata, after checking that header and file size match exactly.
 
     Args:
-        remedy: what the user can do about a damaged file; ends each message.
+        remedy: what the user can do about a damaged file; the end of each message.
 
     Raises:
         UserError: the file is missing, truncated, or not in this format.
@@ -103,7 +103,7 @@ def _entry(described: dict[str, Any], first: int) -> HeaderEntry:
     start, end = described["data_offsets"]
     entry = HeaderEntry(described["dtype"], tuple(described["shape"]), first + start)
     if any(type(number) is not int or number < 0 for number in (*entry.shape, start, end)):
-        raise ValueError(f"{described} has a size that is not a whole number")
+        raise ValueError(f"{described} has a size that is not a non-negative integer")
     if end - start != entry.nbytes:
         raise ValueError(f"{described} has {end - start} bytes")
     return entry

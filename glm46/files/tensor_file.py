@@ -1,7 +1,7 @@
-"""Safetensors files of torch tensors, read and written in boxes, so that no more bytes move than a rank needs.
+"""Safetensors files of torch tensors, read and written in boxes, so that only the bytes that a rank needs are moved.
 
-The library maps whole files into memory and writes whole files at once; here many ranks read and write pieces of the
-same files, with plain reads and writes at an offset, into memory that is there already.
+The library maps whole files into memory and writes whole files at once. Here many ranks read and write pieces of the
+same files, with reads and writes at an offset, directly from and to existing memory.
 """
 
 import os
@@ -17,7 +17,7 @@ from glm46.config.errors import UserError
 from glm46.files.safetensors_header import HeaderEntry, make_header, read_header
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension, first place and length."""
+"""Start and length for each dimension."""
 
 _TYPES = {
     "F64": torch.float64,
@@ -36,13 +36,13 @@ _TYPES = {
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 WRITE_BYTES = 1 << 18
-"""Most bytes of one write. Linux 6.18 on ext4 took 256 KiB three times as fast as 1 or 8 MiB, for which it looks for
-large runs of free memory."""
+"""Largest write. On Linux 6.18 with ext4, writes of 256 KiB were three times as fast as writes of 1 or 8 MiB, for which
+the kernel looks for large contiguous memory."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where a tensor lies in its file."""
+    """Dtype, shape and position of a tensor in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,8 +55,8 @@ class Record:
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Record]]:
-    """The first bytes of a file with these tensors, and where each tensor's data lies behind them."""
-    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)  # so that each starts at a multiple of its item size
+    """The header of a file with these tensors, and the position of each tensor in the file."""
+    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)  # each then starts at a multiple of its item size
     named = ((name, _NAMES[dtype], shape) for name, dtype, shape in ordered)
     header, entries = make_header(named, {"format": "pt"})  # transformers refuses files without it
     return header, _records(entries)
@@ -69,7 +69,7 @@ def read_records(path: Path) -> dict[str, Record]:
         UserError: the file is missing, truncated, or not in this format.
     """
     entries, _ = read_header(path, "copy or download it again")
-    foreign = [f"{path}: tensor {name} is of type {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
+    foreign = [f"{path}: tensor {name} has dtype {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
     if foreign:
         raise UserError(*(f"{fault}, which torch cannot read; convert it first" for fault in foreign))
     return _records(entries)
@@ -80,15 +80,15 @@ def _records(entries: dict[str, HeaderEntry]) -> dict[str, Record]:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; takes no memory."""
+    """Whether no value is NaN or infinite; allocates no memory."""
     return values.numel() == 0 or all(bool(one.isfinite()) for one in values.aminmax())
 
 
 class TensorFile:
-    """An open file: boxes of its tensors are read or written where they lie.
+    """An open file whose tensors are read and written in boxes.
 
     Attributes:
-        bytes_moved: read and written so far.
+        bytes_moved: bytes read and written so far.
     """
 
     def __init__(self, path: Path, records: dict[str, Record], *, writable: bool = False):
@@ -108,10 +108,10 @@ class TensorFile:
         return out
 
     def fill(self, name: str, box: Box, target: Tensor) -> None:
-        """Read a box of a tensor into memory that is there already, without another copy where that can be.
+        """Read a box of a tensor into an existing tensor, without a copy if dtype, device and strides allow.
 
         Args:
-            target: shape of the box; any type, device and strides.
+            target: shape of the box; any dtype, device and strides.
 
         Raises:
             OSError: the file ends before the box does, or the disk fails.
@@ -130,10 +130,10 @@ class TensorFile:
             self.bytes_moved += done
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Put values into a box of a tensor.
+        """Write values into a box of a tensor.
 
         Args:
-            values: shape of the box, type of the tensor, contiguous, on the CPU.
+            values: shape of the box, dtype of the tensor, contiguous, on the CPU.
         """
         record = self.records[name]
         assert values.dtype == record.dtype and values.is_contiguous()
@@ -144,7 +144,7 @@ class TensorFile:
             self.bytes_moved += done
 
     def close(self) -> None:
-        """Close; what was written is then on the disk."""
+        """Close; the written bytes are then on the disk."""
         if self._descriptor < 0:
             return
         try:
@@ -162,27 +162,27 @@ class TensorFile:
 
 
 def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, memoryview]]:
-    """Runs of bytes that are contiguous in the file and in `values`: (byte in the file, memory)."""
+    """Runs of bytes that are contiguous in the file and in `values`: (offset in the file, memory)."""
     if values.numel() == 0:
         return
     memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())
     size = record.dtype.itemsize
-    whole = len(record.shape)  # dimensions from here on are taken entirely, so they lie behind each other
+    whole = len(record.shape)  # the box has all of the dimensions from here on, so they are contiguous
     while whole > 0 and box[whole - 1] == (0, record.shape[whole - 1]):
         whole -= 1
     outer = max(whole - 1, 0)
     run = prod(length for _, length in box[outer:]) * size
     strides = [prod(record.shape[dim + 1 :]) * size for dim in range(len(record.shape))]
     base = record.offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    for number, place in enumerate(_places([length for _, length in box[:outer]], strides)):
-        yield base + place, memory[number * run : (number + 1) * run]
+    for number, start in enumerate(_row_offsets([length for _, length in box[:outer]], strides)):
+        yield base + start, memory[number * run : (number + 1) * run]
 
 
-def _places(lengths: list[int], strides: list[int]) -> Iterable[int]:
+def _row_offsets(lengths: list[int], strides: list[int]) -> Iterable[int]:
     """Byte offsets of all rows of a box, in order."""
     if not lengths:
         yield 0
         return
     for index in range(lengths[0]):
-        for place in _places(lengths[1:], strides[1:]):
-            yield index * strides[0] + place
+        for offset in _row_offsets(lengths[1:], strides[1:]):
+            yield index * strides[0] + offset

@@ -1,4 +1,4 @@
-"""Who the others wait for: read from the collectives that each rank has started, as the flight recorder knows them."""
+"""The hang report: finds the rank that blocks the others from the collectives that each rank has started."""
 
 import json
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from typing import Any
 from glm46.compat import WAITING, flight_recorder_json
 
 Answers = dict[int, dict[str, Any]]
-"""By rank: operation, step, place, and collectives: by process group [number of the last one started, its name]."""
+"""By rank: operation, step, stack, and collectives: by process group [number of the last one started, its name]."""
 
 _FRAMES_SHOWN = 3
 
 
 def collectives_here() -> tuple[dict[str, Any], str]:
-    """This rank's last collective in each process group, and the whole flight recorder as JSON ('' if there is none).
+    """This rank's last collective in each process group, and the flight recorder's content.
 
     Returns:
-        ``{group name: [number, operation, ranks of the group]}``.
+        ``{group name: [number, operation]}``, and JSON text ('' without a flight recorder).
     """
     text = flight_recorder_json()
     if not text:
@@ -31,27 +31,27 @@ def collectives_here() -> tuple[dict[str, Any], str]:
     return last, text
 
 
-def place_of(frame: FrameType | None) -> list[str]:
+def innermost_frames(frame: FrameType | None) -> list[str]:
     """The innermost frames of a thread, ``file:line function``, innermost first."""
-    places = []
-    while frame is not None and len(places) < _FRAMES_SHOWN:
+    frames = []
+    while frame is not None and len(frames) < _FRAMES_SHOWN:
         code = frame.f_code
-        if code is not WAITING:  # torch's own frames follow
-            places.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}")
+        if code is not WAITING:  # skip the frame of compat that wraps torch's
+            frames.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    return places
+    return frames
 
 
 def find_culprits(answers: Answers, world_size: int) -> list[int]:
-    """The ranks that the others wait for, and that wait for nobody themselves.
+    """The ranks that block the others.
 
-    Ranks without an answer are. Else, in each process group, those that have started the most collectives wait for
-    those that have started fewer; a rank that others wait for, and that is not waiting, is. Without such a rank, those
-    whose innermost frame is not torch's are.
+    These are the ranks without an answer, if any. Otherwise, in each process group, the ranks that have started the
+    most collectives wait for those that have started fewer; the culprits are ranks that others wait for and that wait
+    for no rank. If there are none, the culprits are the ranks whose innermost frame is not torch's.
     """
-    silent = sorted(set(range(world_size)) - answers.keys())
-    if silent:
-        return silent
+    unanswered = sorted(set(range(world_size)) - answers.keys())
+    if unanswered:
+        return unanswered
     waits: dict[int, set[int]] = {rank: set() for rank in answers}
     groups = {name for answer in answers.values() for name in answer["collectives"]}
     for name in groups:
@@ -62,31 +62,31 @@ def find_culprits(answers: Answers, world_size: int) -> list[int]:
             waits[rank] |= behind
     awaited = set().union(*waits.values())
     culprits = sorted(rank for rank in awaited if not waits[rank])
-    return culprits or sorted(rank for rank, a in answers.items() if a["place"] and "torch/" not in a["place"][0])
+    return culprits or sorted(rank for rank, a in answers.items() if a["stack"] and "torch/" not in a["stack"][0])
 
 
 def describe_hang(
-    answers: Answers, culprits: list[int], hosts: Mapping[int, str], silent_seconds: float, folder: str
+    answers: Answers, culprits: list[int], hosts: Mapping[int, str], stalled_seconds: float, folder: str
 ) -> str:
-    """What a person needs to know, some lines."""
-    lines = [f"training has stood still for {silent_seconds:.0f} s; the run is ended. Stacks of all ranks: {folder}"]
+    """The message for the user: the culprits, and where the other ranks wait."""
+    lines = [f"no progress for {stalled_seconds:.0f} s; the run is aborted. Stacks of all ranks: {folder}"]
     for rank in culprits:
         host = hosts.get(rank, "an unknown host")
         if rank not in answers:
-            cause = "its process is stopped, its interpreter is blocked, or its host is out of reach"
+            cause = "its process is stopped, its interpreter is blocked, or its host is unreachable"
             lines.append(f"  rank {rank} on {host} does not answer: {cause}")
             continue
         answer = answers[rank]
         lines.append(
-            f"  rank {rank} on {host} holds the others up: {answer['operation']}, step {answer['step']}, in "
-            + " < ".join(answer["place"])
+            f"  rank {rank} on {host} is blocking the others: {answer['operation']}, step {answer['step']}, in "
+            + " < ".join(answer["stack"])
         )
     waiting = {rank: answer for rank, answer in answers.items() if rank not in culprits}
     for rank, answer in sorted(waiting.items())[:8]:
         last = max(answer["collectives"].values(), default=None)
         known = f", after {last[1]} number {last[0]}" if last else ""
-        place = hosts.get(rank, "an unknown host")
-        lines.append(f"  rank {rank} on {place} waits: {answer['operation']}, step {answer['step']}{known}")
+        host = hosts.get(rank, "an unknown host")
+        lines.append(f"  rank {rank} on {host} waits: {answer['operation']}, step {answer['step']}{known}")
     if len(waiting) > 8:
         lines.append(f"  and {len(waiting) - 8} more")
     return "\n".join(lines)

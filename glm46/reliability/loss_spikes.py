@@ -1,8 +1,8 @@
-"""Which steps must not be made: figures that are not finite, and spikes of the loss or the gradient norm.
+"""Detection of bad steps: values that are not finite, and spikes of the loss or the gradient norm.
 
-A step is judged before the weights change, from figures that are equal on all ranks, so that all ranks skip it or none.
-A spike is a distance from the median of the last good steps in units of their deviation, both robust: the median, and
-the median distance from it. Bad steps never enter the window.
+A step is checked before the weights change, with values that are equal on all ranks, so that all ranks skip it or none.
+A spike is a large distance from the median of the last good steps, in units of a robust deviation (the median distance
+from the median). Bad steps never enter the window.
 """
 
 import math
@@ -18,37 +18,37 @@ from torch import Tensor
 NOT_FINITE = "loss or gradient norm is not finite"
 
 _MAD_TO_SIGMA = 1.4826
-"""Deviation of normally distributed values over the median distance from their median."""
+"""Standard deviation of normally distributed values over their median distance from the median."""
 _SMALLEST_LOSS_SIGMA = 0.01
-"""Relative to the loss. On a plateau the deviation goes to nothing, and a harmless step would stand out."""
+"""Relative to the loss. On a plateau the deviation approaches zero, and a harmless step would count as a spike."""
 _SMALLEST_NORM_SIGMA = 0.1
-"""Of the norm's logarithm: the same for a factor."""
+"""The same for the logarithm of the norm."""
 
 
 @torch.no_grad()
 def sum_and_share_norm(sums: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum figures over all ranks, and make the gradient norm the very same number on all of them; one collective.
+    """Sum values over all ranks, and average the gradient norm, which makes it bitwise equal on all. Collective.
 
-    Ranks that hold copies of a gradient make its norm apart. If one of them alone has a NaN, all must know.
+    Replicas compute the norm separately. If one of them has a NaN, all ranks must get it.
 
     Args:
         sums: FP64 [n] of this rank.
         grad_norm: FP32 scalar.
 
     Returns:
-        The sums, and the norm in FP32.
+        The sums in FP64 [n], and the norm as an FP32 scalar.
     """
-    together = torch.cat([sums, grad_norm.double().view(1)])
-    dist.all_reduce(together)
-    return together[:-1], (together[-1] / dist.get_world_size()).float()
+    packed = torch.cat([sums, grad_norm.double().view(1)])
+    dist.all_reduce(packed)
+    return packed[:-1], (packed[-1] / dist.get_world_size()).float()
 
 
 class SpikeDetector:
-    """Judges steps by those before them; the same on every rank.
+    """Compares each step with the good steps before it; gives the same result on every rank.
 
     Args:
-        sigmas: distance from the median, in deviations, that makes a spike; 0 finds none.
-        window: good steps that a step is compared with. Nothing is judged before half of them were made.
+        sigmas: distance from the median, in deviations, above which a step is a spike; 0 disables detection.
+        window: number of good steps to compare with. Detection starts after half of them.
     """
 
     def __init__(self, sigmas: float, window: int):
@@ -57,7 +57,7 @@ class SpikeDetector:
         self._log_norms: deque[float] = deque(maxlen=window)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """What is wrong with a step of this mean loss and norm, None if nothing; then it enters the window."""
+        """The fault of a step with this mean loss and norm; None for a good step, which then enters the window."""
         log_norm = math.log(max(grad_norm, 1e-30))
         if self._sigmas and 2 * len(self._losses) >= self._window:
             median, sigma = median_and_sigma(self._losses)
@@ -73,16 +73,16 @@ class SpikeDetector:
         return None
 
     def to_meta(self) -> dict[str, Any]:
-        """For the checkpoint, as JSON."""
+        """The window, as JSON values for the checkpoint."""
         return {"losses": list(self._losses), "log_norms": list(self._log_norms)}
 
     def restore(self, meta: dict[str, Any]) -> None:
-        """Go on from what `to_meta` gave."""
+        """Restore the window from a result of `to_meta`."""
         self._losses = deque(meta["losses"], maxlen=self._window)
         self._log_norms = deque(meta["log_norms"], maxlen=self._window)
 
 
 def median_and_sigma(values: Collection[float]) -> tuple[float, float]:
-    """The median, and the deviation that the median distance from it stands for, were the values normal."""
+    """The median, and the standard deviation estimated from the median distance to it."""
     median = statistics.median(values)
     return median, _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)

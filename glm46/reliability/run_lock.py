@@ -1,4 +1,4 @@
-"""One run in one folder: a second one would cut the first one's metrics and set its checkpoints aside."""
+"""The lock of a run's folder: a second run in it would cut the metrics of the first and set its checkpoints aside."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from glm46.files.lock import FileLock
 
 _FILE = "run.lock"
 _PATIENCE_SECONDS = 5.0
-"""A killed run takes a moment to end before the next start can hold its folder."""
+"""A killed run takes a moment to release its folder."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Around writes to a run's folder that the run cannot do without.
+    """Report a failed write to a run's folder as a mistake of the user. For writes without which the run cannot start.
 
     Raises:
-        UserError: the system refuses one.
+        UserError: a write inside the context failed.
     """
     try:
         yield
@@ -29,10 +29,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def lock_run(folder: Path) -> FileLock:
-    """Hold a folder for this process.
+    """Lock a folder for this process.
 
     Raises:
-        UserError: another process holds the folder, or it cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
     lock = FileLock(folder / _FILE)
     with writing(folder):

@@ -1,4 +1,4 @@
-"""Signals that ask for the end: Ctrl-C, and those by which job systems announce it."""
+"""Graceful stop on Ctrl-C and on the signals of job systems, and the exit codes of a run."""
 
 import os
 import select
@@ -13,45 +13,46 @@ from contextlib import suppress
 from glm46.config.errors import UserError
 
 EXIT_STOPPED = 75
-"""Exit code of a rank that was asked to stop and has saved: start the same command again. Source: EX_TEMPFAIL of
-sysexits.h, which job systems know as a reason to try again."""
+"""Exit code of a rank that was asked to stop and has saved: run the same command again. Source: EX_TEMPFAIL of
+sysexits.h, on which job systems retry."""
 
 EXIT_HANG = 76
-"""Exit code of a run that was ended because a rank had gone silent."""
+"""Exit code of a run that was ended because a rank hung."""
 
 EXIT_DIVERGED = 77
-"""Exit code of a run that was ended because its steps or its weights went bad and no way back was left."""
+"""Exit code of a run whose steps or weights went bad and that cannot roll back."""
 
 EXIT_SIGNAL = 128
-"""Exit code of what a signal has ended, less the number of the signal."""
+"""Added to the number of the signal that ended a process, gives its exit code."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 REPEAT_SECONDS = 1.0
-"""Terminals, `timeout` and job systems may send one signal to a process and once more to its group."""
+"""Signals within this time count as one: terminals, `timeout` and job systems may send a signal to a process and
+again to its group."""
 
 
-# A forked process, such as a worker of a loader, must not tell its parent of its own signals.
+# A forked process, such as a worker of a loader, would otherwise write its signals into the pipe of its parent.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class SignalListener:
-    """Calls a function in a thread of its own for each signal, at once, whatever the main thread does: it may wait in
-    code that no signal ends. No exception is raised, because an exception can get lost in an import or a callback."""
+    """Calls a function in a thread for each signal, at once, even while the main thread waits in code that no signal
+    interrupts. Raises no exception in the main thread: it could get lost in an import or a callback."""
 
-    def __init__(self, hear: Callable[[int], None], signals: Sequence[int] = SIGNALS) -> None:
-        self._hear = hear
+    def __init__(self, on_signal: Callable[[int], None], signals: Sequence[int] = SIGNALS) -> None:
+        self._on_signal = on_signal
         self._receiver, self._sender = os.pipe()
         os.set_blocking(self._sender, False)
-        # Python writes the number of each signal there the moment it comes, whatever the interpreter does.
+        # Python writes the number of each signal to this pipe when it arrives, whatever the interpreter is doing.
         self._wakeup_before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-        # Started by `nohup`, a process lives on when its terminal closes.
+        # A process started by `nohup` ignores SIGHUP.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         self._previous = {number: signal.signal(number, lambda *_: None) for number in set(signals) - ignored}
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def restore(self) -> None:
-        """Give the signals back to the handlers before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -61,29 +62,29 @@ class SignalListener:
         while numbers := os.read(self._receiver, 64):
             for number in numbers:
                 if number in self._previous:
-                    self._hear(number)
+                    self._on_signal(number)
         os.close(self._receiver)
 
 
 class Diverged(UserError):
-    """Steps or weights went bad, and no way back is left."""
+    """Steps or weights went bad, and the run cannot roll back."""
 
     exit_code = EXIT_DIVERGED
     remedy = "lower optimizer.lr, or look at the samples named in log.txt"
 
 
 class StopRequest:
-    """Remembers that this rank was asked to stop. The ranks agree on it between two steps, so that all stop after the
-    same one; until then the signal only sets a flag.
+    """Records that this rank was asked to stop. The ranks agree on it between two steps and stop after the same one;
+    until then the signal only sets a flag.
 
-    Before training begins there is nothing to save, and a signal ends the process at once; so does a second one at any
-    time, even while the main thread waits for other ranks.
+    Before training starts there is nothing to save, and a signal ends the process at once. A second signal does so at
+    any time, even while the main thread waits for other ranks.
 
     Attributes:
-        signal_name: of the first signal; None while there was none.
-        has_started: set by the trainer when all ranks begin; from then on there is something to save before the end.
-        has_ended: set by the trainer when it has stopped and saved; from then on signals change nothing. Torchrun sends
-            one to the ranks that have not left when the first one has.
+        signal_name: name of the first signal; None if there was none.
+        has_started: set by the trainer when all ranks have started; from then on a stop saves first.
+        has_ended: set by the trainer after the last save; from then on signals are ignored. Torchrun signals the
+            remaining ranks when the first one exits.
     """
 
     def __init__(self) -> None:
@@ -91,13 +92,13 @@ class StopRequest:
         self._first_at = 0.0
         self.has_started = False
         self.has_ended = False
-        self._listener = SignalListener(self._hear)
+        self._listener = SignalListener(self._on_signal)
 
     def restore(self) -> None:
-        """Give the signals back to the handlers before."""
+        """Restore the previous signal handlers."""
         self._listener.restore()
 
-    def _hear(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         self.signal_name = self.signal_name or name
         if self.has_ended:
@@ -111,27 +112,31 @@ class StopRequest:
 
 
 def code_before_training(number: int) -> int:
-    """Exit code of a run that a signal ends while there is nothing to save: a job system may start it again; a person
-    who pressed a key has ended it."""
+    """Exit code of a run that a signal ends while there is nothing to save. SIGINT and SIGQUIT come from the keyboard
+    and must not return the code on which job systems retry."""
     return EXIT_SIGNAL + number if number in (signal.SIGINT, signal.SIGQUIT) else EXIT_STOPPED
 
 
 def end_on_signals(code: Callable[[int], int]) -> SignalListener:
-    """From now on a signal ends this process and all that it started, with the exit code of the signal."""
+    """End this process and its descendants on a signal.
 
-    def hear(number: int) -> None:
+    Args:
+        code: number of the signal -> exit code.
+    """
+
+    def on_signal(number: int) -> None:
         exit_now(code(number), f"stopped by {signal.Signals(number).name}")
 
-    return SignalListener(hear, (*SIGNALS, signal.SIGQUIT))
+    return SignalListener(on_signal, (*SIGNALS, signal.SIGQUIT))
 
 
 def exit_now(code: int, reason: str) -> None:
-    """End this process and all that it started, from any thread, whatever the others do."""
+    """End this process and its descendants at once, from any thread, and print the reason."""
     for process in _descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""  # a progress bar hides it
-    # The end must not wait for a pipe that is full and not read.
+    show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""  # a progress bar has hidden it
+    # A write to a full pipe without a reader would block.
     with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"{show_cursor}{reason}\n".encode())
@@ -139,14 +144,14 @@ def exit_now(code: int, reason: str) -> None:
 
 
 def started_ranks() -> list[int]:
-    """Process ids of the living children of this process that lead a group, as torchrun starts its ranks."""
+    """Process ids of the ranks that torchrun started in this process: its living children that lead a process group."""
     me = os.getpid()
     return [process for process, (parent, group) in _processes().items() if parent == me and group == process]
 
 
 def _descendants(process: int) -> list[int]:
     table, found = _processes(), [process]
-    for ancestor in found:  # grows
+    for ancestor in found:  # grows inside the loop
         found += [child for child, (parent, _) in table.items() if parent == ancestor]
     return found[1:]
 

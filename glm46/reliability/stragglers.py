@@ -1,7 +1,7 @@
-"""Which rank all others wait for: each rank's own time per step, compared over the ranks.
+"""Detection of a slow rank: compares each rank's own time per step with that of the other ranks.
 
-The duration of a step is the same on all ranks, because the fast ones wait for the slow one. What differs is the time
-in which a rank does not wait for others: text, its part of forward and backward, anything else that holds it up.
+A step takes equally long on all ranks, because the fast ones wait for the slow one. A rank's own time is the time in
+which it does not wait for others: reading data, its part of forward and backward, and any delay of its own.
 """
 
 import statistics
@@ -14,19 +14,19 @@ from glm46.compat import own_clock
 from glm46.reliability.loss_spikes import median_and_sigma
 
 _WINDOW = 32
-"""Steps whose median is a rank's pace."""
+"""Number of steps whose median is a rank's pace."""
 _FEWEST_STEPS = 16
-"""Steps before a rank has a pace."""
+"""Number of steps before a rank has a pace."""
 _WARM_UP_STEPS = 2
-"""First steps, which compile and fill caches."""
+"""Number of first steps that are not timed: they compile and fill caches."""
 _EXCHANGE_STEPS = 10
-"""Steps between two looks at the paces of all ranks."""
+"""Number of steps between two comparisons."""
 _LEAST_EXCESS = 0.1
-"""A rank is slow if it takes longer than the others by this share,"""
+"""A rank is slow if its pace exceeds that of the others by this fraction,"""
 _ERRORS = 6.0
 """by this many standard errors of the medians,"""
 _SPREADS = 4.0
-"""and by this many deviations of the others from each other, in two looks one after the other."""
+"""and by this many deviations of the others from each other, in two comparisons in a row."""
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean, for normally distributed values: sqrt(pi / 2)."""
 
@@ -40,14 +40,14 @@ class Pace(NamedTuple):
 
 
 class Slowest(NamedTuple):
-    """The rank that is furthest behind others with the same layers."""
+    """The slowest rank relative to others with the same layers."""
 
     rank: int
     seconds: float
     others: float
     """Median pace of the others, in seconds."""
     stands_out: bool
-    """Whether that is more than chance."""
+    """Whether the difference is significant."""
 
     @property
     def ratio(self) -> float:
@@ -55,11 +55,14 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
-    """The slowest rank relative to the others of its pipeline stage, which have the same work; None if all are alone.
+    """The slowest rank relative to the others of its pipeline stage, which have the same work.
 
     Args:
-        paces: of all ranks, in their order.
-        stages: how many parts of the ranks, one after the other, hold different layers.
+        paces: of all ranks, in rank order.
+        stages: number of pipeline stages; the ranks of a stage are consecutive.
+
+    Returns:
+        None if every stage has one rank.
     """
     size, found = len(paces) // stages, []
     for first in range(0, len(paces), size) if size > 1 else ():
@@ -75,10 +78,10 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
 
 
 class Stragglers:
-    """Times this rank's steps and compares them with those of the others; the same verdict on every rank.
+    """Times this rank's steps and compares them with those of the others; the result is equal on every rank.
 
-    The paces travel in the collective that the ranks agree on a step by: `shared_paces` goes in, its sum over all ranks
-    comes back to `update`.
+    The paces travel in the all-reduce before each step: the caller sums `shared_paces` over all ranks and passes the
+    sum to `update`.
     """
 
     def __init__(self, rank: int, world_size: int, stages: int):
@@ -90,18 +93,20 @@ class Stragglers:
         self._named: int | None = None
 
     def step_begins(self) -> None:
-        """From here on this rank works for the step."""
+        """Start timing this rank's part of a step."""
         self._began = own_clock()
 
     def gradients_ready(self, own_time: float) -> None:
-        """The gradients are there, since this time of `own_clock`."""
+        """End timing: the gradients were complete at this time of `own_clock`."""
         self._steps += 1
         if self._steps > _WARM_UP_STEPS:
             self._times.append(own_time - self._began)
 
     def shared_paces(self) -> list[int]:
-        """Two numbers for each rank, nanoseconds; those of others are 0. Empty when nothing is compared: alone, in
-        most steps, and at the start."""
+        """Median and error of each rank in nanoseconds; those of other ranks are 0.
+
+        Empty if this step compares nothing: with one rank, in most steps, and at the start.
+        """
         if self._world_size == 1 or self._steps % _EXCHANGE_STEPS or len(self._times) < _FEWEST_STEPS:
             return []
         middle, sigma = median_and_sigma(self._times)
@@ -113,7 +118,14 @@ class Stragglers:
         return shared
 
     def update(self, shared: Sequence[int]) -> str | None:
-        """Take in the sum of what was shared; what to tell a person, if there is anything new."""
+        """Compare the paces.
+
+        Args:
+            shared: the sum of `shared_paces` over all ranks.
+
+        Returns:
+            A message if the slow rank has changed.
+        """
         if not shared:
             return None
         paces = [Pace(a / 1e9, b / 1e9) for a, b in zip(shared[::2], shared[1::2], strict=True)]
@@ -131,7 +143,7 @@ class Stragglers:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Columns of metrics.jsonl, of the last comparison."""
+        """Columns of metrics.jsonl, from the last comparison."""
         if self._slowest is None:
             return {}
         return {"slowest_rank": self._slowest.rank, "slowest_rank_ratio": self._slowest.ratio}

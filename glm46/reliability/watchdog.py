@@ -1,8 +1,8 @@
-"""Finds a rank that has gone silent, names it, keeps every rank's stacks and the flight recorder, and ends the run.
+"""The watchdog: finds a hung rank, names it, keeps every rank's stacks and flight recorder, and ends the run.
 
-A hang has no error: one rank sleeps, spins or is stopped, and all others wait in a collective for it, which ends at the
-timeout of the process group or never. A thread of each rank watches that its own training goes on. The first whose
-training does not raises an alarm in the store of the process group; then all tell where they are.
+A hang raises no error: one rank sleeps, spins or is stopped, and all others wait for it in a collective, until the
+timeout of the process group or forever. A thread of each rank watches the progress of its training. The first one that
+finds none sets an alarm in the store of the process group; then every rank reports its state there.
 """
 
 import contextlib
@@ -23,40 +23,40 @@ from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.distributed.process import Process
-from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, place_of
+from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
 from glm46.reliability.stop import EXIT_HANG
 
 _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
-"""Between two looks at the alarm in the store."""
+"""Time between two checks of the alarm in the store."""
 _STORE_SECONDS = 30.0
-"""A store that gives no answer for so long is out of reach: this rank cannot know whether others live, and ends."""
+"""After this time without an answer from the store, a rank cannot know whether the others run, and ends."""
 _CALL_SECONDS = 2.0
-"""Longest wait for one call that may hang: of the store, or a file on a disk that the network has taken away."""
+"""Longest wait for one call that may hang: to the store, or to a file on an unreachable network disk."""
 _LIMIT_PER_P99 = 5.0
 _TIMED_STEPS = 20
-"""Steps that are timed before their times decide; until then the timeout of the start does."""
+"""Number of timed steps before their times set the limit; until then it is the limit of the start."""
 _WARM_UP_STEPS = 2
-"""First steps whose time says nothing: they compile and fill caches."""
+"""Number of first steps that are not timed: they compile and fill caches."""
 _ANSWER_SECONDS = 3.0
-"""How long ranks may take to answer an alarm: some ticks, and a busy machine."""
+"""Time that ranks have to answer an alarm: some ticks, and a busy machine."""
 _PATIENCE_SECONDS = 15.0
-"""After an alarm this process ends within this time, whatever else hangs."""
+"""This process ends within this time after an alarm, whatever else hangs."""
 _ALARM = "glm46/hang/alarm"
-_TOLD = "glm46/hang/told"
+_REPORTED = "glm46/hang/reported"
 _AWAKE_SECONDS = 0.5
-"""How long a stopped rank is woken to show its stacks before it is killed."""
+"""Time that a stopped rank has to write its stacks before it is killed."""
 
 _Result = TypeVar("_Result")
 
 
 class Watchdog:
-    """Watches this rank; ends the process with `EXIT_HANG` when some rank has gone silent. Making it is collective.
+    """Watches this rank; ends the process with `EXIT_HANG` when some rank hangs. Making it is collective.
 
     Args:
-        folder: where stacks and flight recorders go, one file for each rank.
-        shortest_seconds: no silence below this is a hang; 0 watches nothing.
-        start_seconds: the limit until enough steps were timed.
+        folder: for stacks and flight recorders, one file for each rank.
+        shortest_seconds: lower bound of the limit; 0 disables the watchdog.
+        start_seconds: the limit until enough steps are timed, and its upper bound afterwards.
     """
 
     def __init__(self, process: Process, folder: Path, *, shortest_seconds: float, start_seconds: float):
@@ -69,12 +69,12 @@ class Watchdog:
         self._steps_seen, self._step_began = 0, time.monotonic()
         self._main = threading.main_thread().ident
         self._end = threading.Event()
-        self._heard_at, self._has_alarm = time.monotonic(), False
+        self._answered_at, self._has_alarm = time.monotonic(), False
         if not shortest_seconds:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / f"stacks-rank{process.rank}.txt").open("w")
-        # In C, without the interpreter: shows even a thread that never gives the interpreter back.
+        # Runs in C, without the interpreter: works even if a thread never releases it.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._store = clone_store() if process.world_size > 1 else None
         if self._store is not None:
@@ -84,7 +84,7 @@ class Watchdog:
         self._thread.start()
 
     def step_begins(self, step: int) -> None:
-        """A new step, and with it the end of the one before."""
+        """Start a step, and end the timing of the previous one."""
         now = time.monotonic()
         if self._is_watched:
             self._steps_seen += 1
@@ -95,8 +95,7 @@ class Watchdog:
         self._is_watched = True
 
     def operation(self, name: str, size: tuple[int, ...] | None = None) -> None:
-        """What training does from now on. A step of another size may compile again: the times of those before say
-        nothing about it."""
+        """Set the current operation. A step of another size may compile again, so it discards the measured times."""
         self._operation, self._since = name, time.monotonic()
         if size not in (None, self._size):
             self._size, self._steps_seen = size, 0
@@ -104,7 +103,7 @@ class Watchdog:
 
     @contextmanager
     def unwatched(self, name: str) -> Iterator[None]:
-        """Around work that takes as long as it takes: validation, saves."""
+        """Suspend the watchdog for work of unknown duration: validation, saves."""
         began = time.monotonic()
         self._is_watched = False
         self._operation = name
@@ -114,8 +113,10 @@ class Watchdog:
         self._is_watched = True
 
     def limit_seconds(self) -> float:
-        """Silence that is a hang: five times the 99th percentile of the last step times, not less than allowed, and
-        never more than at the start, however long an outage was that the run survived."""
+        """Time without progress that counts as a hang: five times the 99th percentile of the last step times.
+
+        It stays between `shortest_seconds` and `start_seconds`, however long an outage was that the run survived.
+        """
         if len(self._times) < _TIMED_STEPS:
             return max(self._start_limit, self._shortest)
         times = sorted(self._times)
@@ -133,36 +134,35 @@ class Watchdog:
             stacks = self._folder / f"stacks-rank{self._process.rank}.txt"
             if stacks.stat().st_size == 0:
                 stacks.unlink()
-            with contextlib.suppress(OSError):  # not empty, or another rank was faster
+            with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self._folder.rmdir()
 
     def _listen(self) -> None:
-        """Ask the store for an alarm. A thread of its own: nothing bounds the wait for a store whose host has gone."""
+        """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
         while not self._end.wait(_ASK_SECONDS):
-            with contextlib.suppress(RuntimeError):  # the connection is broken: that is no answer either
+            with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
                 self._has_alarm = self._store.check([_ALARM])
-                self._heard_at = time.monotonic()
+                self._answered_at = time.monotonic()
 
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._end.wait(_TICK_SECONDS):
             now = time.monotonic()
-            # Time in which this thread did not run either is no silence of training: the machine, or the whole run,
-            # was suspended.
+            # Time in which this thread did not run either does not count: the machine or the run was suspended.
             pause = max(now - last - 4 * _TICK_SECONDS, 0.0)
-            self._since, self._heard_at, last = self._since + pause, self._heard_at + pause, now
+            self._since, self._answered_at, last = self._since + pause, self._answered_at + pause, now
             if self._has_alarm or self._is_watched and now - self._since > self.limit_seconds():
                 self._end_run(now - self._since)
-            if self._store is not None and now - self._heard_at > _STORE_SECONDS:
-                self._end_alone(now - self._heard_at)
+            if self._store is not None and now - self._answered_at > _STORE_SECONDS:
+                self._end_alone(now - self._answered_at)
 
     def _end_alone(self, seconds: float) -> None:
-        """End this rank, which reaches nobody."""
+        """End this rank, which cannot reach the store."""
         self._end_for_sure()
         rank, host = self._process.rank, socket.gethostname()
         print(
             f"error: rank {rank} on {host} has had no answer from the store of the run for {seconds:.0f} s, at step "
-            f"{self._step}: the first node, or the network to it, is gone. This rank ends",
+            f"{self._step}: the first node or the network to it has failed. This rank ends",
             file=sys.stderr,
             flush=True,
         )
@@ -170,7 +170,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _end_for_sure(self) -> None:
-        """Whatever hangs from here on, the process ends: by the second way where the interpreter is blocked too."""
+        """Make sure that the process ends, even if a later call hangs, or the interpreter is blocked (second timer)."""
         end = threading.Timer(_PATIENCE_SECONDS, os._exit, (EXIT_HANG,))
         end.daemon = True
         end.start()
@@ -180,11 +180,11 @@ class Watchdog:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._stacks.flush()
 
-    def _end_run(self, silent_seconds: float) -> None:
+    def _end_run(self, stalled_seconds: float) -> None:
         self._end_for_sure()
         rank, size = self._process.rank, self._process.world_size
-        if self._store is not None and _within(_CALL_SECONDS, self._store.check, [_TOLD]):
-            time.sleep(2 * _AWAKE_SECONDS)  # it was this rank, now woken, and the others are killing it
+        if self._store is not None and _within(_CALL_SECONDS, self._store.check, [_REPORTED]):
+            time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
         _within(_CALL_SECONDS, self._keep_stacks)
         collectives, recorder = collectives_here()
@@ -193,7 +193,7 @@ class Watchdog:
         answer = {
             "operation": self._operation,
             "step": self._step,
-            "place": place_of(sys._current_frames().get(self._main)),
+            "stack": innermost_frames(sys._current_frames().get(self._main)),
             "collectives": collectives,
         }
         alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
@@ -202,17 +202,17 @@ class Watchdog:
         speaker = min(answers)
         if rank == speaker:
             hosts = {rank: host for rank, (host, _) in processes.items()}
-            text = describe_hang(answers, find_culprits(answers, size), hosts, silent_seconds, str(self._folder))
+            text = describe_hang(answers, find_culprits(answers, size), hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
         if self._store is not None:
-            _within(_CALL_SECONDS, self._store.set, _TOLD, "1")
-            _kill_silent([processes[silent] for silent in processes.keys() - answers.keys()])
-            time.sleep(1.0 if rank == speaker else 0.2)  # the store may live in the first rank: it goes last
+            _within(_CALL_SECONDS, self._store.set, _REPORTED, "1")
+            _kill_hung([processes[hung] for hung in processes.keys() - answers.keys()])
+            time.sleep(1.0 if rank == speaker else 0.2)  # the first rank may hold the store: it ends last
         os._exit(EXIT_HANG)
 
     def _exchange(self, answer: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, int]]]:
-        """The answers of all ranks that give one; host and process id of all ranks."""
+        """The answers of the ranks that answer in time, and host and process id of all ranks."""
         self._store.set(_ALARM, "1")
         self._store.set(f"glm46/hang/answer/{self._process.rank}", json.dumps(answer))
         keys = {rank: f"glm46/hang/answer/{rank}" for rank in range(self._process.world_size)}
@@ -224,8 +224,8 @@ class Watchdog:
 
 
 def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
-    """What a call that may wait without end returns, made in a thread of its own; None if that takes too long, or the
-    store or the disk refuses."""
+    """The result of a call that may hang, made in a thread of its own; None after the time limit, or if store or disk
+    refuse."""
     results = []
 
     def work() -> None:
@@ -238,12 +238,12 @@ def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _R
     return results[0] if results else None
 
 
-def _kill_silent(processes: Collection[tuple[str, int]]) -> None:
-    """A stopped rank hears no SIGTERM, and torchrun would wait for it: get its stacks, and end it, if it is on this
-    host."""
-    silent = [process_id for host, process_id in processes if host == socket.gethostname()]
-    for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if silent else ():
-        for process_id in silent:
+def _kill_hung(processes: Collection[tuple[str, int]]) -> None:
+    """Get the stacks of hung ranks on this host, and kill them: torchrun would wait for a stopped rank, which SIGTERM
+    does not end."""
+    hung = [process_id for host, process_id in processes if host == socket.gethostname()]
+    for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if hung else ():
+        for process_id in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, number)
         time.sleep(_AWAKE_SECONDS if number == signal.SIGCONT else 0.0)

@@ -1,4 +1,4 @@
-"""Worker processes of the loader: no signal ends them but that of their rank, which may have a step to finish."""
+"""Signals in worker processes of the loader: only their rank ends them, which may have a step to finish first."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from glm46.reliability.stop import SIGNALS
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Around the start of worker processes, which inherit that these signals are blocked. torchrun and job systems
-    signal every process of a rank; a worker that ended then would end the run before the save."""
+    """Start worker processes inside this context: they inherit blocked signals. torchrun and job systems signal every
+    process of a rank; a worker that ended then would end the run before the save."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -23,13 +23,13 @@ def starting_workers() -> Iterator[None]:
 
 
 def begin_worker(_number: int) -> None:
-    """First call in a worker process, started within `starting_workers`: only its rank ends it, or the rank's death."""
+    """First call in a worker process started within `starting_workers`: it ends when its rank ends it or is gone."""
     die_with_parent()
-    threading.Thread(target=_obey, args=(parent_process().pid,), name="signals", daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent_process().pid,), name="signals", daemon=True).start()
 
 
-def _obey(rank: int) -> None:
+def _end_with(rank: int) -> None:
     while True:
         signal_info = signal.sigwaitinfo(SIGNALS)
-        if signal_info.si_pid == rank and signal_info.si_signo == signal.SIGTERM:  # the loader is being closed
+        if signal_info.si_pid == rank and signal_info.si_signo == signal.SIGTERM:  # the loader closes its workers
             os._exit(0)

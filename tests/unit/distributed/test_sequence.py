@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.distributed.sequence_balance import balanced_places
+from glm46.distributed.sequence import balanced_places
 
 
 def keys_seen(document_ids: np.ndarray, window: int | None) -> np.ndarray:
-    """For each token, how many keys it sees."""
+    """Number of keys that each token sees."""
     starts = np.flatnonzero(np.diff(document_ids, prepend=document_ids[0] - 1))
     lengths = np.diff(starts, append=len(document_ids))
     seen = np.concatenate([np.arange(1, length + 1) for length in lengths])
