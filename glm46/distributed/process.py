@@ -55,7 +55,7 @@ def launched_rank() -> int:
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when its parent, torchrun, ends; it would otherwise run forever and keep its GPU.
+    """Have the system kill this process when torchrun, its parent, ends; it would otherwise run on and keep its GPU.
 
     Linux only; does nothing if torchrun did not start this process.
     """

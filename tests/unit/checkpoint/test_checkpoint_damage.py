@@ -1,4 +1,4 @@
-"""A thousand damages, all found; a disk that is really full; the known defects of DCP, each shown and each avoided."""
+"""A thousand random damages are found; a real full disk is survived; known defects of DCP are shown and avoided."""
 
 import os
 import pickle
@@ -21,10 +21,10 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def damage(step: Path, other: Path, chance: random.Random) -> str:
-    """Do one random harm to a step folder; says which."""
+    """Damage a step folder at random; returns a description."""
     path = chance.choice(sorted(step.iterdir()))
     content = bytearray(path.read_bytes())
-    is_same = (other / path.name).read_bytes() == content  # the index of two steps may be: no harm to swap it
+    is_same = (other / path.name).read_bytes() == content  # the index of two steps may be equal: a swap is no damage
     kind = chance.choice(
         ["flip", "truncate", "zero page", "extend", "remove", "extra", "rename"] + ["swap"] * (not is_same)
     )
@@ -78,23 +78,23 @@ def full_disk(small_disk):
 
 
 @pytest.mark.parametrize("save", ["save", "save_in_background"])
-def test_a_disk_without_room_keeps_what_it_has_and_takes_the_next_save_when_there_is_room(full_disk, save):
+def test_a_full_disk_keeps_its_checkpoints_and_the_next_save_works_when_there_is_space(full_disk, save):
     manager = CheckpointManager(full_disk / "run", keep_latest_k=0)
-    large = {"weight": torch.ones(300_000)}  # 1.2 MB of 2: the second does not fit
+    large = {"weight": torch.ones(300_000)}  # 1.2 MB on a disk of 2: the second does not fit
     manager.save(1, large, {})
     for step in (2, 3):
         with pytest.raises(CheckpointError, match="No space left on device"):
             getattr(manager, save)(step, large, {})
-            manager._settle()
+            manager._wait_for_save()
             manager.poll()
         assert sorted(path.name for path in (full_disk / "run").iterdir()) == ["latest", "step-000001"]
-        assert shutil.disk_usage(full_disk).free > 700_000  # the draft went
+        assert shutil.disk_usage(full_disk).free > 700_000  # the draft was removed
     assert manager.newest() == 1
     manager.save(4, {"weight": torch.ones(100)}, {})
     assert manager.newest() == 4
 
 
-# Each defect is shown on DCP itself first: when a release cures one, its test fails and the workaround may go.
+# Each defect is shown on DCP itself first: when a release fixes one, its test fails and the workaround can be deleted.
 
 
 def stock_save(folder: Path, state: dict[str, torch.Tensor]) -> None:
@@ -112,7 +112,7 @@ def edit_metadata(step: Path, change) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_casts_and_fills_and_flips_in_silence_and_glm46_refuses(tmp_path):
+def test_dcp_casts_fills_and_flips_without_an_error_and_glm46_refuses(tmp_path):
     stock_save(tmp_path / "stock", {"w": torch.ones(100, 10)})
     half = {"w": torch.zeros(100, 10, dtype=torch.bfloat16)}
     stock_load(tmp_path / "stock", half)
@@ -124,7 +124,7 @@ def test_dcp_casts_and_fills_and_flips_in_silence_and_glm46_refuses(tmp_path):
     edit_metadata(tmp_path / "stock", forget_rows)
     holes = {"w": torch.zeros(100, 10)}
     stock_load(tmp_path / "stock", holes)
-    assert holes["w"][:50].sum() == 500 and holes["w"][50:].sum() == 0  # half of it never loaded
+    assert holes["w"][:50].sum() == 500 and holes["w"][50:].sum() == 0  # half of it is not loaded
 
     stock_save(tmp_path / "flip", {"w": torch.ones(100, 10)})
     path = tmp_path / "flip" / "__0_0.distcp"
@@ -156,7 +156,7 @@ class Mark:
 def test_dcp_runs_a_hostile_pickle_and_glm46_does_not(tmp_path):
     (tmp_path / "stock").mkdir()
     (tmp_path / "stock" / ".metadata").write_bytes(pickle.dumps(Mark(tmp_path / "ran")))
-    with pytest.raises(stock.api.CheckpointException):  # too late: the harm is done
+    with pytest.raises(stock.api.CheckpointException):  # too late: the code has run
         stock_load(tmp_path / "stock", {"w": torch.zeros(1)})
     assert (tmp_path / "ran").is_dir()
 
@@ -168,7 +168,7 @@ def test_dcp_runs_a_hostile_pickle_and_glm46_does_not(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_pickled_object_among_the_tensors_is_refused_and_not_opened(tmp_path):
+def test_a_pickled_object_among_the_tensors_is_refused_and_not_loaded(tmp_path):
     stock_save(tmp_path / "stock", {"w": torch.ones(3), "object": Mark(tmp_path / "ran")})
     from glm46.checkpoint.metadata import check_metadata, read_metadata
     from glm46.files.durable import hash_file
@@ -181,7 +181,7 @@ def test_a_pickled_object_among_the_tensors_is_refused_and_not_opened(tmp_path):
     assert faults and not (tmp_path / "ran").exists()
 
 
-def test_a_writer_that_loses_records_does_not_make_a_checkpoint(tmp_path, monkeypatch):
+def test_a_writer_that_loses_records_does_not_publish_a_checkpoint(tmp_path, monkeypatch):
     """With two threads DCP 2.13 swallows an I/O error and reports the records of the other thread only."""
 
     def lose_one(self, plan, planner, original=stock.FileSystemWriter.write_data):

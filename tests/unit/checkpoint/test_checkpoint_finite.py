@@ -1,4 +1,4 @@
-"""No checkpoint with NaN or infinity is published, used or called verified."""
+"""A checkpoint with NaN or infinity is not published, used or reported as verified."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def test_a_save_with_a_bad_value_publishes_nothing_and_names_the_tensor(tmp_path
     assert manager.newest() == 1 and [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
 
 
-def test_a_ruined_checkpoint_that_is_there_is_not_verified_and_not_used(tmp_path, monkeypatch, capsys):
+def test_an_existing_checkpoint_with_bad_values_is_not_verified_and_not_used(tmp_path, monkeypatch, capsys):
     manager, tensor = CheckpointManager(tmp_path, keep_latest_k=0), torch.ones(40, 3)
     manager.save(1, {"model.w": tensor}, {})
     tensor[39, 2] = float("nan")
     monkeypatch.setattr(finite, "_PIECE_BYTES", 100)
-    with monkeypatch.context() as patch:  # as a version before did, which looked at no value
+    with monkeypatch.context() as patch:  # as an earlier version, which checked no values
         patch.setattr(save, "refuse_not_finite", lambda tensors, ranks: None)
         patch.setattr(save.Snapshot, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
         manager.save(2, {"model.w": tensor}, {})
@@ -53,7 +53,7 @@ def test_a_ruined_checkpoint_that_is_there_is_not_verified_and_not_used(tmp_path
         fresh.load(2, {"model.w": tensor})
 
 
-def test_weights_of_a_conversion_are_looked_at_when_a_run_starts_from_them(tmp_path):
+def test_weights_of_a_conversion_are_checked_when_a_run_starts_from_them(tmp_path):
     nan = lambda name, tensor: tensor.fill_(float("nan"))  # noqa: E731
     step = write_model(tmp_path, {"w": ((2, 2), torch.float32)}, nan, {})
     with pytest.raises(UserError, match=r"model\.w holds values that are not finite"):

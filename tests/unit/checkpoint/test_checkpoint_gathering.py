@@ -18,7 +18,7 @@ from glm46.checkpoint.manager import CheckpointManager
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "consolidate_checkpoints.py"
-# Stands for ssh: runs the command in a folder named after the host, so that a relative path is another disk on each.
+# Replaces ssh: runs the command in a folder named after the host, so that a relative path is another disk on each.
 REMOTE_SHELL = """
 import subprocess, sys
 host, command = sys.argv[1:]
@@ -44,7 +44,7 @@ def cluster(tmp_path):
         manager = CheckpointManager(tmp_path / "whole", keep_latest_k=0)
         manager.save(step, tensors(step), {"step": step})
         folder = tmp_path / "whole" / f"step-{step:06d}"
-        # A second rank's file, so that there is something that only one node has.
+        # A second rank's file, which only one node has.
         (folder / "__1_0.distcp").write_bytes(bytes(range(256)) * 100)
         body = json.loads((folder / MANIFEST).read_bytes())["body"]
         (folder / MANIFEST).unlink()
@@ -104,7 +104,7 @@ def test_step_folders_that_differ_are_refused(cluster):
         assert "local/step-10" in done.stderr and options[1] in done.stderr and "give one step" in done.stderr
 
 
-def test_a_node_that_is_down_or_lacks_a_file_leaves_everything_as_it_was(cluster):
+def test_a_node_that_is_down_or_lacks_a_file_changes_nothing(cluster):
     (cluster / "hosts").write_text("a\ndown\n")
     done = consolidate(cluster)
     assert done.returncode == 2
@@ -124,7 +124,7 @@ def test_a_local_file_that_was_changed_is_not_published(cluster):
     assert done.returncode == 2 and "b: local/step-000020/__1_0.distcp: arrived with SHA-256" in done.stderr
     assert not (cluster / "shared" / "step-000020").exists()
     assert len(list(cluster.glob("[ab]/local/step-000020"))) == 2
-    path.write_bytes(bytes(range(256)) * 100)  # the next attempt takes what arrived and brings the rest
+    path.write_bytes(bytes(range(256)) * 100)  # the next attempt keeps what has arrived and copies the rest
     assert consolidate(cluster).returncode == 0
     check_gathered(cluster, 20)
 
@@ -146,7 +146,7 @@ class Cut(BaseException):
 
 
 @pytest.mark.parametrize("survived", range(7))
-def test_a_gathering_cut_at_any_copy_goes_on_where_it_stopped(cluster, monkeypatch, survived):
+def test_a_gathering_interrupted_at_any_copy_continues(cluster, monkeypatch, survived):
     locals_ = [cluster / "a" / "local", cluster / "b" / "local"]
     (save,) = [one for one in whole_saves(part for local in locals_ for part in parts_in(local)[0]) if one.step == 20]
     copies = []

@@ -1,4 +1,4 @@
-"""One process: a checkpoint comes back bit for bit, or not at all, and the message says why."""
+"""One process: a checkpoint loads bit for bit, or is refused with the reason."""
 
 import json
 import os
@@ -83,9 +83,9 @@ def test_stock_dcp_tools_read_the_folder(tmp_path):
     assert same_bits(torch.load(tmp_path / "one.pt", weights_only=True), make_tensors(2))
 
 
-def test_newest_of_nothing_is_none(tmp_path):
+def test_newest_is_none_without_checkpoints(tmp_path):
     assert fresh(tmp_path / "absent").newest() is None
-    (tmp_path / "step-000007.tmp").mkdir()  # a first save that was killed
+    (tmp_path / "step-000007.tmp").mkdir()  # left by a killed first save
     (tmp_path / "my-step-000009").mkdir()
     (tmp_path / "step-9").mkdir()
     assert fresh(tmp_path).newest() is None
@@ -127,7 +127,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found_named_and_the_step_before_is_used(tmp_path, caplog, damage):
+def test_damage_is_named_and_the_previous_step_is_used(tmp_path, caplog, damage):
     save_steps(tmp_path, 10, 20)
     DAMAGES[damage](tmp_path / "step-000020")
     manager = fresh(tmp_path)
@@ -141,7 +141,7 @@ def test_damage_is_found_named_and_the_step_before_is_used(tmp_path, caplog, dam
     assert same_bits(target, make_tensors(10))
 
 
-def test_when_all_are_damaged_the_run_does_not_start_anew_in_silence(tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(tmp_path):
     save_steps(tmp_path, 10, 20)
     for step in ("step-000010", "step-000020"):
         flip(tmp_path / step / "__0_0.distcp")
@@ -150,17 +150,17 @@ def test_when_all_are_damaged_the_run_does_not_start_anew_in_silence(tmp_path):
     assert len(caught.value.faults) == 3
 
 
-def test_an_absent_step_is_named_with_those_that_are_there(tmp_path):
+def test_an_absent_step_is_named_with_the_present_ones(tmp_path):
     save_steps(tmp_path, 10, 20)
     with pytest.raises(UserError, match="step-000015: no such checkpoint.*10, 20"):
         fresh(tmp_path).load(15, {})
 
 
-def test_names_shapes_and_dtypes_are_strict_and_all_faults_come_at_once(tmp_path):
+def test_names_shapes_and_dtypes_are_strict_and_all_faults_are_reported_at_once(tmp_path):
     save_steps(tmp_path, 1)
     target = make_tensors(3)
     target["model.weight"] = torch.zeros(7, 33)
-    target["model.half"] = torch.zeros(5, 4)  # DCP would cast in silence
+    target["model.half"] = torch.zeros(5, 4)  # DCP would cast without an error
     target["model.new"] = torch.zeros(2)
     with pytest.raises(UserError) as caught:
         fresh(tmp_path).load(1, target)
@@ -172,7 +172,7 @@ def test_names_shapes_and_dtypes_are_strict_and_all_faults_come_at_once(tmp_path
     assert torch.equal(target["model.scale"], make_tensors(3)["model.scale"])
 
 
-def test_a_name_that_nobody_asks_for_is_a_fault_unless_said(tmp_path):
+def test_a_name_that_no_rank_requests_is_a_fault_unless_ignored(tmp_path):
     save_steps(tmp_path, 1)
     weights = {name: torch.zeros_like(t) for name, t in make_tensors(1).items() if name.startswith("model.")}
     with pytest.raises(UserError) as caught:
@@ -213,7 +213,7 @@ def test_a_stale_draft_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
 
 
-def test_saving_a_step_again_replaces_it_whole_and_a_cut_exchange_is_undone(tmp_path):
+def test_saving_a_step_again_replaces_it_and_an_interrupted_exchange_is_undone(tmp_path):
     save_steps(tmp_path, 3)
     fresh(tmp_path).save(3, make_tensors(33), {"again": True})
     target = make_tensors(0)
@@ -223,11 +223,11 @@ def test_saving_a_step_again_replaces_it_whole_and_a_cut_exchange_is_undone(tmp_
     assert fresh(tmp_path).newest() == 3
 
 
-def test_going_back_to_an_earlier_step_leaves_the_later_branch_for_good(tmp_path, caplog):
+def test_loading_an_earlier_step_abandons_the_later_branch(tmp_path, caplog):
     save_steps(tmp_path, 10, 20, 30)
     manager = fresh(tmp_path)
     manager.load(10, make_tensors(0))
-    assert fresh(tmp_path).newest() == 30  # looking at a checkpoint changes nothing
+    assert fresh(tmp_path).newest() == 30  # reading a checkpoint changes nothing
     manager.save(15, make_tensors(15), {})
     assert fresh(tmp_path).newest() == 15  # not 30, which this run never reached
     assert "step-000030.abandoned: of a branch that this run has left" in caplog.text
@@ -245,7 +245,7 @@ class Payload:
 
 
 def reseal(step: Path) -> None:
-    """What an attacker can do: a manifest that fits the hostile file."""
+    """Write a manifest that matches the hostile file, as an attacker can."""
     from glm46.checkpoint.integrity import MANIFEST, read_manifest, records_of, write_manifest
     from glm46.files.durable import hash_file
 
@@ -286,7 +286,7 @@ def drop_half_a_tensor(metadata):
 
 
 @pytest.mark.parametrize("change", [leave_the_folder, drop_a_record, drop_half_a_tensor])
-def test_metadata_that_dcp_would_follow_into_wrong_values_is_refused(tmp_path, change):
+def test_metadata_through_which_dcp_would_load_wrong_values_is_refused(tmp_path, change):
     save_steps(tmp_path, 1)
     edit_metadata(tmp_path / "step-000001", change)
     target = make_tensors(4)
@@ -324,7 +324,7 @@ def test_kill_during_saves_never_loses_a_published_step(tmp_path):
             [sys.executable, "-c", KILLED, tmp_path / "run"], stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         start = int(process.stdout.readline())
-        assert start in (saved, saved + 1)  # + 1: published, killed before it could say so
+        assert start in (saved, saved + 1)  # + 1: published, killed before it was printed
         for _ in range(7 + 3 * round_number):
             line = process.stdout.readline().split()
             assert line, process.wait()

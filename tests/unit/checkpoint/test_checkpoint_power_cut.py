@@ -55,7 +55,7 @@ class Disk:
 
 
 class Cutter:
-    """Calls ``check`` before each change under ``root`` while it is on; an audit hook cannot be taken out again."""
+    """Calls ``check`` before each change under ``root`` while it is on; an audit hook cannot be removed."""
 
     def __init__(self, root: Path, check):
         self.root, self.check, self.is_on = str(root), check, False
@@ -73,7 +73,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def value_on(disk: Path) -> float | None:
-    """What a run that starts on this disk would load; it must be of one piece."""
+    """The checkpoint that a run on this disk would load; its parts must belong together."""
     manager = CheckpointManager(disk / "run" / "checkpoint", keep_latest_k=0)
     step = manager.newest()
     if step is None:
@@ -84,7 +84,7 @@ def value_on(disk: Path) -> float | None:
     return meta["value"]
 
 
-def test_at_every_moment_the_old_or_the_new_checkpoint_survives(tmp_path, monkeypatch):
+def test_the_old_or_the_new_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatch):
     root = tmp_path / "disk"
     root.mkdir()
     disk, allowed, moments = Disk(root), {None}, []

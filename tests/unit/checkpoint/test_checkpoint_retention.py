@@ -1,4 +1,4 @@
-"""Retention over any history: what was promised stays, and the newest complete checkpoint is never removed."""
+"""Retention over any history: every rule keeps its steps, and the newest complete checkpoint is never removed."""
 
 import math
 
@@ -10,14 +10,14 @@ from glm46.checkpoint.publish import Retention, steps_to_remove
 LOSS = st.none() | st.floats(0, 10) | st.just(math.nan)
 
 
-def test_each_reason_keeps_its_steps():
+def test_each_rule_keeps_its_steps():
     losses = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 2.5, 700: 2.9}
     assert steps_to_remove(losses, Retention(keep_latest_k=0)) == []
     assert steps_to_remove(losses, Retention(keep_latest_k=2)) == [100, 200, 300, 400, 500]
     assert steps_to_remove(losses, Retention(keep_latest_k=1, keep_best_k=2)) == [100, 300, 500, 600]
     assert steps_to_remove(losses, Retention(keep_latest_k=1, keep_every=300)) == [100, 200, 400, 500]
     assert steps_to_remove(losses, Retention(keep_latest_k=1), in_use={200}) == [100, 300, 400, 500, 600]
-    # Those of a row of skipped steps never push out the newest one before it.
+    # Checkpoints of a row of skipped steps never displace the newest one before it.
     assert steps_to_remove(losses, Retention(keep_latest_k=2), doubtful={600, 700}) == [100, 200, 300, 400]
     assert steps_to_remove({1: 2.0, 2: 2.0, 3: 5.0}, Retention(keep_latest_k=1, keep_best_k=1)) == [1]
 
@@ -31,7 +31,7 @@ def test_each_reason_keeps_its_steps():
     st.sets(st.integers(0, 60), max_size=2),
     st.sets(st.integers(0, 60)),
 )
-def test_what_was_promised_stays_and_nothing_else_does(losses, latest, every, best, in_use, doubtful):
+def test_the_steps_of_the_rules_are_kept_and_no_others(losses, latest, every, best, in_use, doubtful):
     removed = steps_to_remove(losses, Retention(latest, every, best), in_use, doubtful)
     kept = set(losses) - set(removed)
     newest = set(sorted(losses)[-latest:]) | set(sorted(losses.keys() - doubtful)[-1:])

@@ -1,4 +1,4 @@
-"""Values read straight from a checkpoint's files equal those that DCP's own reader gives."""
+"""Values read directly from a checkpoint's files equal those of DCP's reader."""
 
 import io
 from itertools import product
@@ -23,7 +23,7 @@ FILE = "__0_0.distcp"
 
 
 def stored(folder: Path, whole: torch.Tensor, starts: list[tuple[int, ...]], sizes: list[tuple[int, ...]], save=None):
-    """A tensor in chunks, one record behind the other in one file, with other bytes between them."""
+    """A tensor in chunks: records in one file, with other bytes between them."""
     content, data = b"", {}
     for start, size in zip(starts, sizes, strict=True):
         record = io.BytesIO()
@@ -41,7 +41,7 @@ def stored(folder: Path, whole: torch.Tensor, starts: list[tuple[int, ...]], siz
 
 
 def both_read(folder, metadata, whole) -> bool:
-    """Our reader and DCP's give the values: all of them at once, and every box of two places a side."""
+    """Our reader and DCP's give the same values: the whole tensor, and every box of two indices a side."""
     by_dcp, stored = torch.full_like(whole, 8), StoredTensor(folder, metadata, "w")
     fill_tensors(folder, metadata, {"w": by_dcp}, is_first=True)
     boxes = product(*([slice(None), *(slice(i, i + 2) for i in range(0, size, 2))] for size in whole.shape))
@@ -62,7 +62,7 @@ def test_chunks_equal_what_dcp_reads(dtype, starts, sizes, tmp_path, monkeypatch
     whole = torch.randn(6, 10).mul(100).to(dtype)
     metadata = stored(tmp_path, whole, starts, sizes)
     assert both_read(tmp_path, metadata, whole)
-    monkeypatch.setattr(stored_values, "fill_tensors", None)  # none of these needs DCP
+    monkeypatch.setattr(stored_values, "fill_tensors", None)  # none of these records needs DCP
     assert torch.equal(StoredTensor(tmp_path, metadata, "w")[2, 1:], whole[2, 1:])
 
 
@@ -74,17 +74,17 @@ def test_scalars_and_empty_tensors(whole, tmp_path):
 @pytest.mark.parametrize(
     "save",
     [
-        lambda part: part.t().contiguous().t(),  # columns lie behind each other
+        lambda part: part.t().contiguous().t(),  # columns are contiguous
         lambda part: torch.cat([torch.zeros(1, part.shape[1]), part])[1:],  # values begin inside their storage
         lambda part: torch.nn.Parameter(part.clone()),
     ],
 )
-def test_records_of_another_kind_are_read_too(save, tmp_path):
+def test_records_of_another_form_are_read_too(save, tmp_path):
     whole = torch.randn(4, 5)
     assert both_read(tmp_path, stored(tmp_path, whole, [(0, 0)], [(4, 5)], save), whole)
 
 
-def test_a_file_that_lost_its_end_is_an_error(tmp_path):
+def test_a_truncated_file_is_an_error(tmp_path):
     whole = torch.randn(40, 50)
     metadata = stored(tmp_path, whole, [(0, 0)], [(40, 50)])
     content = (tmp_path / FILE).read_bytes()

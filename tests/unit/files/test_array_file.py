@@ -1,4 +1,4 @@
-"""Our header is the library's: each reads what the other wrote."""
+"""The header format is the library's: each reads files of the other."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ARRAYS = {
 }
 
 
-def test_the_library_reads_what_we_write(tmp_path):
+def test_the_library_reads_our_files(tmp_path):
     write_arrays(tmp_path / "x", ARRAYS, {"made": "here"})
     loaded = load_file(tmp_path / "x")
     assert {name: (a.dtype, a.tolist()) for name, a in loaded.items()} == {
@@ -26,7 +26,7 @@ def test_the_library_reads_what_we_write(tmp_path):
         assert file.metadata() == {"made": "here"}
 
 
-def test_we_read_what_the_library_writes(tmp_path):
+def test_we_read_files_of_the_library(tmp_path):
     save_file(ARRAYS, tmp_path / "x", {"made": "there"})
     arrays, metadata, places = map_arrays(tmp_path / "x", "make it again")
     assert metadata == {"made": "there"}
@@ -44,7 +44,7 @@ def test_we_read_what_the_library_writes(tmp_path):
     (lambda c: c.replace(b"[48,48]", b"[56,56]"), "starts at byte"),
     (lambda c: c.replace(b"[2,3]", b"[2,x]"), "header is corrupt"),
 ])  # fmt: skip
-def test_a_header_that_does_not_fit_is_refused_with_file_and_remedy(tmp_path, damage, reason):
+def test_a_header_that_does_not_match_the_file_is_refused_with_file_and_remedy(tmp_path, damage, reason):
     write_arrays(tmp_path / "x", {name: ARRAYS[name] for name in ("wide", "none", "ids", "bytes")}, {})
     content = (tmp_path / "x").read_bytes()
     assert damage(content) != content

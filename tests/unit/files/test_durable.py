@@ -1,4 +1,4 @@
-"""Files are complete or absent, whoever writes them at once."""
+"""Files are complete or absent, also with several writers at once."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def test_a_failed_replacement_leaves_the_old_content_and_nothing_else(tmp_path):
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"old")]
 
 
-def test_a_temporary_file_of_a_killed_process_is_no_obstacle(tmp_path):
+def test_a_temporary_file_of_a_killed_process_is_replaced(tmp_path):
     (tmp_path / f"x.{os.uname().nodename}.{os.getpid()}.tmp").write_bytes(b"cut")
     replace_durably(tmp_path / "x", [b"new"])
     assert [file.name for file in tmp_path.iterdir()] == ["x"]

@@ -1,4 +1,4 @@
-"""The lock keeps processes apart, and nothing but the holder's life keeps it held."""
+"""One process at a time holds the lock, and the end of the process releases it."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def test_a_child_does_not_keep_the_lock_of_a_killed_parent(tmp_path):
         os.kill(int(child), 9)
 
 
-def test_who_waited_for_a_removed_file_holds_the_one_that_is_there(tmp_path):
+def test_a_process_that_waited_for_a_removed_file_locks_the_new_one(tmp_path):
     path = tmp_path / "lock"
     first = FileLock(path)
     assert first.acquire(0.0)

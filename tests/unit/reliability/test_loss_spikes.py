@@ -1,4 +1,4 @@
-"""Spikes are found by robust distance, samples of bad steps are left out after a rollback, one run holds a folder."""
+"""Spikes are found by robust distance, samples of bad steps are skipped after a rollback, one run locks a folder."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_spikes_are_found_and_noise_is_not():
     assert false_alarms <= 1
 
 
-def test_a_falling_loss_and_a_plateau_are_no_spikes_and_no_detection_finds_none():
+def test_a_falling_loss_and_a_plateau_are_not_spikes_and_detection_can_be_off():
     detector = SpikeDetector(6.0, 32)
     assert all(detector.check(9.0 * 0.99**step, 5.0 * 0.99**step) is None for step in range(300))
     flat = SpikeDetector(6.0, 32)
@@ -63,7 +63,7 @@ def test_a_bad_step_never_enters_the_window_and_the_window_is_saved():
     assert again.to_meta() == before
 
 
-def test_ranges_that_are_left_out_are_passed_over():
+def test_excluded_ranges_are_skipped():
     progress = Progress(samples=4, left_out=[[20, 24], [8, 16], [16, 18]])
     for sequences, sample in ((4, 4), (6, 24), (6, 24)):  # the jump of 6 to 18 would touch the third range
         progress.pass_over(sequences)
@@ -75,7 +75,7 @@ def rows(config) -> list[dict]:
 
 
 def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
-    """Steps that read a bad sample have a loss that is not finite; returns the samples of the steps that were made."""
+    """Steps that read a bad sample have a loss that is not finite; returns the samples of the applied steps."""
     original, read = trainer.train_step, []
 
     def judged(parts, micro_batches, *arguments):
@@ -92,27 +92,27 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
     return read
 
 
-def test_a_sustained_spike_rolls_back_and_leaves_its_samples_out(make_config, monkeypatch):
+def test_a_sustained_spike_rolls_back_and_skips_its_samples(make_config, monkeypatch):
     read = poison_samples(monkeypatch, range(8, 14))
     config = make_config(
         training={"steps": 10, "max_skipped_steps": 1, "max_rollbacks": 1},
         checkpoint={"interval": 2, "async_mode": "disabled", "keep_latest_k": 0},
     )
     assert train(config) == 0
-    # Steps 5 and 6 were bad; the run went back to the checkpoint of step 4, and came to another bad one behind.
+    # Steps 5 and 6 were bad; the run rolled back to the checkpoint of step 4, and met another bad step later.
     assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
     assert [row["step"] for row in rows(config)] == list(range(1, 11))
     assert rows(config)[-1]["skipped_steps"] == 3
     log = (Path(config.job.dump_folder) / "log.txt").read_text()
     assert "step 6 skipped: loss spikes; samples 10 to 11" in log and "left out     samples 8 to 11" in log
-    # What was left out is left out by a resumed run too.
+    # A resumed run skips these samples too.
     folder = Path(config.job.dump_folder) / "checkpoint"
     meta = json.loads((folder / "step-000010" / "meta.json").read_text())
     assert meta["progress"]["left_out"] == [[8, 12]] and meta["progress"]["rollbacks"] == 1
     assert len(meta["spikes"]["losses"]) == 9
 
 
-def test_rollbacks_end(make_config, monkeypatch):
+def test_rollbacks_are_limited(make_config, monkeypatch):
     poison_samples(monkeypatch, range(8, 100))
     config = make_config(
         training={"steps": 10, "max_skipped_steps": 1, "max_rollbacks": 1},
@@ -122,7 +122,7 @@ def test_rollbacks_end(make_config, monkeypatch):
         train(config)
 
 
-def test_one_folder_one_run(make_config, monkeypatch, tmp_path):
+def test_a_second_run_in_a_folder_is_refused(make_config, monkeypatch, tmp_path):
     holder = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import lock_run\n"
         "lock = lock_run(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(100)\n"
@@ -141,7 +141,7 @@ def test_one_folder_one_run(make_config, monkeypatch, tmp_path):
     finally:
         process.kill()
     process.wait()
-    lock_run(Path(config.job.dump_folder)).release()  # kill -9 leaves no lock behind
+    lock_run(Path(config.job.dump_folder)).release()  # kill -9 releases the lock
 
 
 def test_saves_go_through_a_node_local_folder(make_config, tmp_path):

@@ -1,4 +1,4 @@
-"""Who is named as slow: made-up step times with noise, hiccups and true delays."""
+"""Detection of slow ranks on synthetic step times with noise, hiccups and real delays."""
 
 import random
 
@@ -33,7 +33,7 @@ def steps_until_named(monkeypatch, ranks: int, steps: int, *, slowed: float, see
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_a_thousand_clean_steps_name_nobody(monkeypatch, ranks):
+def test_no_rank_is_named_in_a_thousand_clean_steps(monkeypatch, ranks):
     for seed in range(10):
         assert steps_until_named(monkeypatch, ranks, 1000, slowed=1.0, seed=seed, noise=0.05) == []
 
@@ -54,13 +54,13 @@ def test_ranks_are_compared_with_those_of_the_same_layers():
     assert find_slowest([fast, slow], stages=2) is None  # alone in its stage
 
 
-def test_ranks_that_differ_much_anyway_name_nobody():
+def test_no_rank_is_named_where_ranks_differ_by_nature():
     # As where experts get unequal numbers of tokens: an eighth between the fast and the slow, and one beyond.
     paces = [Pace(0.1 + 0.0125 * (rank % 8) / 7, 0.0001) for rank in range(32)] + [Pace(0.12, 0.0001)]
     assert not find_slowest(paces, stages=1).stands_out
 
 
-def test_a_rank_that_recovers_is_said_to(monkeypatch):
+def test_a_recovery_is_reported(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
     watchers, said = [Stragglers(rank, 2, 1) for rank in range(2)], []

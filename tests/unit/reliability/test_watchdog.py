@@ -1,4 +1,4 @@
-"""When silence is a hang."""
+"""The time limit of the watchdog."""
 
 import time
 
@@ -8,9 +8,9 @@ from glm46.distributed.process import Process
 from glm46.reliability.watchdog import Watchdog
 
 
-def test_a_step_of_another_size_gets_the_time_of_the_start_again(tmp_path):
+def test_a_step_of_another_size_gets_the_limit_of_the_start(tmp_path):
     """It may compile again, which takes longer than five steps of the old size."""
-    # 0 starts no thread; the limits are worked out all the same.
+    # 0 starts no thread; the limits are computed all the same.
     watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
 
     def run_steps(seq_len: int) -> None:
@@ -26,7 +26,7 @@ def test_a_step_of_another_size_gets_the_time_of_the_start_again(tmp_path):
     assert watchdog.limit_seconds() < 1.0
 
 
-def test_an_outage_that_was_survived_does_not_raise_the_limit_beyond_that_of_the_start(tmp_path, monkeypatch):
+def test_an_outage_does_not_raise_the_limit_above_that_of_the_start(tmp_path, monkeypatch):
     watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
