@@ -23,7 +23,7 @@ EXIT_DIVERGED = 77
 """Exit code of a run whose steps or weights went bad and that cannot roll back."""
 
 EXIT_SIGNAL = 128
-"""Added to the number of the signal that ended a process, gives its exit code."""
+"""Exit code of a process that a signal ended, minus the number of the signal."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
