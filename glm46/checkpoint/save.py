@@ -152,8 +152,8 @@ def _save_locally(node: NodeFolder, snapshot: Snapshot, ranks: Ranks, staged: di
                     create_durably(draft / METADATA, [index])
                 publish(draft, snapshot.step, files, meta, facts)
     except CheckpointError:
-        if node.is_leader and draft.is_dir():
-            remove(draft)
+        if node.is_leader:
+            shutil.rmtree(draft, ignore_errors=True)
         raise
     return sum(record.bytes for record in files.values())
 
