@@ -130,7 +130,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     file = tokenizer_file(path)
     if not file.is_file():
         raise UserError(
-            f"tokenizer '{path}': {file}: file not found; give 'builtin', a .tiktoken file or a tokenizer.json"
+            f"tokenizer '{path}': {file}: no such file; give 'builtin', a .tiktoken file or a tokenizer.json"
         )
     if file.suffix != ".json":
         ranks = read_rank_file(file)
