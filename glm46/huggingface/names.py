@@ -22,13 +22,14 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.planner.params import (
+from glm46.planner.parameters import (
+    PARAMETERS,
     TensorKind,
-    dense_layer_kinds,
+    dense_layer,
+    hf_kinds,
     layer_counts,
-    moe_layer_kinds,
-    mtp_layer_kinds,
-    shared_expert_kinds,
+    moe_layer,
+    mtp_layer,
 )
 
 _NAMES_SHOWN = 10
@@ -140,7 +141,7 @@ class HFNames:
         self.empty = {} if shape.n_shared_experts else {
             f"model.layers.{i}.{kind.name}": kind.shape
             for i in range(layer_counts(shape)[0], shape.num_hidden_layers + shape.num_nextn_predict_layers)
-            for kind in shared_expert_kinds(shape)
+            for kind in hf_kinds([row for row in PARAMETERS if row.needs == "n_shared_experts"], shape)
         }  # fmt: skip
 
     def fault(self, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
@@ -197,13 +198,13 @@ def _entries(shape: ModelShape, repeat_shared: bool) -> list[HFEntry]:
     dense_layers, _, mtp_layers = layer_counts(shape)
     entries = [_vocabulary_entry("embed_tokens.weight", "model.embed_tokens.weight", shape, repeat_shared)]
     for i in range(shape.num_hidden_layers):
-        kinds = dense_layer_kinds(shape) if i < dense_layers else moe_layer_kinds(shape)
+        kinds = hf_kinds(dense_layer(shape) if i < dense_layers else moe_layer(shape), shape)
         entries += _layer_entries(f"layers.{i}", f"model.layers.{i}", kinds)
     entries.append(_whole("norm.weight", "model.norm.weight", (shape.hidden_size,)))
     entries.append(_vocabulary_entry("lm_head.weight", "lm_head.weight", shape, repeat_shared))
     for k in range(mtp_layers):
         hf_prefix = f"model.layers.{shape.num_hidden_layers + k}"
-        kinds = mtp_layer_kinds(shape)
+        kinds = hf_kinds(mtp_layer(shape), shape)
         own = [kind for kind in kinds if kind.name in _MTP_TABLE]
         entries += [_whole(f"mtp.{k}.{_MTP_TABLE[kind.name]}", f"{hf_prefix}.{kind.name}", kind.shape) for kind in own]
         of_block = [kind for kind in kinds if kind.name not in _MTP_TABLE]

@@ -8,14 +8,7 @@ result is the work that the model needs, so that MFU falls when a layout wastes 
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
-from glm46.planner.params import (
-    TensorKind,
-    dense_layer_kinds,
-    head_kinds,
-    layer_counts,
-    moe_layer_kinds,
-    mtp_layer_kinds,
-)
+from glm46.planner.parameters import Parameter, dense_layer, layer_counts, moe_layer, mtp_layer, part_rows
 
 _TRAINING_OVER_FORWARD = 3
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -37,8 +30,8 @@ class TrainingFlops:
         return self.matrices + self.attention + self.mtp
 
 
-def _matrix_flops(kinds: list[TensorKind]) -> float:
-    weights = sum(kind.active_numel for kind in kinds if len(kind.shape) == 2)
+def _matrix_flops(rows: list[Parameter], shape: ModelShape) -> float:
+    weights = sum(row.active_numel(shape) for row in rows if row.is_matrix)
     return float(_TRAINING_OVER_FORWARD * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
@@ -72,23 +65,23 @@ class LayerFlops:
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     """`training_flops` of each decoder layer, and of what stands behind the last one."""
     core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
-    dense, moe = _matrix_flops(dense_layer_kinds(shape)) + core, _matrix_flops(moe_layer_kinds(shape)) + core
+    dense, moe = _matrix_flops(dense_layer(shape), shape) + core, _matrix_flops(moe_layer(shape), shape) + core
     of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
-    return LayerFlops(of_layer, _matrix_flops(head_kinds(shape)) + total.mtp)
+    return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
 
 def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
     """FLOPs per token of forward and backward, in parts."""
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     core = attention_flops(shape, seq_len)
-    head = _matrix_flops(head_kinds(shape))
-    matrices = dense_layers * _matrix_flops(dense_layer_kinds(shape)) + moe_layers * _matrix_flops(
-        moe_layer_kinds(shape)
+    head = _matrix_flops(part_rows(shape, "head"), shape)
+    matrices = dense_layers * _matrix_flops(dense_layer(shape), shape) + moe_layers * _matrix_flops(
+        moe_layer(shape), shape
     )
     return TrainingFlops(
         matrices=matrices + head,
         attention=shape.num_hidden_layers * core,
-        mtp=mtp_layers * (_matrix_flops(mtp_layer_kinds(shape)) + core + head),
+        mtp=mtp_layers * (_matrix_flops(mtp_layer(shape), shape) + core + head),
     )
 
 

@@ -23,14 +23,7 @@ from glm46.planner.activations import (
     selective_experts_bytes,
 )
 from glm46.planner.layout import Layout, resolve_layout
-from glm46.planner.params import (
-    TensorKind,
-    dense_layer_kinds,
-    embedding_kinds,
-    head_kinds,
-    moe_layer_kinds,
-    mtp_layer_kinds,
-)
+from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
 from glm46.planner.stages import split_layers, stages_of_rank
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
@@ -85,7 +78,7 @@ class MemoryPlan:
 class _Layer:
     """What one pipeline stage may hold."""
 
-    kinds: list[TensorKind]
+    rows: list[Parameter]
     activation: float
     """Bytes per token kept for backward."""
     selective: float = 0.0
@@ -127,20 +120,20 @@ def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> li
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
     of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width)
     of_mtp = mtp_layer_bytes(shape, width)
-    dense = _Layer(dense_layer_kinds(shape), of_dense, attention)
-    moe = _Layer(moe_layer_kinds(shape), of_moe, both)
+    dense = _Layer(dense_layer(shape), of_dense, attention)
+    moe = _Layer(moe_layer(shape), of_moe, both)
     # Only the decoder layer inside a prediction layer is checkpointed then.
-    mtp = _Layer(mtp_layer_kinds(shape), of_mtp, both + of_mtp - of_moe)
+    mtp = _Layer(mtp_layer(shape), of_mtp, both + of_mtp - of_moe)
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
     split = split_layers(shape, config.parallelism.stages, config.training.seq_len) if layout.pp > 1 else [slice(None)]
     stages = [layers[part.start : part.stop] for part in split]
     hidden = 2 * shape.hidden_size * width
-    stages[0] = [_Layer(embedding_kinds(shape), INDEX, attends=False), *stages[0]]
+    stages[0] = [_Layer(part_rows(shape, "embedding"), INDEX, attends=False), *stages[0]]
     stages[-1] = [
         *stages[-1],
         *[mtp] * shape.num_nextn_predict_layers,
-        _Layer(head_kinds(shape), hidden, attends=False),
+        _Layer(part_rows(shape, "head"), hidden, attends=False),
     ]
     if layout.pp == 1:
         return stages
@@ -151,10 +144,11 @@ def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> li
 
 
 def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
-    kinds = [kind for layer in layers for kind in layer.kinds]
-    held = sum(_held(kind, layout) for kind in kinds)
+    rows = [row for layer in layers for row in layer.rows]
+    held = sum(_held(row, shape, layout) for row in rows)
     width = _BYTES[config.optimizer.state_dtype]
-    sizes = [_held(kind, layout) * _states(kind, config.optimizer) * width for kind in kinds if kind.trained]
+    trained = [row for row in rows if row.optimizer is not None]
+    sizes = [_held(row, shape, layout) * _states(row, config.optimizer) * width for row in trained]
     on_device = sum(sizes)
     if config.optimizer.state_offload == "cpu":
         # AdamW takes whole tensors, of which embedding and head may be larger than any item of Muon.
@@ -164,52 +158,40 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
         weights=held * master,
         gradients=held * master,
         optimizer=on_device,
-        gathered=_gathered(config, layout, layers),
+        gathered=_gathered(config, shape, layout, layers),
         activations=_activations(config, shape, layout, rank, layers),
         masks=_masks(config, shape, layout, rank, layers),
-        loss=_loss(config, shape, layout) if any(kind.name == "lm_head.weight" for kind in kinds) else 0.0,
+        loss=_loss(config, shape, layout) if any(row.name == "lm_head.weight" for row in rows) else 0.0,
         process=0.0,
         host=sum(sizes) if config.optimizer.state_offload == "cpu" else 0.0,
     )
 
 
-def _is_expert(kind: TensorKind) -> bool:
-    return kind.name.startswith("mlp.experts.")
-
-
-def _is_matrix(kind: TensorKind) -> bool:
-    return len(kind.shape) == 2
-
-
-def _whole(kind: TensorKind, layout: Layout) -> float:
+def _whole(row: Parameter, shape: ModelShape, layout: Layout) -> float:
     """Elements that a rank computes with: what FSDP gathers."""
-    if _is_expert(kind):
-        return kind.numel / layout.ep
-    # Norms, biases and the router are whole on every tensor-parallel rank; they are too small to matter.
-    return kind.numel / (layout.tp if _is_matrix(kind) and kind.name != "mlp.gate.weight" else 1)
+    if row.is_expert:
+        return row.numel(shape) / layout.ep
+    return row.numel(shape) / (1 if row.tensor_dim is None else layout.tp)
 
 
-def _held(kind: TensorKind, layout: Layout) -> float:
+def _held(row: Parameter, shape: ModelShape, layout: Layout) -> float:
     """Elements that a rank holds between steps."""
-    return _whole(kind, layout) / (layout.expert_shards if _is_expert(kind) else layout.dense_shards)
+    return _whole(row, shape, layout) / (layout.expert_shards if row.is_expert else layout.dense_shards)
 
 
-def _states(kind: TensorKind, optimizer: Optimizer) -> int:
+def _states(row: Parameter, optimizer: Optimizer) -> int:
     """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
-    if optimizer.name == "AdamW" or not _is_matrix(kind) or kind.name == "embed_tokens.weight":
-        return 2
-    choice = {"lm_head.weight": optimizer.lm_head, "mlp.gate.weight": optimizer.router}.get(kind.name, "muon")
-    return 1 if choice == "muon" else 2
+    return 1 if row.choose_optimizer(optimizer) == "muon" else 2
 
 
-def _gathered(config: RunConfig, layout: Layout, stage: list[_Layer]) -> float:
+def _gathered(config: RunConfig, shape: ModelShape, layout: Layout, stage: list[_Layer]) -> float:
     param, reduce = _BYTES[config.training.mixed_precision_param], _BYTES[config.training.mixed_precision_reduce]
     if layout.world_size == 1 and config.training.mixed_precision_param == config.training.dtype:
         return 0.0
     ends = ("embed_tokens.weight", "lm_head.weight")
-    root = sum(_whole(kind, layout) for layer in stage for kind in layer.kinds if kind.name in ends)
-    blocks = [layer.kinds for layer in stage if not any(kind.name in ends for kind in layer.kinds)]
-    layers = [sum(_whole(kind, layout) for kind in kinds) for kinds in blocks]
+    root = sum(_whole(row, shape, layout) for layer in stage for row in layer.rows if row.name in ends)
+    blocks = [layer.rows for layer in stage if not any(row.name in ends for row in layer.rows)]
+    layers = [sum(_whole(row, shape, layout) for row in rows) for rows in blocks]
     largest = max(layers, default=0.0)
     policy = config.parallelism.fsdp_reshard_after_forward
     keeps_all = policy == "never" or (policy == "default" and layout.pp > 1)

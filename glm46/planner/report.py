@@ -10,7 +10,7 @@ from glm46.planner.flops import training_flops
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
-from glm46.planner.params import count_parameters
+from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.requirement import memory_lines, verdict_lines
 
@@ -58,7 +58,7 @@ def plan_text(
         "parameters",
         f"  {'total':<22} {count.total:>22,}  (main {count.main:,}, MTP {count.mtp:,})",
         f"  {'active per token':<22} {count.active:>22,}  (embedding and head included)",
-        f"  {'tensors':<22} {count.tensors:>22,}  (as Hugging Face counts them)",
+        f"  {'tensors':<22} {count.main_tensors + count.mtp_tensors:>22,}  (as Hugging Face counts them)",
         "",
         f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens",
         f"  {'weights':<22} {flops.matrices / 1e9:>22,.3f}  GFLOP",

@@ -10,7 +10,7 @@ from glm46.config.run_config import RunConfig
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine
 from glm46.planner.memory import MemoryPlan, plan_memory, step_text
-from glm46.planner.params import count_parameters
+from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
 
 _GIB = 2**30

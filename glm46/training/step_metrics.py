@@ -13,7 +13,7 @@ from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.planner.budget import budget_tokens
-from glm46.planner.params import count_parameters
+from glm46.planner.parameters import count_parameters
 from glm46.planner.schedule import learning_rate_factor, schedule_value
 from glm46.training.build import Parts
 from glm46.training.layout_report import describe_layout, whole_role_table

@@ -5,7 +5,7 @@ import pytest
 from glm46.config.presets import PRESETS
 from glm46.optim.newton_schulz import newton_schulz_flops
 from glm46.planner.flops import attention_flops, training_flops, training_flops_per_token
-from glm46.planner.params import dense_layer_kinds, layer_counts, moe_layer_kinds, mtp_layer_kinds
+from glm46.planner.parameters import dense_layer, hf_kinds, layer_counts, moe_layer, mtp_layer
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
 
@@ -56,8 +56,9 @@ def test_the_sliding_window_bounds_the_cost_of_attention():
 
 def muon_flops(shape) -> int:
     """Of one update of every matrix but embedding and head, each expert's three matrices on their own."""
-    layers = zip(layer_counts(shape), (dense_layer_kinds, moe_layer_kinds, mtp_layer_kinds), strict=True)
-    kinds = [kind for count, kinds_of in layers for kind in kinds_of(shape) * count if len(kind.shape) == 2]
+    layers = zip(layer_counts(shape), (dense_layer, moe_layer, mtp_layer), strict=True)
+    rows = [row for count, rows_of in layers for row in rows_of(shape) * count]
+    kinds = [kind for kind in hf_kinds(rows, shape) if len(kind.shape) == 2]
     return sum(kind.count * newton_schulz_flops(*kind.shape, 5) for kind in kinds)
 
 

@@ -22,7 +22,7 @@ from glm46.planner.activations import (
 )
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
-from glm46.planner.params import count_parameters
+from glm46.planner.parameters import count_parameters
 
 
 def _run(**sections) -> RunConfig:

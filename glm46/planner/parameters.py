@@ -1,0 +1,297 @@
+"""The one table of the model's parameters: name, Hugging Face name, shape, initial value, optimizer, sharding.
+
+Each fact about a parameter is stated here once, and the rooms read it: the planner counts with it, `model/init.py`
+fills by it, `optim/roles.py` and `parallelize/tensor.py` assign by it. It needs no torch, so that planning is fast. A
+test holds the rows equal to the parameters and buffers of the model.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from glm46.config.model import ModelShape
+from glm46.config.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row: a parameter, or a buffer, that its part of the model holds once."""
+
+    part: Literal["embedding", "head", "layer", "dense", "moe", "mtp"]
+    """layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward network of such a
+    layer. head: the final norm and the output head. mtp: an MTP layer without its block."""
+    name: str
+    """Our name inside the part."""
+    hf_names: tuple[str, ...]
+    """Hugging Face names inside the part; ``E`` is an expert's index. Several names are equal blocks of rows that we
+    fuse into one tensor; Muon updates each block as a matrix of its own."""
+    dims: str
+    """Dimensions of our tensor, outermost first, as keys of `dimensions`."""
+    group: str
+    """Line of the printed table of optimizer roles."""
+    optimizer: Literal["muon", "adamw", "router", "lm_head"] | None = "muon"
+    """router, lm_head: the key of [optimizer] that decides. None: a buffer, which no optimizer updates."""
+    initial: Literal["normal", "ones", "zeros"] = "normal"
+    """normal: N(0, initializer_range)."""
+    tensor_dim: int | None = None
+    """Dimension that tensor parallelism shards. None: every tensor-parallel rank holds it whole."""
+    is_expert: bool = False
+    """True for routed experts, which expert parallelism shards along their first dimension."""
+    needs: str | None = None
+    """Key of the shape without which the parameter does not exist."""
+    fp8_family: str | None = None
+    """Projections that inference servers fuse or multiply in sequence: a family is in FP8 as a whole or not at all.
+    None: never in FP8. In the main model the same rows are the targets of adapters."""
+
+    @property
+    def is_decayed(self) -> bool:
+        """True if weight decay applies: to all but norms and biases."""
+        return self.initial == "normal"
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for a matrix or a stack of matrices."""
+        return " " in self.dims
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of rows that are matrices of their own."""
+        return len(self.hf_names)
+
+    def shape(self, shape: ModelShape) -> tuple[int, ...]:
+        """Shape of our whole tensor in a model of this shape."""
+        sizes = dimensions(shape)
+        return tuple(sizes[dim] for dim in self.dims.split())
+
+    def numel(self, shape: ModelShape) -> int:
+        """Elements of our whole tensor."""
+        return prod(self.shape(shape))
+
+    def active_numel(self, shape: ModelShape) -> int:
+        """Elements that one token uses."""
+        numel = self.numel(shape)
+        return numel * shape.num_experts_per_tok // shape.n_routed_experts if self.is_expert else numel
+
+    def hf_tensors(self, shape: ModelShape) -> int:
+        """Tensors of a Hugging Face checkpoint that ours is made of: each expert's matrices are apart there."""
+        return len(self.hf_names) * (shape.n_routed_experts if self.is_expert else 1)
+
+    def choose_optimizer(self, config: Optimizer) -> str:
+        """The optimizer, "muon" or "adamw", that updates it under [optimizer]."""
+        assert self.optimizer is not None, f"{self.name} is a buffer"
+        if config.name == "AdamW":
+            return "adamw"
+        return getattr(config, self.optimizer) if self.optimizer in ("router", "lm_head") else self.optimizer
+
+
+def dimensions(shape: ModelShape) -> dict[str, int]:
+    """Sizes of the dimensions that `Parameter.dims` names.
+
+    V vocabulary, D hidden, H width of all query heads, K of all key heads, C of one head, I width of a dense layer,
+    E experts, F width of one expert, S of the shared experts.
+    """
+    width = shape.moe_intermediate_size
+    return {
+        "V": shape.vocab_size,
+        "D": shape.hidden_size,
+        "2D": 2 * shape.hidden_size,
+        "H": shape.num_attention_heads * shape.head_dim,
+        "K": shape.num_key_value_heads * shape.head_dim,
+        "C": shape.head_dim,
+        "I": shape.intermediate_size,
+        "E": shape.n_routed_experts,
+        "F": width,
+        "2F": 2 * width,
+        "S": width * shape.n_shared_experts,
+    }
+
+
+def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
+    """A row whose Hugging Face name is ours."""
+    return Parameter(part, name, (name,), dims, group, **options)
+
+
+def _norm(part, name: str, dims: str, hf_name: str | None = None, **options) -> Parameter:
+    return Parameter(part, name, (hf_name or name,), dims, "norms", "adamw", "ones", **options)
+
+
+def _bias(name: str, dims: str) -> Parameter:
+    group = "attention biases"
+    return _same("layer", name, dims, group, optimizer="adamw", initial="zeros", tensor_dim=0, needs="attention_bias")
+
+
+def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Parameter, ...]:
+    by_outputs = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=group, **options)
+    return (
+        _same(part, f"{prefix}.gate_proj.weight", **by_outputs),
+        _same(part, f"{prefix}.up_proj.weight", **by_outputs),
+        _same(part, f"{prefix}.down_proj.weight", **by_outputs | {"dims": f"D {width}", "tensor_dim": 1}),
+    )
+
+
+_QKV = dict(group="attention", tensor_dim=0, fp8_family="attention inputs")
+_EXPERT = dict(is_expert=True, fp8_family="experts")
+_SELECTION_BIAS = "e_score_correction_bias"
+
+PARAMETERS = (
+    _same("embedding", "embed_tokens.weight", "V D", "embedding", optimizer="adamw", tensor_dim=0),
+    _norm("layer", "input_layernorm.weight", "D"),
+    _norm("layer", "post_attention_layernorm.weight", "D"),
+    _same("layer", "self_attn.q_proj.weight", "H D", **_QKV),
+    _bias("self_attn.q_proj.bias", "H"),
+    _same("layer", "self_attn.k_proj.weight", "K D", **_QKV),
+    _bias("self_attn.k_proj.bias", "K"),
+    _same("layer", "self_attn.v_proj.weight", "K D", **_QKV),
+    _bias("self_attn.v_proj.bias", "K"),
+    _same("layer", "self_attn.o_proj.weight", "D H", "attention", tensor_dim=1, fp8_family="attention output"),
+    _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
+    _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),
+    *_swiglu("dense", "mlp", "I", "dense feed-forward"),
+    Parameter("moe", "mlp.router.weight", ("mlp.gate.weight",), "E D", "router", "router"),
+    # Moved by the load of the experts, not by a gradient.
+    Parameter("moe", f"mlp.router.{_SELECTION_BIAS}", (f"mlp.gate.{_SELECTION_BIAS}",), "E", "router", None, "zeros"),
+    Parameter(
+        "moe",
+        "mlp.experts.gate_up",
+        ("mlp.experts.E.gate_proj.weight", "mlp.experts.E.up_proj.weight"),
+        "E 2F D",
+        "experts gate and up",
+        **_EXPERT,
+    ),
+    Parameter("moe", "mlp.experts.down", ("mlp.experts.E.down_proj.weight",), "E D F", "experts down", **_EXPERT),
+    *_swiglu("moe", "mlp.shared_experts", "S", "shared experts", needs="n_shared_experts"),
+    _norm("head", "norm.weight", "D"),
+    _same("head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0),
+    _norm("mtp", "enorm.weight", "D"),
+    _norm("mtp", "hnorm.weight", "D"),
+    _norm("mtp", "norm.weight", "D", "shared_head.norm.weight"),
+    _same("mtp", "eh_proj.weight", "D 2D", "MTP projection"),
+)
+
+_PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
+_SCOPES = {"embedding": "model", "head": "model", "layer": "layer", "dense": "layer", "moe": "layer", "mtp": "mtp"}
+_BY_NAME = {(_SCOPES[row.part], row.name): row for row in PARAMETERS}
+
+
+def find_parameter(name: str) -> Parameter:
+    """The row of a parameter or buffer by its full name, such as ``layers.3.mlp.experts.down``.
+
+    Raises:
+        KeyError: no row has this name.
+    """
+    prefixed = _PREFIX.fullmatch(name)
+    if prefixed is None:
+        return _BY_NAME["model", name]
+    return _BY_NAME["layer" if prefixed[1] else "mtp", prefixed[2]]
+
+
+def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
+    """The rows of these parts that a model of this shape has, in the order of the table."""
+    return [row for row in PARAMETERS if row.part in parts and (row.needs is None or getattr(shape, row.needs))]
+
+
+def dense_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one layer with a dense feed-forward network."""
+    return part_rows(shape, "layer", "dense")
+
+
+def moe_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one layer with experts."""
+    return part_rows(shape, "layer", "moe")
+
+
+def mtp_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one MTP layer with its block; embedding and head are those of the main model."""
+    return part_rows(shape, "mtp", "layer", "moe")
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Tensors of one name and shape inside one part of a Hugging Face checkpoint."""
+
+    name: str
+    """Hugging Face name inside the part; ``E`` is an expert's index."""
+    shape: tuple[int, ...]
+    count: int
+    """How many there are: one, or one for each expert."""
+
+
+def hf_kinds(rows: Iterable[Parameter], shape: ModelShape) -> list[TensorKind]:
+    """The tensors of a Hugging Face checkpoint that these rows are made of."""
+    kinds = []
+    for row in rows:
+        first, *others = row.shape(shape)
+        if row.is_expert:
+            dims = (others[0] // row.row_blocks, *others[1:])
+            kinds += [TensorKind(name, dims, first) for name in row.hf_names]
+        else:
+            kinds.append(TensorKind(row.hf_names[0], (first, *others), 1))
+    return kinds
+
+
+def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
+    """Number of dense, of expert and of MTP layers."""
+    dense = min(shape.first_k_dense_replace, shape.num_hidden_layers)
+    return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
+
+
+def named_rows(shape: ModelShape) -> dict[str, Parameter]:
+    """Every parameter and buffer of the model by its full name."""
+    dense, moe, mtp = layer_counts(shape)
+    prefixes = [("", part_rows(shape, "embedding", "head"))]
+    prefixes += [(f"layers.{index}.", dense_layer(shape)) for index in range(dense)]
+    prefixes += [(f"layers.{dense + index}.", moe_layer(shape)) for index in range(moe)]
+    for index in range(mtp):
+        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
+    return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Elements and tensors of a model as Hugging Face counts them, the routers' selection biases included."""
+
+    main: int
+    """The decoder with embedding and head, without the MTP layers."""
+    mtp: int
+    """The MTP layers, without repetitions of embedding and head."""
+    embedding: int
+    head: int
+    active: int
+    """Elements of the main model that one token uses, the whole embedding and the head included."""
+    mtp_active: int
+    """Elements of the MTP layers that one token uses, without the shared head."""
+    buffers: int
+    """Selection biases: counted in main and mtp, but not trained by the optimizer."""
+    main_tensors: int
+    mtp_tensors: int
+
+    @property
+    def total(self) -> int:
+        """Main model and MTP layers, as GLM-4.6 is published."""
+        return self.main + self.mtp
+
+    @property
+    def trained(self) -> int:
+        """Elements that the optimizer updates: the sum of ``numel`` over the parameters of our model."""
+        return self.total - self.buffers
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Count the elements and tensors of a model. Source of the shapes: config.json and the index of the releases."""
+    rows = named_rows(shape)
+    main = [row for name, row in rows.items() if not name.startswith("mtp.")]
+    mtp = [row for name, row in rows.items() if name.startswith("mtp.")]
+    vocabulary = shape.vocab_size * shape.hidden_size
+    return ParameterCount(
+        main=sum(row.numel(shape) for row in main),
+        mtp=sum(row.numel(shape) for row in mtp),
+        embedding=vocabulary,
+        head=vocabulary,
+        active=sum(row.active_numel(shape) for row in main),
+        mtp_active=sum(row.active_numel(shape) for row in mtp),
+        buffers=sum(row.numel(shape) for row in rows.values() if row.optimizer is None),
+        main_tensors=sum(row.hf_tensors(shape) for row in main),
+        mtp_tensors=sum(row.hf_tensors(shape) for row in mtp),
+    )
