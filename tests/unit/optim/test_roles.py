@@ -5,7 +5,8 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
-from glm46.optim.roles import RULES, assign_roles, format_role_table, role_rows
+from glm46.optim.roles import assign_roles, format_role_table, role_rows
+from glm46.planner.parameters import PARAMETERS
 
 BLOCK = [
     ("input_layernorm.weight", "adamw", False),
@@ -52,7 +53,7 @@ EXPECTED = {
 def test_every_name_of_the_model_has_its_role():
     roles = assign_roles(list(EXPECTED), Optimizer())
     assert {name: (role.optimizer, role.decay) for name, role in zip(EXPECTED, roles, strict=True)} == EXPECTED
-    assert {role.rule for role in roles} == {rule.name for rule in RULES}
+    assert {role.rule for role in roles} == {row.group for row in PARAMETERS}
 
 
 def test_only_the_fused_gate_and_up_is_split():
@@ -87,12 +88,6 @@ def test_names_without_a_rule_are_all_reported():
         assign_roles(["layers.0.mlp.extra.weight", "norm.weight", "layers.x.input_layernorm.weight"], Optimizer())
     assert len(caught.value.faults) == 2
     assert "layers.0.mlp.extra.weight" in caught.value.faults[0]
-
-
-def test_doubly_matched_name_is_an_error(monkeypatch):
-    monkeypatch.setattr("glm46.optim.roles.RULES", (*RULES, RULES[0]))
-    with pytest.raises(UserError, match="embedding, embedding"):
-        assign_roles(["embed_tokens.weight"], Optimizer())
 
 
 def test_table_counts_tensors_and_parameters():
