@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from glm46.planner.parameters import find_parameter
+
 _CHUNK_ELEMENTS = 1 << 22
 """Elements made at a time: temporaries are some tens of MB."""
 
@@ -98,10 +100,11 @@ def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Te
 def fill_parameter(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Initial value of any parameter or buffer of the model, by its name: norms 1, biases 0, the rest N(0, std)."""
-    if name.endswith("norm.weight"):
+    """Fill in the initial value of a parameter or buffer of the model, as its row in `planner/parameters.py` says."""
+    initial = find_parameter(name).initial
+    if initial == "ones":
         local.fill_(1.0)
-    elif name.endswith("bias"):  # the selection bias too
+    elif initial == "zeros":
         local.zero_()
     else:
         fill_normal(local, indices, global_shape, seed=seed, name=name, std=std)
