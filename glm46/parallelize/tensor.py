@@ -20,9 +20,7 @@ from glm46.model.moe import MoE
 from glm46.model.router import Router
 from glm46.model.transformer import OutputHead, Transformer
 from glm46.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
-
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_BY_INPUTS = ("o_proj", "down_proj")
+from glm46.planner.parameters import find_parameter
 
 
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
@@ -31,7 +29,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
-            _split_parameters(module, name.rpartition(".")[2], mesh)
+            _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | FeedForward):
             module.forward = _on_whole_sequences(module.forward, group)
         elif isinstance(module, MoE):
@@ -44,9 +42,10 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             module.forward = vocabulary_parallel_head(module, group)
 
 
-def _split_parameters(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    placement = Shard(0) if name in _BY_OUTPUTS else Shard(1) if name in _BY_INPUTS else Replicate()
+def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
+        dim = find_parameter(prefix + key).tensor_dim
+        placement = Replicate() if dim is None else Shard(dim)
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement])))
 
 
