@@ -60,16 +60,6 @@ class Optimizer(Section):
     """Muon: one matrix per product, so that every layout gives the same bits for the same gradients in half precision
     too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
 
-    idle_expert: Annotated[Literal["decay", "skip"], _MUON] = "decay"
-    """Muon: what becomes of a matrix whose whole gradient is zero, as that of an expert that saw no token. decay: it
-    goes on with its decaying momentum, at full size as always. skip: neither momentum nor weights change."""
-
-    replicate_mode: Annotated[
-        Literal["owner", "redundant"], _MUON, Needs("parallelism.data_parallel_replicate_degree", above=1)
-    ] = "owner"
-    """Muon under HSDP: owner has one owner of a matrix in all replicas, redundant one in each, so that no matrix
-    crosses the replicas' slower links."""
-
     adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _MUON] = "match_rms_adamw"
     """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near
     2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""

@@ -1,9 +1,9 @@
 """Muon for matrices and batches of matrices, plain or DTensor, with exactly the same update on every mesh.
 
-Options, states, groups and plan are made here, once; what a step does with them is in glm46/optim/muon_step.py.
+This file makes options, states, groups and the plan, once. glm46/optim/muon_step.py runs a step with them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,40 +23,35 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. Each tensor is a matrix
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
-            any option down to ``idle_expert``, and may hold ``row_blocks``: the rows of the matrices that its
-            tensors fuse along their second to last dimension (gate and up, or heads), each orthogonalised on its own.
-            ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``adjust_lr`` and ``update_rms`` of a group may
-            change between steps.
-        lr: learning rate, a number or a tensor.
+            any option down to ``mesh_invariant``, and may hold ``row_blocks``: the rows of the matrices that its
+            tensors fuse along their second to last dimension (gate and up, or heads); each is orthogonalised alone.
+            ``lr``, ``momentum``, ``nesterov``, ``weight_decay`` and ``adjust_lr`` of a group may change between steps.
+        lr: learning rate.
         momentum: decay of the momentum.
         nesterov: orthogonalise the gradient blended with the momentum instead of the momentum.
         weight_decay: decoupled decay, times ``lr``.
         ns_steps: iterations of Newton-Schulz.
-        ns_coefficients: a name of glm46/optim/newton_schulz.py, or triples (a, b, c) of which the last repeats.
-        eps: least Frobenius norm that a matrix is divided by; a zero gradient and momentum give a zero update.
-        adjust_lr: "match_rms_adamw" makes the entries' root mean square ``update_rms`` (with lr near that of AdamW);
-            "original" is sqrt(max(1, rows / columns)); "spectral" sqrt(rows / columns); None is one.
-        update_rms: see ``adjust_lr``.
-        ns_dtype: type of the products. float16 is as fast as bfloat16 and several times closer to float32.
-        wire_dtype: type in which matrices travel between ranks. Absent: ``ns_dtype``, but bfloat16 on the way to the
-            owner for float16, because gradients can be smaller than float16 holds.
+        ns_coefficients: a name in glm46/optim/newton_schulz.py, or triples (a, b, c); the last one repeats.
+        eps: lower bound of the Frobenius norm that a matrix is divided by; a zero gradient and momentum give a zero
+            update.
+        adjust_lr: "match_rms_adamw" gives updates whose entries have a root mean square of 0.2, with lr near that of
+            AdamW; "original" scales by sqrt(max(1, rows / columns)).
+        ns_dtype: type of the products. float16 is as fast as bfloat16 and several times closer to float32. Matrices
+            travel between ranks in this type, but in bfloat16 to their owner for float16, because gradients can be
+            smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
         ns_backend: "eager"; "compile" fuses the normalisation and the iteration.
-        mesh_invariant: one matrix per product, so that every mesh gives the same bits in half
-            precision too; slower for small matrices, above all on a GPU.
-        idle_expert: of a matrix whose whole gradient is zero, as that of an expert that saw no token: "decay" goes on
-            with the decaying momentum, at full size as always; "skip" changes neither momentum nor weights.
-        replicate_mode: of matrices that are both cut and replicated (HSDP): "owner" has one owner in all replicas,
-            "redundant" one in each, so that nothing crosses the replicas' slower links.
-        state_offload: "cpu" keeps the momentum in host memory and copies it in and out while others are at work.
+        mesh_invariant: one matrix per product, so that every mesh gives the same bits in half precision too; slower
+            for small matrices, above all on a GPU.
+        state_offload: "cpu" keeps the momentum in host memory and copies it in and out during the step.
         bucket_bytes: bound on the whole matrices that one rank collects at a time.
         workspace_bytes: bound on the memory of one stacked iteration.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
-    or two of them, ``momentum_buffer.codes`` and ``.scales``, for eight bits; there from the start, so that a
-    checkpoint can be loaded before the first step. A parameter without a gradient is left alone; all ranks must agree
-    on which these are. Non-finite gradients are the caller's to catch.
-    Construction and ``step`` are collectives of the ranks that share a parameter.
+    or two, ``momentum_buffer.codes`` and ``.scales``, for 8 bits. They exist from the start, so that a checkpoint can
+    be read into them before the first step. A parameter without a gradient is skipped; all ranks must agree on which
+    these are. Non-finite gradients are the caller's to catch.
+    Construction and ``step`` are collective over the ranks that share a parameter.
 
     Raises:
         ValueError: an option out of range, or a parameter that has no rows and columns.
@@ -67,7 +62,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable,
-        lr: float | Tensor = 2.5e-4,
+        lr: float = 2.5e-4,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -75,21 +70,15 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[Sequence[float]] = "keller",
         eps: float = 1e-7,
-        adjust_lr: str | None = "match_rms_adamw",
-        update_rms: float = 0.2,
+        adjust_lr: str = "match_rms_adamw",
         ns_dtype: torch.dtype = torch.bfloat16,
-        wire_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | str | None = None,
         ns_backend: str = "eager",
         mesh_invariant: bool = False,
-        idle_expert: str = "decay",
-        replicate_mode: str = "owner",
         state_offload: str | None = None,
         bucket_bytes: int = 256 << 20,
         workspace_bytes: int = 1 << 30,
     ):
-        if replicate_mode not in ("owner", "redundant"):
-            raise ValueError(f"replicate_mode must be 'owner' or 'redundant', not {replicate_mode!r}")
         if state_offload not in (None, "cpu"):
             raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
         defaults = dict(
@@ -101,101 +90,67 @@ class Muon(torch.optim.Optimizer):
             ns_coefficients=ns_coefficients,
             eps=eps,
             adjust_lr=adjust_lr,
-            update_rms=update_rms,
             ns_dtype=ns_dtype,
-            wire_dtype=wire_dtype,
             state_dtype=state_dtype,
             ns_backend=ns_backend,
             mesh_invariant=mesh_invariant,
-            idle_expert=idle_expert,
             row_blocks=None,
         )
-        self._bucket_bytes, self._workspace_bytes, self._owner_of_replicas = (
-            bucket_bytes,
-            workspace_bytes,
-            replicate_mode == "owner",
-        )
-        self._is_offloaded = state_offload == "cpu"
-        self._ready, self._groups = False, {}
+        self._is_ready = False
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
         super().__init__(params or [{"params": []}], defaults)
-        self._prepare()
+        self._prepare(state_offload == "cpu", bucket_bytes, workspace_bytes)
+        self._is_ready = True
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group after construction; a collective like construction."""
+        """Refused after construction, because the plan is made once."""
+        if self._is_ready:
+            raise NotImplementedError("Muon: pass all parameter groups at construction")
         super().add_param_group(param_group)
-        if self._ready:
-            self._prepare()
 
     def plan(self) -> Plan:
-        """Who orthogonalises what, and what travels; ``str()`` of it is readable."""
+        """The owner of each matrix and the transfers between ranks; ``str()`` of it is readable."""
         return self._plan
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """Update every parameter that has a gradient. Collective."""
         self._work.run()
-        return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load into the live states: their type, mesh and placements stay, whatever those of ``state_dict`` are."""
-        live = dict(self.state)
-        # torch would cast the loaded states to the parameters' type first, which a wider state must not go through.
-        packed = [index for group in state_dict["param_groups"] for index in group["params"]]
-        loaded = dict(state_dict["state"])
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        with torch.no_grad():
-            for index, parameter in zip(packed, parameters, strict=True):
-                for key, buffer in live[parameter].items() if index in loaded else ():
-                    source = loaded[index][key]
-                    if isinstance(buffer, DTensor) and isinstance(source, DTensor):
-                        source = source.redistribute(buffer.device_mesh, buffer.placements)
-                    buffer.copy_(source)
-                self.state[parameter] = live[parameter]
-        self._prepare()
+        """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
+        raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(self) -> None:
-        """Make the missing states, the plan and what it needs; a collective."""
+    def _prepare(self, is_offloaded: bool, bucket_bytes: int, workspace_bytes: int) -> None:
+        """Make the states, the plan and the process groups. Collective."""
         self._entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         for group, index in self._entries:
             parameter = group["params"][index]
-            if not self.state[parameter]:
-                name, dtype = self._name(group, index), group["state_dtype"] or parameter.dtype
-                tensors = make_state(name, parameter, dtype, True, on_host=self._is_offloaded)
-                self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
-        self._requests = [self._request(group, index) for group, index in self._entries]
-        self._plan = make_plan(self._requests, bucket_bytes=self._bucket_bytes)
+            name, dtype = self._name(group, index), group["state_dtype"] or parameter.dtype
+            tensors = make_state(name, parameter, dtype, True, on_host=is_offloaded)
+            self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
+        requests = [self._request(group, index) for group, index in self._entries]
+        self._plan = make_plan(requests, bucket_bytes=bucket_bytes)
+        parameters = [group["params"][index] for group, index in self._entries]
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
-        meshes = dict.fromkeys(p.device_mesh for p in self._parameters() if isinstance(p, DTensor)) if rank_sets else ()
-        known = list(self._groups.values())
-        known += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-        self._groups = make_groups(rank_sets, known)
-        momenta = [self._local_momentum(parameter) for parameter in self._parameters()]
+        meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
+        groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
         self._work = MuonStep(
             self._entries,
-            self._requests,
+            requests,
             self._plan,
-            self._groups,
-            momenta,
-            workspace_bytes=self._workspace_bytes,
-            is_offloaded=self._is_offloaded,
+            groups,
+            [self._local_momentum(parameter) for parameter in parameters],
+            workspace_bytes=workspace_bytes,
+            is_offloaded=is_offloaded,
         )
-        self._ready = True
 
     def _local_momentum(self, parameter: Tensor) -> Tensor | Quantized:
         """This rank's part of the momentum as [matrices, rows, columns]."""
         tensors = {key.removeprefix("momentum_buffer"): value for key, value in self.state[parameter].items()}
         return local_state(tensors, True, local_matrices)
-
-    def _parameters(self) -> list[Tensor]:
-        return [group["params"][index] for group, index in self._entries]
 
     @staticmethod
     def _name(group: dict, index: int) -> str:
@@ -209,11 +164,8 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
-        # Raises for an unknown rule here rather than in the first step.
-        update_scale(group["adjust_lr"], group["update_rms"], 1, 1)
-        dtype, wire = group["ns_dtype"], group["wire_dtype"]
-        travels = Wire(wire or (torch.bfloat16 if dtype == torch.float16 else dtype), wire or dtype)
-        if group["idle_expert"] not in ("decay", "skip"):
-            raise ValueError(f"idle_expert must be 'decay' or 'skip', not {group['idle_expert']!r}")
-        skips = group["idle_expert"] == "skip"
-        return Request(name, layout, blocks, travels, orthogonalizer(group), self._owner_of_replicas, skips)
+        # An unknown rule fails here instead of in the first step.
+        update_scale(group["adjust_lr"], 1, 1)
+        dtype = group["ns_dtype"]
+        wire = Wire(torch.bfloat16 if dtype == torch.float16 else dtype, dtype)
+        return Request(name, layout, blocks, wire, orthogonalizer(group))

@@ -1,4 +1,4 @@
-"""Which rows and columns of which matrices each rank of a mesh holds, derived from DTensor placements alone."""
+"""The rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements alone."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds of a tensor read as [matrices, rows, columns]: consecutive indices of each."""
+    """The part of a tensor [matrices, rows, columns] that one rank holds: consecutive indices of each dimension."""
 
     batch: Interval
     rows: Interval
@@ -27,29 +27,28 @@ class Holding:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one parameter lies on its mesh, for every rank of the mesh.
+    """The part of one parameter that each rank of its mesh holds.
 
-    ``peers`` are the ranks, ascending, that hold parts of the same matrices as this rank, once each; ``replicas`` are
-    those and all ranks with copies of them. A plain tensor has neither.
+    ``ranks`` are the ranks, ascending, that hold parts of the same matrices as this rank, replicas included. A plain
+    tensor has none.
     """
 
     shape: tuple[int, int, int]
     mine: Holding
     holdings: dict[int, Holding]
-    peers: tuple[int, ...]
-    replicas: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 def is_sharding(placement) -> bool:
-    """Whether a placement cuts the tensor; in torch 2.13 a strided shard is no ``Shard`` and denies ``is_shard()``."""
+    """True if a placement shards the tensor. In torch 2.13 ``is_shard()`` of a strided shard is False."""
     return isinstance(placement, (Shard, StridedShard))
 
 
 def _nesting(dim: int, placements: Sequence, mesh_shape: Sequence[int]) -> list[int]:
-    """The mesh axes that cut ``dim``, the outermost cut first.
+    """The mesh axes that shard ``dim``, the outermost first.
 
-    FSDP over tensor parallelism is written [_StridedShard(dim, split_factor=tp), Shard(dim)]: the tensor-parallel cut
-    was made first although its axis comes later, and the split factor is the number of pieces of such earlier cuts.
+    FSDP over tensor parallelism is written [_StridedShard(dim, split_factor=tp), Shard(dim)]: tensor parallelism
+    shards first although its axis comes later, and the split factor is the number of pieces that it makes.
     """
     axes: list[int] = []
     for axis in reversed(range(len(placements))):
@@ -67,7 +66,7 @@ def _nesting(dim: int, placements: Sequence, mesh_shape: Sequence[int]) -> list[
 
 
 def _interval(length: int, axes: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Interval:
-    """What is left of ``length`` indices after cutting like ``torch.chunk`` along each axis in turn."""
+    """The part of ``length`` indices that remains after ``torch.chunk`` along each axis in turn."""
     start, stop = 0, length
     for axis in axes:
         size = -(-(stop - start) // mesh_shape[axis])
@@ -88,7 +87,7 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
     shape = (math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
     whole = Holding(*((0, length) for length in shape))
     if not isinstance(tensor, DTensor):
-        return TensorLayout(shape, whole, {}, (), ())
+        return TensorLayout(shape, whole, {}, ())
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         if not is_sharding(placement) and not isinstance(placement, Replicate):
@@ -109,7 +108,6 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
         holdings[coordinate] = Holding((batch[0] * inner, batch[1] * inner), rows, columns)
     me = tuple(mesh.get_coordinate())
     _check_local_shape(tensor, holdings[me])
-    cutting = {axis for axes in nestings[1:] for axis in axes}
     batching = set(nestings[0])
     ranks = mesh.mesh.numpy()
     names = {coordinate: int(ranks[coordinate]) for coordinate in holdings}
@@ -117,7 +115,6 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
         shape,
         holdings[me],
         {names[coordinate]: holding for coordinate, holding in holdings.items()},
-        tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in range(len(me)) if a not in cutting))),
         tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in batching))),
     )
 

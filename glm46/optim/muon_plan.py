@@ -1,7 +1,8 @@
-"""Who orthogonalises which matrix, decided once from shapes and placements: the same plan on every rank, never saved.
+"""The owner of each matrix, decided once from shapes and placements: the same plan on every rank, never saved.
 
 * local: a matrix that a rank holds whole is updated there, without communication;
-* owner: of a matrix that is cut, one rank that holds a part collects the rest, orthogonalises it and returns parts.
+* owner: a sharded matrix has one owner among the ranks that hold a part. It collects the parts, orthogonalises the
+  matrix and returns the parts of the update.
 """
 
 from collections import defaultdict
@@ -26,15 +27,13 @@ class Wire:
 
 @dataclass(frozen=True)
 class Request:
-    """What the plan needs to know of one parameter."""
+    """One parameter as the plan sees it."""
 
     name: str
     layout: TensorLayout
     row_blocks: tuple[int, ...]
     wire: Wire
     settings: Orthogonalizer
-    owner_of_replicas: bool
-    skips_idle: bool = False
 
     def flops(self, rows: int, columns: int) -> int:
         """Floating-point operations of one matrix of this parameter."""
@@ -54,7 +53,7 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class Unit:
-    """One matrix that is cut over the ranks of a group.
+    """One matrix that is sharded over the ranks of a group.
 
     ``matrix`` counts in the local batch, ``rows`` in the whole tensor. ``parts[i]`` are the rows (within this matrix)
     and columns that rank i of the group holds, None if nothing.
@@ -89,7 +88,7 @@ class Unit:
         return frozenset(first[part] for part in first if part is not None and part != self.parts[self.owner])
 
     def receives(self, member: int) -> bool:
-        """Whether this rank gets its part of the update from the owner."""
+        """True if this rank gets its part of the update from the owner."""
         return self.parts[member] is not None and member != self.owner
 
 
@@ -110,7 +109,7 @@ class Bucket:
         return sum(unit.size(target) for unit in self.units if unit.owner == source and unit.receives(target))
 
     def bytes_received(self, member: int) -> int:
-        """Bytes that a rank receives in one step, both ways; what it keeps for itself does not travel."""
+        """Bytes that a rank receives in one step, both ways; what a rank sends to itself is not counted."""
         others = [other for other in range(len(self.ranks)) if other != member]
         entries = sum(self.gather_size(other, member) + self.return_size(other, member) for other in others)
         return entries * self.wire.gather.itemsize
@@ -181,7 +180,7 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
     cut: dict[tuple[tuple[int, ...], Wire], list[Unit]] = defaultdict(list)
     for index, request in enumerate(requests):
         layout, columns = request.layout, request.layout.shape[2]
-        ranks = layout.replicas if request.owner_of_replicas else layout.peers
+        ranks = layout.ranks
         stop = 0
         for height in request.row_blocks:
             rows, stop = (stop, stop + height), stop + height
@@ -197,7 +196,7 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
             for matrix in range(layout.mine.batch[1] - layout.mine.batch[0]):
                 cut[ranks, request.wire].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
     buckets: list[Bucket] = []
-    # Small groups first, then by rank numbers and type: one order for all ranks, so that no two ever wait crosswise.
+    # Small groups first, then by rank numbers and type: with one order for all ranks, no two wait for each other.
     for ranks, wire in sorted(cut, key=lambda key: (len(key[0]), key[0], str(key[1]))):
         owned = _with_owners(cut[ranks, wire], len(ranks))
         buckets += [Bucket(ranks, wire, tuple(units)) for units in _packed(owned, len(ranks), wire, bucket_bytes)]
@@ -205,7 +204,7 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
 
 
 def _with_owners(units: Sequence[Unit], members: int) -> list[Unit]:
-    """Give each matrix to the least loaded rank that holds a part of it, the costliest matrices first."""
+    """Give each matrix to the least loaded rank that holds a part of it, the most expensive matrices first."""
     loads = [0] * members
     owned = []
     for unit in sorted(units, key=lambda unit: (-unit.flops, unit.name, unit.parameter, unit.matrix, unit.rows)):
@@ -217,7 +216,7 @@ def _with_owners(units: Sequence[Unit], members: int) -> list[Unit]:
 
 
 def _packed(units: Sequence[Unit], members: int, wire: Wire, bucket_bytes: int) -> list[list[Unit]]:
-    """Cut the list where an owner would hold more than ``bucket_bytes`` of whole matrices."""
+    """Start a new bucket where an owner would hold more than ``bucket_bytes`` of whole matrices."""
     buckets: list[list[Unit]] = [[]]
     held = [0] * members
     for unit in units:
@@ -233,7 +232,7 @@ def _packed(units: Sequence[Unit], members: int, wire: Wire, bucket_bytes: int) 
 def stack_tasks(
     tasks: Sequence[LocalTask], requests: Sequence[Request], devices: Sequence[torch.device], workspace_bytes: int
 ) -> list[list[LocalTask]]:
-    """Tasks of one canonical shape and one setting together, cut where their iteration exceeds the workspace."""
+    """Tasks of one canonical shape and one setting, in chunks whose iteration fits the workspace."""
     alike: dict[tuple, list[LocalTask]] = defaultdict(list)
     for task in tasks:
         request, rows = requests[task.parameter], task.rows[1] - task.rows[0]

@@ -1,4 +1,4 @@
-"""Muon written as plainly as possible, one matrix at a time on whole tensors: what every fast path is compared with."""
+"""Muon in its plainest form, one matrix at a time on whole tensors: the reference of every fast path."""
 
 import torch
 from torch import Tensor
@@ -27,6 +27,6 @@ def reference_update(
                 gram = x @ x.T
                 x = a * x + (b * gram + c * gram @ gram) @ x
             x = x if u_block.shape[0] <= u_block.shape[1] else x.T
-            scale = update_scale(group["adjust_lr"], group["update_rms"], *p_block.shape)
+            scale = update_scale(group["adjust_lr"], *p_block.shape)
             p_block.mul_(1.0 - group["lr"] * group["weight_decay"])
             p_block.sub_(x.to(torch.promote_types(p.dtype, x.dtype)), alpha=group["lr"] * scale)

@@ -1,10 +1,9 @@
-"""One step of Muon over all parameters of this rank, in an order that hides what travels behind what is computed.
+"""One step of Muon over all parameters of this rank, in an order that overlaps communication with computation.
 
-The first buckets leave for their owners, matrices that lie whole on this rank are orthogonalised meanwhile, then each
-bucket in turn as it arrives. Momenta in host memory come and go in the same order. The order is made once.
+The first buckets are sent to their owners. Meanwhile the rank orthogonalises the matrices that it holds whole, then
+each bucket as it arrives. Momenta in host memory are copied in the same order. The order is made once.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -27,7 +26,7 @@ Slice = tuple[int, Interval, Interval]
 
 
 class MuonStep:
-    """What a step does, in order; ``run`` does it."""
+    """The actions of a step, in order; ``run`` executes them."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class MuonStep:
         """
         Args:
             entries: the parameter group and the place in it of each parameter.
-            requests: what the plan was made from, for each parameter.
+            requests: the requests that the plan was made from, one per parameter.
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
             workspace_bytes, is_offloaded: see `Muon`.
@@ -51,15 +50,9 @@ class MuonStep:
         Raises:
             ValueError: momenta in host memory of parameters on several devices.
         """
-        self._entries, self._requests, self._groups = entries, requests, groups
+        self._entries, self._requests = entries, requests
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
-        self._busy: dict[Slice, Tensor] = {}
-        self._cut_units: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-        for bucket in plan.buckets:
-            skipping = [unit for unit in bucket.units if requests[unit.parameter].skips_idle]
-            if skipping:
-                self._cut_units[bucket.ranks] += skipping
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
         devices = [parameter.device for parameter in self._parameters]
@@ -79,21 +72,20 @@ class MuonStep:
         self._momenta = StateStream(items, device, is_offloaded=is_offloaded)
 
     def run(self) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. Collective."""
         self._views = [_local_views(parameter) for parameter in self._parameters]
-        self._busy = self._find_busy()
         self._momenta.begin()
         for action in self._actions:
             action()
         self._momenta.end()
-        self._views, self._busy = [], {}
+        self._views = []
 
     def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]]) -> None:
         rest = iter(chunks)
         for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
             self._add(self._gather, exchange, map(self._slice_of, exchange.units))
         for number, exchange in enumerate(exchanges):
-            # Spread over the buckets, so that each one has something to travel behind.
+            # Spread over the buckets, so that each exchange overlaps with some computation.
             self._add_chunks(islice(rest, len(chunks) // len(exchanges)))
             self._actions.append(exchange.orthogonalize)
             if number:
@@ -115,7 +107,7 @@ class MuonStep:
             self._add(self._update_chunk, chunk, ((task.parameter, task.matrices, task.rows) for task in chunk))
 
     def _slice_of(self, unit: Unit) -> Slice:
-        """This rank's part of a cut matrix."""
+        """This rank's part of a sharded matrix."""
         mine = self._requests[unit.parameter].layout.mine
         first, last = max(unit.rows[0], mine.rows[0]), min(unit.rows[1], mine.rows[1])
         return unit.parameter, (unit.matrix, unit.matrix + 1), (first - mine.rows[0], last - mine.rows[0])
@@ -124,30 +116,7 @@ class MuonStep:
         """The views of a part; ``shape`` is that of the whole matrices."""
         number, matrices, rows = part
         parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
-        busy = self._busy[part] if self._requests[number].skips_idle and gradient is not None else None
-        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape, busy)
-
-    def _find_busy(self) -> dict[Slice, Tensor]:
-        """For each part of ``idle_expert = "skip"`` which matrices have a gradient that is not all zero, [N, 1, 1].
-
-        Of matrices that are cut each rank sees a part: one all-reduce for each set of ranks, a byte for each matrix.
-        """
-        busy: dict[Slice, Tensor] = {}
-        if not any(request.skips_idle for request in self._requests):
-            return busy
-        for part in (part for slices in self._taken for part in slices):
-            number, matrices, rows = part
-            gradient = self._views[number][1]
-            if self._requests[number].skips_idle and gradient is not None:
-                busy[part] = gradient[slice(*matrices), slice(*rows)].ne(0).flatten(1).any(1).view(-1, 1, 1)
-        for ranks, units in self._cut_units.items():
-            device = self._parameters[units[0].parameter].device
-            here = [busy.get(self._slice_of(unit)) for unit in units]
-            flags = torch.stack([torch.zeros((), device=device) if b is None else b.float().view(()) for b in here])
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups[ranks])
-            for unit, flag in zip(units, flags, strict=True):
-                busy[self._slice_of(unit)] = flag.view(1, 1, 1) > 0
-        return busy
+        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
 
     def _gather(self, exchange: Exchange) -> None:
         with self._momenta.take() as momenta:

@@ -1,4 +1,4 @@
-"""One Muon update of matrices that lie whole on this rank, and the pieces every other path shares.
+"""One Muon update of matrices that this rank holds whole, and the parts that every path shares.
 
 Letters: N matrices, R rows, C columns; S and L are the shorter and the longer of R and C.
 
@@ -7,23 +7,25 @@ Letters: N matrices, R rows, C columns; S and L are the shorter and the longer o
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from glm46.optim.compact_state import Quantized, load_state, state_parts, store_state
+from glm46.optim.compact_state import Quantized, load_state, store_state
 from glm46.optim.newton_schulz import Coefficients, iterate_batched, orthogonalize, step_coefficients
 
 NS_BACKENDS = ("eager", "compile")
 
+_UPDATE_RMS = 0.2
+"""Root mean square of an update under match_rms_adamw, near that of AdamW's updates."""
+
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """How matrices are orthogonalised; matrices with equal settings and shapes are stacked."""
+    """Settings of the orthogonalisation; matrices with equal settings and shapes are stacked."""
 
     coefficients: Coefficients
     eps: float
@@ -34,7 +36,7 @@ class Orthogonalizer:
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
         if self.one_by_one and len(x_NSL) > 1:
-            # The kernel, and with it the rounding, depends on how many matrices it is given.
+            # The number of matrices decides the kernel and with it the rounding.
             return torch.cat([self(x_1SL) for x_1SL in x_NSL.split(1)])
         options = {"eps": self.eps, "dtype": self.dtype}
         if self.backend == "compile":
@@ -44,7 +46,7 @@ class Orthogonalizer:
 
 @cache
 def _compiled():
-    # Once per process: a model has few canonical shapes, and each is compiled for itself.
+    # A model has few canonical shapes; each is compiled once per process.
     return torch.compile(orthogonalize, dynamic=False)
 
 
@@ -56,33 +58,27 @@ def orthogonalizer(group: dict) -> Orthogonalizer:
     return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"], group["mesh_invariant"])
 
 
-def update_scale(adjust_lr: str | None, update_rms: float, rows: int, columns: int) -> float:
-    """Factor on the learning rate of a rows x columns matrix; both are those of the whole matrix.
+def update_scale(adjust_lr: str, rows: int, columns: int) -> float:
+    """Factor on the learning rate of a matrix; rows and columns are those of the whole matrix.
 
     Raises:
         ValueError: an unknown rule.
 
-    Source: "match_rms_adamw", Moonlight (arXiv 2502.16982, equation 4); "original", KellerJordan/Muon; "spectral",
-    sqrt(rows / columns), Bernstein (https://jeremybernste.in/writing/deriving-muon).
+    Source: "match_rms_adamw", Moonlight (arXiv 2502.16982, equation 4); "original", KellerJordan/Muon.
     """
     if adjust_lr == "match_rms_adamw":
-        return update_rms * math.sqrt(max(rows, columns))
+        return _UPDATE_RMS * math.sqrt(max(rows, columns))
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
-    if adjust_lr == "spectral":
-        return math.sqrt(rows / columns)
-    if adjust_lr is None:
-        return 1.0
-    raise ValueError(f"adjust_lr {adjust_lr!r} is unknown; known: match_rms_adamw, original, spectral, None")
+    raise ValueError(f"adjust_lr {adjust_lr!r} is unknown; known: match_rms_adamw, original")
 
 
 @dataclass(frozen=True)
 class Piece:
     """Views of the same part of one parameter, its gradient and its momentum on this rank, all [N, r, c].
 
-    ``rows`` and ``columns`` are those of the whole matrices, of which the views may hold a part. Without a gradient
-    there is nothing to contribute and nothing to update. ``is_busy`` [N, 1, 1] is one for the matrices to update and
-    zero for those to leave alone; absent for all of them.
+    ``rows`` and ``columns`` are those of the whole matrices; the views may hold a part of them. A piece without a
+    gradient contributes nothing and is not updated.
     """
 
     group: dict
@@ -91,14 +87,9 @@ class Piece:
     momentum: Tensor | Quantized
     rows: int
     columns: int
-    is_busy: Tensor | None = None
 
     def direction(self) -> Tensor:
-        """Advance the momentum and return what is orthogonalised, [N, r, c], never a view of gradient or momentum."""
-        with self._idle_kept(*state_parts(self.momentum)):
-            return self._advance()
-
-    def _advance(self) -> Tensor:
+        """Advance the momentum and return the matrices to orthogonalise, [N, r, c], in memory of their own."""
         weight = self.group["momentum"]
         gradient = self.gradient
         if isinstance(self.momentum, Tensor) and self.momentum.dtype == gradient.dtype:
@@ -113,21 +104,9 @@ class Piece:
     def apply(self, update: Tensor) -> None:
         """Decay the parameter and subtract the scaled ``update`` [N, r, c]."""
         lr = self.group["lr"]
-        scale = update_scale(self.group["adjust_lr"], self.group["update_rms"], self.rows, self.columns)
-        with self._idle_kept(self.parameter):
-            self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
-            if isinstance(lr, Tensor):
-                self.parameter.sub_(update.to(self.parameter.dtype) * (lr * scale))
-            else:
-                self.parameter.add_(update, alpha=-lr * scale)
-
-    @contextmanager
-    def _idle_kept(self, *tensors: Tensor) -> Iterator[None]:
-        """Undo what the block does to idle matrices: on the device, because asking it which these are would wait."""
-        before = [] if self.is_busy is None else [tensor.clone() for tensor in tensors]
-        yield
-        for tensor, old in zip(tensors, before, strict=False):
-            tensor.copy_(torch.where(self.is_busy, tensor, old))
+        scale = update_scale(self.group["adjust_lr"], self.rows, self.columns)
+        self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
+        self.parameter.add_(update, alpha=-lr * scale)
 
 
 def canonical(matrices_NRC: Tensor) -> Tensor:
@@ -138,12 +117,12 @@ def canonical(matrices_NRC: Tensor) -> Tensor:
 def update_whole(pieces: Sequence[Piece], gather: torch.dtype, back: torch.dtype, settings: Orthogonalizer) -> None:
     """Update pieces that hold whole matrices of one canonical shape, stacked into one iteration.
 
-    ``gather`` and ``back`` are the types in which matrices travel elsewhere and updates return: rounding to them here
-    too keeps one process equal to many.
+    ``gather`` and ``back`` are the types in which sharded matrices travel to their owner and back. Rounding to them
+    here too keeps one process equal to many.
     """
     counts = [piece.parameter.shape[0] for piece in pieces]
     if sum(counts) == 1:
-        # Rounded before it is turned: torch transposes fast only within one type and two dimensions.
+        # Round before transposing: torch transposes fast only within one type and two dimensions.
         x_SL = canonical(pieces[0].direction()[0].to(gather)).contiguous()
         update = settings(x_SL[None]).to(back)
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)

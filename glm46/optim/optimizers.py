@@ -37,7 +37,7 @@ class OptimizerGroup:
         self._adamw.step()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -51,15 +51,15 @@ class OptimizerGroup:
         return momenta | self._adamw.state_tensors()
 
     def role_table(self) -> list[RoleRow]:
-        """What each rule got on this pipeline stage; ``roles.format_role_table`` prints it."""
+        """The role table of this pipeline stage; ``roles.format_role_table`` prints it."""
         return self._table
 
 
 def build_optimizers(named_parameters: Sequence[tuple[str, Tensor]], config: Optimizer) -> OptimizerGroup:
-    """The optimizers that [optimizer] asks for. A collective of the ranks that share parameters.
+    """The optimizers that [optimizer] asks for. Collective over the ranks that share parameters.
 
     Raises:
-        UserError: parameters that fit no rule or several.
+        UserError: parameters without a row in the table of parameters.
     """
     roles = assign_roles([name for name, _ in named_parameters], config)
     return OptimizerGroup(named_parameters, roles, config)
@@ -79,14 +79,12 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         nesterov=config.nesterov,
         ns_steps=config.ns_steps,
         ns_coefficients=config.ns_coefficients,
-        # Far below any gradient that is not zero: starved experts keep the full size of their updates.
+        # Far below the norm of any gradient that is not zero: experts with few tokens still get updates of full size.
         eps=1e-12,
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
         ns_backend=config.ns_backend,
         mesh_invariant=config.mesh_invariant,
-        idle_expert=config.idle_expert,
-        replicate_mode=config.replicate_mode,
         state_offload=None if config.state_offload == "none" else config.state_offload,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )

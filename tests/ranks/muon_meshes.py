@@ -76,15 +76,10 @@ def cases(world: int) -> list[Case]:
     ]
 
 
-def has_replicas(case: Case) -> bool:
-    """Whether several ranks hold the same matrices: such a case is also run with ``replicate_mode="redundant"``."""
-    return "hsdp" in case.name or "replicated" in case.name
-
-
 def case_names(world: int) -> list[str]:
     """Names of all rows that `run_case` gives for a world size."""
     chosen = cases(world)
-    return [case.name for case in chosen] + [f"{case.name}, redundant" for case in chosen if has_replicas(case)]
+    return [case.name for case in chosen]
 
 
 def cut(full: Tensor, case: Case, mesh: DeviceMesh) -> Tensor:
@@ -107,16 +102,6 @@ def random_tensors(case: Case, dtype: torch.dtype, number: int) -> list[Tensor]:
     """The same tensors on every rank; small, so that the rounding of weights does not hide that of updates."""
     generator = torch.Generator().manual_seed(number)
     return [0.02 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in case.shapes]
-
-
-def gradients_of(case: Case, dtype: torch.dtype, step: int, has_idle: bool = False) -> list[Tensor]:
-    """The gradients of a step; in the second one some matrices have none if ``has_idle``, first and last of a batch."""
-    gradients = random_tensors(case, dtype, step)
-    if has_idle and step == 2:
-        for gradient in gradients[::2]:
-            matrices = gradient if gradient.ndim > 2 else gradient[None]
-            matrices[0], matrices[-1] = 0.0, 0.0
-    return gradients
 
 
 @contextmanager
@@ -156,9 +141,7 @@ def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -
     group = {"params": parameters, "row_blocks": case.row_blocks}
     optimizer = Muon([group], **(dict(lr=0.02, ns_dtype=dtype, eps=1e-12) | options))
     for step in range(1, steps + 1):
-        for parameter, gradient in zip(
-            parameters, gradients_of(case, dtype, step, "idle_expert" in options), strict=True
-        ):
+        for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
             parameter.grad = gradient
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
@@ -194,11 +177,8 @@ def torch_muon_fp64(case: Case) -> list[Tensor]:
     return whole
 
 
-def set_gradients(
-    parameters: list[nn.Parameter], case: Case, mesh: DeviceMesh, step: int, has_idle: bool = False
-) -> None:
-    gradients = gradients_of(case, parameters[0].dtype, step, has_idle)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+def set_gradients(parameters: list[nn.Parameter], case: Case, mesh: DeviceMesh, step: int) -> None:
+    for parameter, gradient in zip(parameters, random_tensors(case, parameters[0].dtype, step), strict=True):
         parameter.grad = distribute(gradient, case, mesh)
 
 
@@ -251,7 +231,7 @@ def run_mixed(chosen: list[Case], meshes: dict, **extra) -> dict:
     optimizer = Muon(groups, bucket_bytes=70_000, workspace_bytes=200_000, **options)
     for step in range(1, STEPS + 1):
         for case, mesh, parameters in everything:
-            set_gradients(parameters, case, mesh, step, "idle_expert" in extra)
+            set_gradients(parameters, case, mesh, step)
         optimizer.step()
     errors = [worst_error(p, one_process(c, torch.float32, **extra), c, m) for c, m, p in everything]
     weights = torch.cat([p.to_local().double().flatten() for *_, parameters in everything for p in parameters])
@@ -390,14 +370,8 @@ def main() -> None:
         row = run_case(case, mesh, torch.float32, expected)
         row["oracle_error"] = run_case(case, mesh, torch.float64, torch_muon_fp64(case))["error"]
         results.append(row)
-        if has_replicas(case):
-            redundant = run_case(
-                case, mesh, torch.float32, one_process(case, torch.float32), replicate_mode="redundant"
-            )
-            results.append(redundant | {"case": f"{case.name}, redundant", "oracle_error": 0.0, "traffic": None})
     same_bits = {"mesh_invariant": True}
-    half, idle = same_bits | {"ns_dtype": torch.bfloat16}, same_bits | {"idle_expert": "skip"}
-    for extra in ({}, {"state_offload": "cpu"}, half, idle):
+    for extra in ({}, {"state_offload": "cpu"}, same_bits, same_bits | {"ns_dtype": torch.bfloat16}):
         results.append(run_mixed(chosen, meshes, **extra))
     results += [run_stages(world)]
     if world == 4:

@@ -15,7 +15,6 @@ IDLE = {
     "optimizer.adamw_lr = 1e-3": ("optimizer.name", 'optimizer.name = "AdamW"'),
     'optimizer.implementation = "foreach"': ("optimizer.state_dtype", 'optimizer.state_dtype = "8bit"'),
     'optimizer.implementation = "fused"': ("training.dtype", 'training.dtype = "bfloat16"'),
-    'optimizer.replicate_mode = "redundant"': ("parallelism.data_parallel_replicate_degree above 1", ""),
     "moe.bias_ema_decay = 0.9": ("moe.balance", ""),
     "moe.bias_clamp = 2.0": ("moe.balance", 'moe.balance = "none"'),
     "moe.bias_update_rate = 0.1": ('"sign" or "proportional"', 'moe.balance = "none"'),

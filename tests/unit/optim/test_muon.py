@@ -191,34 +191,8 @@ def test_t6_iteration_changes_neither_gradient_nor_momentum(dtype, nesterov):
 
 def test_scales_of_the_update():
     # Rows over columns are 4: two, and one for a matrix that is wider than tall.
-    assert update_scale("original", 0.2, 64, 16) == update_scale("spectral", 0.2, 64, 16) == 2.0
-    assert update_scale("original", 0.2, 16, 64) == update_scale(None, 0.2, 16, 64) == 1.0
-    assert update_scale("spectral", 0.2, 16, 64) == 0.5
-    assert update_scale("match_rms_adamw", 0.2, 16, 64) == update_scale("match_rms_adamw", 0.2, 64, 16) == 0.2 * 8
-
-
-@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, "8bit"])
-def test_idle_experts_decay_or_stay_bit_for_bit(state_dtype):
-    results = {}
-    for idle_expert in ("decay", "skip"):
-        parameters, gradients = parameters_with_gradients([(4, 32, 64)])
-        gradients[1][0][[0, 2]] = 0.0
-        optimizer = Muon(parameters, lr=0.02, idle_expert=idle_expert, state_dtype=state_dtype, ns_dtype=torch.float32)
-        run_steps(optimizer, parameters, gradients[:1])
-        states = list(optimizer.state[parameters[0]].values())
-        before = [tensor.detach().clone() for tensor in (*parameters, *states)]
-        run_steps(optimizer, parameters, gradients[1:2])
-        results[idle_expert] = before, [tensor.detach() for tensor in (*parameters, *states)]
-    before, skipped = results["skip"]
-    decayed = results["decay"][1]
-    for old, new, other in zip(before, skipped, decayed, strict=True):
-        assert torch.equal(new[[0, 2]], old[[0, 2]])
-        # The busy ones are updated as ever.
-        assert torch.equal(new[[1, 3]], other[[1, 3]])
-    # An update at full size from a momentum that only decays: what "skip" is for.
-    start = results["decay"][0][0]
-    moved = (decayed[0] - start).norm(dim=(1, 2))
-    assert moved[0].item() == pytest.approx(moved[1].item(), rel=0.2)
+    assert (update_scale("original", 64, 16), update_scale("original", 16, 64)) == (2.0, 1.0)
+    assert update_scale("match_rms_adamw", 16, 64) == update_scale("match_rms_adamw", 64, 16) == 0.2 * 8
 
 
 def test_mesh_invariant_gives_a_matrix_the_same_bits_in_any_company():
@@ -243,26 +217,12 @@ def test_parameter_without_gradient_is_left_alone(state_offload):
     assert optimizer.state[parameters[1]]["momentum_buffer"].count_nonzero() == 0
 
 
-def test_learning_rate_may_be_a_tensor_and_change():
-    first, gradients = parameters_with_gradients([(8, 12)])
-    second = copy.deepcopy(first)
-    run_steps(Muon(first, lr=0.03, ns_dtype=torch.float32), first, gradients)
-    run_steps(Muon(second, lr=torch.tensor(0.03), ns_dtype=torch.float32), second, gradients)
-    assert relative_error(first[0].detach(), second[0].detach()) <= FP32
-
-
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_state_dict_loads_into_the_live_buffers_in_their_type(state_dtype):
-    source, gradients = parameters_with_gradients([(8, 12), (2, 6, 4)])
-    optimizer = Muon(source, ns_dtype=torch.float32)
-    run_steps(optimizer, source, gradients)
-    target = copy.deepcopy(source)
-    loaded = Muon(target, ns_dtype=torch.float32, state_dtype=state_dtype)
-    live = [loaded.state[p]["momentum_buffer"] for p in target]
-    loaded.load_state_dict(optimizer.state_dict())
-    for p, q, buffer in zip(source, target, live, strict=True):
-        assert loaded.state[q]["momentum_buffer"] is buffer
-        assert torch.equal(buffer, optimizer.state[p]["momentum_buffer"].to(state_dtype))
+def test_what_would_leave_the_plan_or_the_live_states_is_refused():
+    optimizer = Muon([torch.nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(NotImplementedError, match="construction"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4, 4))]})
+    with pytest.raises(NotImplementedError, match="optimizer.state"):
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_no_parameters_is_legal():
@@ -286,8 +246,6 @@ def test_no_parameters_is_legal():
         (dict(adjust_lr="rms"), "adjust_lr"),
         (dict(momentum=1.0), "momentum"),
         (dict(ns_backend="fast"), "ns_backend"),
-        (dict(replicate_mode="all"), "replicate_mode"),
-        (dict(idle_expert="sleep"), "idle_expert"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(options, message):

@@ -53,7 +53,7 @@ def stage_requests():
         }
         for name, tensor in tensors.items():
             blocks = (narrow, narrow) if name == "gate_up" else (tensor.shape[-2],)
-            requests.append(Request(f"{layer}.{name}", tensor_layout(tensor), blocks, WIRE, SETTINGS, True))
+            requests.append(Request(f"{layer}.{name}", tensor_layout(tensor), blocks, WIRE, SETTINGS))
     return requests
 
 
