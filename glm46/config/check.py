@@ -1,7 +1,7 @@
 """Rules across sections, one small function each: the tuples of rules are the list of them.
 
-A rule yields the faults it finds and reads nothing but the configuration. Rules about one key alone sit in its field,
-those about the shape in `rules_model`, those about the mesh in `rules_layout`, and so on.
+A rule yields the faults that it finds and reads only the config. Rules about one key are in its field, rules about the
+shape in `rules_model`, rules about the mesh in `rules_layout`, and so on.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from glm46.config.run_config import RunConfig
 
 
 def check_config(config: RunConfig, *, world_size: int | None) -> list[str]:
-    """Messages of every broken rule; an empty list is a sound run.
+    """The messages of all broken rules; empty if the config is valid.
 
     Args:
-        world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
+        world_size: processes of the run; None when they are not known yet: rules about them are skipped.
     """
     return [fault.message for fault in find_faults(config, world_size)]
 
 
 def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
-    """As `check_config`, with the keys that each fault is about."""
+    """Like `check_config`, with the keys of each fault."""
     faults = [fault for rule in SECTION_RULES for fault in rule(config)]
     if config.model.flavor not in PRESETS:
         return faults
@@ -38,7 +38,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
 
 
 def flavor_is_a_preset(config: RunConfig) -> Faults:
-    """A preset that does not exist has no shape; the message lists those that do."""
+    """The flavor is an existing preset; the message lists them."""
     flavor = config.model.flavor
     if flavor not in PRESETS:
         near = nearest(flavor, PRESETS, 0.6)
@@ -49,17 +49,17 @@ def flavor_is_a_preset(config: RunConfig) -> Faults:
 
 
 def budget_is_given_once(config: RunConfig) -> Faults:
-    """Tokens or steps: two budgets would contradict each other, none would never end."""
+    """Exactly one of tokens and steps is given: without one, training would never end."""
     keys = ("training.tokens", "training.steps")
     tokens, steps = config.training.tokens, config.training.steps
     if tokens is None and steps is None:
-        yield Fault(keys, "training.tokens, training.steps: both absent; state how long to train, in one of them")
+        yield Fault(keys, "training.tokens, training.steps: both absent; set one of them")
     if tokens is not None and steps is not None:
-        yield Fault(keys, f"training.tokens = {tokens}, training.steps = {steps}: both given; state one of them")
+        yield Fault(keys, f"training.tokens = {tokens}, training.steps = {steps}: both given; remove one of them")
 
 
 def schedules_keep_their_range(config: RunConfig) -> Faults:
-    """Every point of a schedule lies where its key has a meaning."""
+    """Every value of a schedule is in the range of its key."""
     for key, schedule, lowest, inclusive in (
         ("moe.bias_update_rate", config.moe.bias_update_rate, 0, True),
         ("moe.router_temperature", config.moe.router_temperature, 0, False),
@@ -96,7 +96,7 @@ def warmup_ends_before_decay(config: RunConfig) -> Faults:
 
 
 def run_fits_into_its_schedule(config: RunConfig) -> Faults:
-    """A run that outlives its schedule would train at the lowest rate, most likely by a slip in the tokens."""
+    """The run ends before its schedule: after it, training would continue at the lowest rate."""
     scheduler = config.lr_scheduler
     if scheduler.total_tokens is None:
         return
@@ -110,8 +110,8 @@ def run_fits_into_its_schedule(config: RunConfig) -> Faults:
 
 
 def _curriculum_tokens(config: RunConfig) -> int | None:
-    """Where the schedule ends. None under a budget in steps: that is how a person tries a run out, and a trial may end
-    inside its warm-up."""
+    """The token count at which the schedule ends. None under a budget in steps: a short trial may end inside its
+    warm-up."""
     if config.lr_scheduler.total_tokens is not None:
         return config.lr_scheduler.total_tokens
     if config.training.tokens is not None:
@@ -119,24 +119,24 @@ def _curriculum_tokens(config: RunConfig) -> int | None:
     return None
 
 
-def hugging_face_folder_can_say_it(config: RunConfig) -> Faults:
-    """What is written for Hugging Face's readers computes the same there."""
+def hugging_face_knows_the_model(config: RunConfig) -> Faults:
+    """Hugging Face's model class can compute what this config trains."""
     checkpoint = config.checkpoint
     if checkpoint.last_save_in_hf and config.model.sliding_window is not None:
         yield Fault(
             ("checkpoint.last_save_in_hf", "model.sliding_window"),
             f"checkpoint.last_save_in_hf = true: Hugging Face's GLM has no model.sliding_window = "
-            f"{config.model.sliding_window}, so its readers would attend to everything; set one of them only",
+            f"{config.model.sliding_window}, so its readers would attend to all tokens; set only one of the two",
         )
 
 
 def checkpoint_folder_is_inside(config: RunConfig) -> Faults:
-    """Retention deletes step folders, so they lie where only this run writes."""
+    """The checkpoint folder is inside the dump folder, because retention deletes step folders in it."""
     folder = config.checkpoint.folder
     if not folder or folder.startswith(("/", "~")) or ".." in folder.replace("\\", "/").split("/"):
         yield Fault(
             ("checkpoint.folder",),
-            f"checkpoint.folder = {show(folder)}: must be a relative path inside job.dump_folder; move dump_folder",
+            f"checkpoint.folder = {show(folder)}: must be a relative path inside job.dump_folder; change that instead",
         )
 
 
@@ -147,7 +147,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,
-    hugging_face_folder_can_say_it,
+    hugging_face_knows_the_model,
     checkpoint_folder_is_inside,
     stated_keys_have_an_effect,
 )

@@ -1,4 +1,4 @@
-"""The sections [checkpoint] and [metrics]: what a run leaves behind."""
+"""The sections [checkpoint] and [metrics]."""
 
 from typing import Annotated, Literal
 
@@ -8,10 +8,10 @@ from glm46.config.section import LocalPath, Needs, Section
 
 
 class Checkpoint(Section):
-    """[checkpoint]: what is saved, how often, and what a run starts from."""
+    """[checkpoint]: what to save and how often, and the checkpoint that a run starts from."""
 
     enable: bool = True
-    """Save checkpoints, and resume from the newest one in ``folder``."""
+    """Save checkpoints and resume from the newest one in ``folder``."""
 
     folder: Annotated[str, Needs("enable")] = "checkpoint"
     """Folder under job.dump_folder; step N is in ``step-00000N``."""
@@ -20,42 +20,42 @@ class Checkpoint(Section):
     """Steps between two checkpoints. The last step is always saved."""
 
     keep_latest_k: Annotated[int, Needs("enable")] = Field(10, ge=0)
-    """How many of the newest checkpoints are kept; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
 
     keep_every: Annotated[int, Needs("enable"), Needs("keep_latest_k")] = Field(0, ge=0)
-    """Checkpoints of steps that are multiples of this are kept for good; 0 keeps none of them."""
+    """Keep the checkpoints of all steps that are multiples of this; 0 switches it off."""
 
     keep_best_k: Annotated[int, Needs("enable"), Needs("keep_latest_k"), Needs("validation.enable")] = Field(0, ge=0)
-    """How many checkpoints with the lowest validation loss are kept besides the newest."""
+    """Number of checkpoints with the lowest validation loss to keep besides the newest."""
 
     async_mode: Annotated[Literal["async", "disabled"], Needs("enable")] = "async"
-    """async copies the state to host memory, through pinned memory on a GPU, and writes it while training goes on; the
-    last save is always waited for. disabled waits for every save."""
+    """async copies the state to host memory, through pinned memory on a GPU, and writes it in the background; the last
+    save is always waited for. disabled waits for every save."""
 
     node_local_folder: Annotated[LocalPath | None, Needs("enable")] = None
-    """Folder on a disk of each node that saves go to first; they are gathered in ``folder`` behind training. A local
-    disk that is full or lost costs checkpoints only. Absent: saves go to ``folder`` directly."""
+    """Folder on a local disk of each node to save to first; a background thread gathers the saves in ``folder``. If a
+    local disk is full or lost, only checkpoints are lost. Absent: save to ``folder`` directly."""
 
     load_step: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""
 
     initial_load_path: LocalPath | None = None
-    """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last of the phase
-    before."""
+    """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
+    previous phase."""
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
-    """Take only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
+    """Load only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
 
     initial_load_include: Annotated[
         tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
     ] = ()
-    """Take only what these patterns match (``model.layers.*``), of the names that ``checkpoint show`` lists. A state of
-    the optimizer goes with its weight. Absent: everything."""
+    """Load only names that match these patterns (``model.layers.*``); ``checkpoint show`` lists the names. The
+    optimizer state of a weight is loaded with it. Absent: everything."""
 
     initial_load_exclude: Annotated[
         tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
     ] = ()
-    """Leave out what these patterns match (``model.mtp.*``): here it keeps its initial value, there it stays unread."""
+    """Do not load names that match these patterns (``model.mtp.*``); they keep their initial values."""
 
     initial_load_in_hf: Annotated[bool, Needs("initial_load_path")] = False
     """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read straight into
@@ -67,10 +67,10 @@ class Checkpoint(Section):
 
 
 class Metrics(Section):
-    """[metrics]: how often figures are written, and where besides console and metrics.jsonl."""
+    """[metrics]: how often metrics are logged, and where besides console and metrics.jsonl."""
 
     log_freq: int = Field(10, ge=1)
-    """Steps between two rows of metrics. Each one costs a synchronisation with the device."""
+    """Steps between two rows of metrics. Each row costs one synchronisation with the device."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard event files under job.dump_folder/tb."""

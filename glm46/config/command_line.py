@@ -1,4 +1,4 @@
-"""Commands for a person to type: as exact as the one that started this process, and changed where they have to be."""
+"""Commands that messages show: the command that started this process, with changed values."""
 
 import shlex
 import shutil
@@ -12,14 +12,14 @@ import glm46
 from glm46.config.overrides import ALTERNATIVES
 
 ROOT = Path(glm46.__path__[0]).parent
-"""The checkout that this package is in; if the package is installed, the folder of packages."""
+"""The checkout that contains this package; if the package is installed, the folder of packages."""
 
 SCRIPT_VARIABLE = "GLM46_START"
-"""Variable in which run_train.sh says how it was called."""
+"""Environment variable in which run_train.sh passes its own command line."""
 
 
 def module_command() -> str:
-    """``python -m glm46`` with the interpreter and the path that it takes from the current folder."""
+    """``python -m glm46``, with the interpreter and the path that it needs in the current folder."""
     interpreter = Path(sys.executable)
     found = shutil.which("python")
     is_on_path = found is not None and Path(found).parent == interpreter.parent
@@ -28,22 +28,22 @@ def module_command() -> str:
 
 
 def short(path: Path) -> str:
-    """A path as a person writes it: relative where it lies in the current folder."""
+    """A path, relative if it is in the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run was started."""
+    """The command that started a run."""
 
     config: Path
     overrides: tuple[str, ...]
     verb: str = "launch"
     options: tuple[str, ...] = ()
-    """Of the verb, such as ``--max-restarts 3``."""
+    """Options of the verb, such as ``--max-restarts 3``."""
     processes: int | None = None
     script: str | None = None
-    """``CONFIG_FILE=... NGPU=... ./run_train.sh`` where that called the launcher, see `SCRIPT_VARIABLE`."""
+    """``CONFIG_FILE=... NGPU=... ./run_train.sh`` if the script called the launcher, see `SCRIPT_VARIABLE`."""
 
     def command(self, values: Mapping[str, str]) -> str:
         """The command that starts the run with other values of some keys."""
@@ -55,12 +55,12 @@ class Start:
         return f"{self.script} {shlex.join([*processes, *self.options, *overrides])}"
 
     def plan_command(self, nodes: int) -> str:
-        """The command that plans the run on so many nodes."""
+        """The command that plans the run on this many nodes."""
         options = [] if self.processes is None else ["--nproc", str(nodes * self.processes)]
         return self._module("plan", options, self.overrides)
 
     def small_command(self) -> str:
-        """The command that trains something small."""
+        """The command that trains the debug config."""
         if self.script is not None:
             return f"CONFIG_FILE=train_configs/debug.toml {shlex.split(self.script)[-1]}"
         file, init = ROOT / "train_configs" / "debug.toml", ""
@@ -73,7 +73,7 @@ class Start:
 
 
 def replace_overrides(overrides: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The tokens of a command line with other values; a budget also replaces one in the other unit."""
+    """The tokens of a command line with other values; a budget also replaces the budget in the other unit."""
     stale = {*values, *(ALTERNATIVES[key] for key in values if key in ALTERNATIVES)}
     kept, remaining = [], list(overrides)
     while remaining:

@@ -21,7 +21,7 @@ class Source(Section):
     """Share of the training tokens, relative to the other sources. Exact in tokens, not in documents."""
 
     max_epochs: float | None = Field(None, gt=0.0)
-    """Most passes over the source that this run may make; more is refused before the start. Absent: no limit."""
+    """Largest number of passes over the source; a run that needs more is refused before the start. Absent: no limit."""
 
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """concatenate: documents end to end, cut every seq_len tokens, as GLM pre-trains. best_fit: rows of whole documents
@@ -31,37 +31,37 @@ class Source(Section):
     """How to make the shards when ``path`` does not exist. Absent: the shards must exist."""
 
 
-class Stage(Section):
-    """[[data.stages]]: a sequence length and a mixture from some token on."""
+class DataStage(Section):
+    """[[data.stages]]: the sequence length and the mixture from a token count on."""
 
     start_tokens: int = Field(ge=0)
-    """Where the stage begins, on the clock of every schedule: tokens since the start of the curriculum. It takes effect
-    at the first sample behind."""
+    """Start of the stage, in tokens since the start of the curriculum. It takes effect at the next sample."""
 
     seq_len: int | None = Field(None, ge=2)
-    """Tokens per sequence, at most training.seq_len, which memory is planned for and validation uses. Absent: that."""
+    """Tokens per sequence, at most training.seq_len, which memory is planned for and validation uses. Absent:
+    training.seq_len."""
 
     weights: tuple[float, ...] | None = None
-    """Share of each source in the order of data.sources; 0 leaves a source out. Absent: their own weights."""
+    """Share of each source in the order of data.sources; 0 skips a source. Absent: the weights of the sources."""
 
     documents: tuple[float, float] = (0.0, 1.0)
-    """Part of each source's documents that is read, as a range of shares: documents fall into it by a hash. Stages of
-    other sequence lengths that read the same source need ranges apart from each other."""
+    """Part of each source's documents to read, as a range of shares; a hash places each document in [0, 1). Stages with
+    different sequence lengths that read the same source need ranges that do not overlap."""
 
 
 class Data(Section):
     """[data]: the stream of tokens, as a pure function of the global sample number."""
 
     sources: tuple[Source, ...] = ()
-    """The mixture. At least one source is needed to train."""
+    """The mixture. Training needs at least one source."""
 
-    stages: tuple[Stage, ...] = ()
-    """Other mixtures and sequence lengths by token boundary. Absent: one stage, with training.seq_len and the weights
-    of the sources."""
+    stages: tuple[DataStage, ...] = ()
+    """Mixtures and sequence lengths by token count. Absent: one stage with training.seq_len and the weights of the
+    sources."""
 
     plan_folder: Annotated[LocalPath | None, Needs("sources[].packing", "best_fit")] = None
-    """Folder in which plans of best-fit packing are kept. Absent: the folder of each source; if that cannot be written,
-    every process plans for itself."""
+    """Folder of the plans of best-fit packing. Absent: the folder of each source; if it is read-only, every process
+    makes its own plan."""
 
     document_mask: bool = False
     """Attend only within a document and restart positions at its first token. Labels never cross documents
@@ -72,4 +72,4 @@ class Data(Section):
     maps."""
 
     prefetch_factor: Annotated[int, Needs("num_workers")] = Field(2, ge=1)
-    """Micro-batches each worker keeps ready."""
+    """Micro-batches that each worker reads ahead."""

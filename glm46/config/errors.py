@@ -1,13 +1,13 @@
-"""The one exception for what a user can mend."""
+"""UserError: mistakes that the user can fix."""
 
 
 class UserError(Exception):
-    """Mistakes of the user, all that are known at once; the command line prints them without a traceback, exit code 2.
+    """One or more mistakes of the user. The command line prints them without a traceback and exits with code 2.
 
     Each fault is one message that names the key or file, the value, the rule and the remedy.
 
     Attributes:
-        exit_code: that the command line ends with.
+        exit_code: exit code of the command line.
     """
 
     exit_code = 2

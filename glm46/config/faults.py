@@ -1,4 +1,4 @@
-"""One fault of a configuration, and how values of TOML are shown in its message."""
+"""Faults of a config, and the format of TOML values in their messages."""
 
 import difflib
 import json
@@ -12,7 +12,7 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with some keys, without saying where they were written: the loader knows that."""
+    """One broken rule and its keys. The loader adds the file or "command line"."""
 
     keys: tuple[str, ...]
     """Dotted keys that the message is about; a section's name stands for all of its keys. Empty: the command line."""
@@ -21,15 +21,15 @@ class Fault:
     """``key = value: rule; remedy``, one line."""
 
     doubtful: tuple[str, ...] = ()
-    """More keys whose value is in doubt by it: an unknown key may have been meant as any other of its section."""
+    """More keys whose value is uncertain: an unknown key may be a misspelling of any other key of its section."""
 
 
 Faults = Iterator[Fault]
-"""What a rule yields."""
+"""The faults that a rule yields."""
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """The name that a word was probably meant to be, whatever its case; None if none is near."""
+    """The name most similar to a word, ignoring case; None if no name is similar."""
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None

@@ -1,7 +1,7 @@
-"""TOML file and command line to a checked `Run`, and back to text.
+"""Load a checked `RunConfig` from a TOML file and the command line, and write it back as TOML.
 
-The table of the file, with the overrides put into it, is validated once, so an override is checked like a line of the
-file. Every fault is found before one is reported, each with where it was written.
+Overrides are put into the table of the file before validation, so they are checked like lines of the file. All faults
+are reported at once, each with its origin.
 """
 
 import copy
@@ -22,11 +22,11 @@ from glm46.config.validation import validate_table
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Read a run from its TOML file.
+    """Load a config from its TOML file.
 
     Args:
         overrides: tokens of the command line, ``--section.key value`` or ``--section.key=value``; later ones win.
-        world_size: processes of the run; None when they are not known yet, which leaves out the rules about them.
+        world_size: processes of the run; None when they are not known yet: rules about them are skipped.
 
     Raises:
         UserError: with every fault of the file, the overrides and the rules across sections.
@@ -38,13 +38,13 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | 
     overridden = [override.key for override in parsed]
     config, invalid = validate_table(table)
     for idle in idle_keys(config):
-        # What the command line switches off, the file need not take out.
+        # The command line may switch off a feature whose keys the file sets.
         if _any_touches([idle.switch], overridden) and not _any_touches([dotted(idle.place)], overridden):
             _take_out(table, idle.place)
     config, invalid = validate_table(table)
     faults += invalid
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
-    # A rule that reads a key in doubt would judge a default that nobody wrote.
+    # A rule that reads an uncertain key would report a default that is not in the file.
     faults += [fault for fault in find_faults(config, world_size) if not _any_touches(fault.keys, in_doubt)]
     if faults:
         raise UserError(*(f"{_origin(fault, path, written, overridden)}: {fault.message}" for fault in faults))
@@ -52,8 +52,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | 
 
 
 def dump_config(config: RunConfig) -> str:
-    """The run as TOML, defaults included; it loads again to an equal run. Left out are absent keys, and those without
-    effect, because stating them is a fault."""
+    """The config as TOML, defaults included; it loads to an equal config. Absent keys, and keys without effect, which
+    are faults when set, are skipped."""
     table = config.model_dump(exclude_none=True)
     for idle in idle_keys(config):
         _take_out(table, idle.place)
@@ -61,7 +61,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _take_out(table: dict, place: Sequence[str | int]) -> None:
-    """Remove a key, if the table states it."""
+    """Remove a key if the table has it."""
     *path, last = place
     outer: Any = table
     for part in path:
@@ -102,7 +102,7 @@ def _any_touches(keys: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str]) -> str:
-    """Where the keys of a fault were stated; keys that are stated nowhere are the file's to state."""
+    """The origin of the keys of a fault: the file, the command line or both. Absent keys belong to the file."""
     origins = set() if fault.keys else {"command line"}
     for key in fault.keys:
         if any(_is_inside(key, override) for override in overridden):

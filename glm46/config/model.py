@@ -1,4 +1,4 @@
-"""The shape of a model, under the names of Hugging Face's ``config.json``, and the [model] table that picks one."""
+"""The shape of a model, with the names of Hugging Face's ``config.json``, and the section [model]."""
 
 from typing import Annotated, Literal
 
@@ -29,7 +29,7 @@ class RopeScaling(Section):
 
 
 class ModelShape(Section):
-    """Every number that decides the parameters and the arithmetic of a GLM-4.5/4.6 model."""
+    """All numbers that define the parameters and the arithmetic of a GLM-4.5/4.6 model."""
 
     vocab_size: int = Field(ge=1)
     """Rows of embedding and head, padding rows included."""
@@ -56,10 +56,10 @@ class ModelShape(Section):
     """Routed experts each token uses."""
 
     n_shared_experts: int = Field(ge=0)
-    """Experts that every token uses, held as one of this many times the width."""
+    """Experts that every token uses, stored as one expert of this many times the width."""
 
     n_group: int = Field(1, ge=1)
-    """Groups of experts; a token may use only ``topk_group`` of them. 1 is no limit."""
+    """Groups of experts; a token may use only ``topk_group`` of them. 1: no limit."""
 
     topk_group: int = Field(1, ge=1)
     """Groups a token may use."""
@@ -95,7 +95,7 @@ class ModelShape(Section):
     """Stretching of positions; absent for every published GLM."""
 
     sliding_window: int | None = Field(None, ge=1)
-    """Each token sees at most this many tokens, itself included. Absent: all before it."""
+    """Each token attends to at most this many tokens, itself included. Absent: to all previous tokens."""
 
     rms_norm_eps: float = Field(1e-5, gt=0.0)
     """Term under the root of every RMSNorm."""
@@ -104,14 +104,14 @@ class ModelShape(Section):
     """Standard deviation of the initial weights."""
 
     max_position_embeddings: int = Field(ge=1)
-    """Longest sequence the weights are meant for."""
+    """Longest sequence that the weights are meant for."""
 
     num_nextn_predict_layers: int = Field(1, ge=0, le=1024)
     """Multi-token prediction layers; each predicts one more token ahead."""
 
 
 class _ModelBase(Section):
-    """[model]: a preset, and any key of the shape to change in it."""
+    """[model]: a preset, and the keys of its shape to change."""
 
     flavor: str
     """Preset to start from; the list is in glm46/config/presets.py."""
@@ -121,7 +121,7 @@ class _ModelBase(Section):
     tokenizer.json."""
 
 
-# The table repeats every field of ModelShape with "absent" as its default, so that each shape key is documented once.
+# [model] has every field of ModelShape with the default "absent", so that each shape key is documented once.
 Model = create_model(
     "Model",
     __base__=_ModelBase,

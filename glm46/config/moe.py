@@ -1,4 +1,4 @@
-"""The sections [moe] and [mtp]: what is added to the loss of a mixture of experts, and how it is kept balanced."""
+"""The sections [moe] and [mtp]: expert balancing and additional losses."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from glm46.config.section import Needs, Schedule, Section
 
 
 class MoE(Section):
-    """[moe]: how tokens are kept spread over the experts while training."""
+    """[moe]: how training balances tokens over the experts."""
 
     balance: Literal["sign", "proportional", "none"] = "sign"
     """Rule for the selection bias after each optimizer step. sign: loss-free balancing (arXiv 2408.15664), as GLM-4.5.
@@ -33,8 +33,8 @@ class MoE(Section):
     """Divisor of the router logits while training; a schedule warms it up. 1 is off."""
 
     capacity_factor: float | None = Field(None, gt=0.0)
-    """Most tokens an expert takes from one micro-batch, relative to an even share; tokens beyond it lose that expert
-    and are counted as overflow. Absent: no token is dropped, as GLM trains."""
+    """Largest number of tokens that an expert takes from one micro-batch, relative to an even share; tokens above it
+    skip that expert and are counted as overflow. Absent: no token is dropped, as GLM trains."""
 
 
 class MTP(Section):

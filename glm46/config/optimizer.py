@@ -54,7 +54,7 @@ class Optimizer(Section):
     """Muon: precision of the Newton-Schulz products."""
 
     ns_backend: Annotated[Literal["eager", "compile"], _MUON] = "eager"
-    """Muon: how the iteration runs. eager: plain products. compile: with normalisation, through torch.compile."""
+    """Muon: eager runs the iteration as plain products, compile through torch.compile with the normalisation."""
 
     mesh_invariant: Annotated[bool, _MUON] = False
     """Muon: one matrix per product, so that every layout gives the same bits for the same gradients in half precision
@@ -65,37 +65,39 @@ class Optimizer(Section):
     2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
 
     router: Annotated[Literal["muon", "adamw"], _MUON] = "muon"
-    """Rule of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""
+    """Optimizer of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""
 
     lm_head: Annotated[Literal["adamw", "muon"], _MUON] = "adamw"
-    """Rule of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use AdamW."""
+    """Optimizer of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use
+    AdamW."""
 
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Type of the optimizer states. 8bit: torchao's levels, with a scale per block."""
 
     state_offload: Literal["none", "cpu"] = "none"
-    """cpu: optimizer states live in host memory (pinned beside a GPU) and are copied to the device and back while other
-    weights are updated. The same bits, and the same checkpoints, as without."""
+    """cpu: optimizer states stay in host memory (pinned beside a GPU) and are copied to the device and back while other
+    weights are updated. Results and checkpoints are the same bits."""
 
 
 class LRScheduler(Section):
     """[lr_scheduler]: the learning rate as a pure function of the tokens seen since the start of the curriculum."""
 
     warmup_tokens: int = Field(0, ge=0)
-    """Tokens over which the rate rises linearly to its peak. A step counts its own, so the first one has its share."""
+    """Tokens over which the rate rises linearly to its peak. A step counts its own tokens, so the first
+    rate is not zero."""
 
     total_tokens: int | None = Field(None, ge=1)
     """Tokens of the whole curriculum, over all phases, at which the decay ends. Absent: the end of this run."""
 
     start_tokens: int = Field(0, ge=0)
-    """Tokens seen in earlier phases, so that the schedule continues over phases without reset."""
+    """Tokens of earlier phases, so that the schedule continues over phases."""
 
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay from the peak to min_lr_factor."""
 
     decay_ratio: float | None = Field(None, gt=0.0, le=1.0)
-    """Part of total_tokens, at its end, over which the rate decays; constant before that. Absent: decay right after the
-    warm-up."""
+    """Part of total_tokens, at its end, over which the rate decays; before that it is constant. Absent: the decay
+    starts after the warm-up."""
 
     min_lr_factor: float = Field(0.1, ge=0.0, le=1.0)
     """Rate at the end of the decay, relative to the peak."""

@@ -1,7 +1,7 @@
-"""Command line to keys: ``--section.key value`` or ``--section.key=value``, put over what the file says.
+"""Overrides of the command line: ``--section.key value`` or ``--section.key=value`` replaces a key of the file.
 
-The value is read as a TOML literal; what is none is a string, so that ``--optimizer.name AdamW`` needs no quotes.
-``--section.key=`` with nothing after it takes the key out of the file, so that its default holds.
+The value is read as a TOML literal. Anything else is a string, so that ``--optimizer.name AdamW`` needs no quotes.
+``--section.key=`` without a value removes the key from the file, so that its default holds.
 """
 
 import re
@@ -17,8 +17,8 @@ from glm46.config.faults import Fault, show
 _ABSENT = object()
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\[\d+\])?(\.[A-Za-z0-9_-]+(\[\d+\])?)*")
 
-# A budget on the command line replaces the file's, in whichever unit the file gives it: any run can be cut short with
-# one flag. The pair stays a fault when both are stated in one place.
+# A budget on the command line replaces the budget of the file in either unit, so that one flag can shorten any run.
+# Both units in one place are still a fault.
 ALTERNATIVES = {"training.steps": "training.tokens", "training.tokens": "training.steps"}
 
 
@@ -31,7 +31,7 @@ class Override:
 
 
 def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]:
-    """Split argv tokens into overrides; a token that is none becomes a fault."""
+    """Split argv tokens into overrides; tokens that are not overrides become faults."""
     overrides, faults = [], []
     remaining = list(tokens)
     while remaining:
@@ -49,7 +49,7 @@ def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]
 
 
 def apply_overrides(table: dict, overrides: Sequence[Override]) -> list[Fault]:
-    """Put overrides into the table, in order, in place; missing tables are made."""
+    """Put overrides into the table, in order, in place; missing tables are created."""
     faults = []
     stated = {override.key for override in overrides if override.value is not _ABSENT}
     for override in overrides:
@@ -77,7 +77,7 @@ def _literal(text: str) -> Any:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
         return text
-    # More than one key: the text held a line break. No key takes a date, so what looks like one is a name.
+    # More than one key: the text has a line break. No key takes a date, so a date is read as a string.
     if set(parsed) != {"value"} or isinstance(parsed["value"], (date, time)):
         return text
     return parsed["value"]
@@ -87,7 +87,7 @@ def _apply(table: dict, override: Override) -> Fault | None:
     *path, last = key_parts(override.key)
     place: Any = table
     for depth, part in enumerate(path):
-        # Missing tables are made, missing entries of an array are not: nobody could tell what the others hold.
+        # Create missing tables, but not missing entries of an array: the other entries would be unknown.
         if isinstance(place, dict) and isinstance(part, str) and isinstance([*path, last][depth + 1], str):
             place.setdefault(part, {})
         if not _holds(place, part):
@@ -119,7 +119,7 @@ def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
     if isinstance(place, list):
         rule = f"{name} has {len(place)} entries, counted from 0"
     elif isinstance(place, dict):
-        rule = f"{name} is no array in the file"
+        rule = f"{name} is not an array in the file"
     else:
-        rule = f"{name} = {show(place)} holds no keys"
-    return Fault((), f"{key}: {rule}; state the whole value of {name} instead", doubtful=(key,))
+        rule = f"{name} = {show(place)} is not a table"
+    return Fault((), f"{key}: {rule}; set the whole value of {name} instead", doubtful=(key,))

@@ -1,4 +1,4 @@
-"""The sections that say how a run is spread over processes and kept small and fast on each."""
+"""The sections [parallelism], [comm], [compile] and [activation_checkpoint]."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -8,16 +8,16 @@ from glm46.config.section import CountOrAll, Needs, Section
 
 
 class PipelineSchedule(NamedTuple):
-    """What the rules and the planner must know of a schedule of torch.distributed.pipelining."""
+    """Properties of a schedule of torch.distributed.pipelining that rules and planner need."""
 
     stages_per_rank: int
-    """Stages of each rank, if not stated."""
+    """Default number of stages per rank."""
     has_one_stage: bool = False
-    """Whether a rank cannot have several."""
+    """True if a rank has exactly one stage."""
     is_v_shaped: bool = False
-    """Rank r holds stages r and last - r, so always two of them; else every n-th stage."""
+    """True if rank r holds the two stages r and last - r; else it holds every n-th stage."""
     splits_backward: bool = False
-    """Gradients of inputs and of weights are computed apart, to fill the bubble with the latter."""
+    """True if gradients of inputs and of weights are computed separately, to fill the bubble with the latter."""
 
 
 PIPELINE_SCHEDULES = {
@@ -34,10 +34,10 @@ class Parallelism(Section):
     """[parallelism]: the mesh. Degrees multiply to the number of processes; experts borrow their axis."""
 
     data_parallel_replicate_degree: int = Field(1, ge=1)
-    """Copies of the sharded model (HSDP)."""
+    """Replicas of the sharded model (HSDP)."""
 
     data_parallel_shard_degree: CountOrAll = -1
-    """Ranks over which parameters, gradients and optimizer states are sharded (FSDP2). -1: all that are left."""
+    """Ranks over which parameters, gradients and optimizer states are sharded (FSDP2). -1: all remaining ranks."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights after forward (always), keep them for backward (never), or always except under pipeline
@@ -53,13 +53,13 @@ class Parallelism(Section):
         Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
         Needs("pipeline_parallel_degree", above=1),
     ] = "1F1B"
-    """Order in which the stages of a pipeline work on the micro-batches of a step, which are the micro-batches of
-    gradient accumulation."""
+    """Order of the micro-batches of a step in the stages of a pipeline; they are the micro-batches of gradient
+    accumulation."""
 
     pipeline_parallel_stages_per_rank: Annotated[int | None, Needs("pipeline_parallel_degree", above=1)] = Field(
         None, ge=1
     )
-    """Stages of each rank of a pipeline. Not set: 1 under GPipe and 1F1B, else 2."""
+    """Stages of each rank of a pipeline. Absent: 1 under GPipe and 1F1B, else 2."""
 
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share each sequence."""
@@ -69,7 +69,7 @@ class Parallelism(Section):
 
     @property
     def stated_ranks(self) -> int:
-        """Product of all degrees but that of the shards, which may be left open."""
+        """Product of all degrees except the shard degree, which may be -1."""
         return (
             self.data_parallel_replicate_degree
             * self.tensor_parallel_degree
@@ -93,23 +93,23 @@ class Comm(Section):
     """[comm]: timeouts of the process group."""
 
     init_timeout_seconds: int = Field(300, ge=1, le=604_800)
-    """Longest wait for all ranks to join and finish the first step."""
+    """Timeout for all ranks to join and finish the first step."""
 
     hang_seconds: float = Field(10.0, ge=0.0)
-    """A rank that is silent within a step for five times the 99th percentile of step times, and for this long, is a
-    hang: it is named, every rank's stacks are kept, and the run ends with exit code 76. 0 watches nothing."""
+    """A rank without progress in a step for five times the 99th percentile of step times, and for at least this long,
+    is a hang: the run writes the stacks of all ranks, names the rank and ends with exit code 76. 0 switches it off."""
 
 
 class Compile(Section):
     """[compile]: torch.compile of each transformer block."""
 
     enable: bool = False
-    """Compile the blocks. Costs some seconds at the start."""
+    """Compile the blocks; takes some seconds at the start."""
 
 
 class ActivationCheckpoint(Section):
     """[activation_checkpoint]: trade compute for memory."""
 
     mode: Literal["none", "selective", "full"] = "none"
-    """none keeps every activation; full keeps only the input of each block and computes the block again in backward;
-    selective keeps the results of attention, experts and exchanges of tokens too, and computes the rest again."""
+    """none keeps every activation. full keeps the input of each block and recomputes the block in backward. selective
+    also keeps the results of attention, experts and token exchanges, and recomputes the rest."""

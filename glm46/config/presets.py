@@ -1,4 +1,4 @@
-"""The published shapes and our scale-downs. Values: config.json of the releases, see docs/model.md for the sources."""
+"""The published shapes and smaller ones of ours. Values: config.json of the releases, see docs/model.md."""
 
 from glm46.config.model import ModelShape
 
@@ -32,7 +32,7 @@ PRESETS: dict[str, ModelShape] = {
             num_key_value_heads=4, max_position_embeddings=202752,
         )
     ),
-    # About the size of a laptop's patience, with every part that GLM-4.6 has.
+    # Trains on a laptop, with every part of GLM-4.6.
     "100M": ModelShape(
         **_GLM_45 | dict(
             vocab_size=8192, hidden_size=512, num_hidden_layers=8, first_k_dense_replace=1, intermediate_size=1536,
@@ -51,7 +51,7 @@ PRESETS: dict[str, ModelShape] = {
 
 
 def resolve_shape(model) -> ModelShape:
-    """The shape that a [model] table means: its preset with the keys that the table states put over it.
+    """The shape of a [model] table: its preset, changed by the keys that the table sets.
 
     Raises:
         KeyError: the flavor is not a preset; `config.loader` turns this into a message before any other use.

@@ -1,15 +1,15 @@
-"""Rules about [data]: sources, and stages that follow each other and share documents with care."""
+"""Rules about [data]: sources and stages."""
 
 from collections.abc import Callable
 from itertools import combinations
 
-from glm46.config.data import Stage
+from glm46.config.data import DataStage
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.run_config import RunConfig
 
 
 def there_is_a_source(config: RunConfig) -> Faults:
-    """Training reads something."""
+    """There is at least one source."""
     if not config.data.sources:
         yield Fault(
             ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
@@ -17,7 +17,7 @@ def there_is_a_source(config: RunConfig) -> Faults:
 
 
 def source_names_and_paths_are_unique(config: RunConfig) -> Faults:
-    """Metrics are named after sources, and a path read twice would show its tokens twice."""
+    """Names and paths are unique: metrics are named after sources, and a path read twice would repeat its tokens."""
     for key, remedy in (("name", "give each its own"), ("path", "raise the weight of one instead")):
         seen: dict[str, int] = {}
         for index, source in enumerate(config.data.sources):
@@ -30,14 +30,14 @@ def source_names_and_paths_are_unique(config: RunConfig) -> Faults:
 
 
 def stages_follow_each_other(config: RunConfig) -> Faults:
-    """Every token of the run lies in one stage."""
+    """Every token of the run is in exactly one stage."""
     starts = [stage.start_tokens for stage in config.data.stages]
     begin = config.lr_scheduler.start_tokens
     if starts and starts[0] > begin:
         yield Fault(
             ("data.stages[0].start_tokens", "lr_scheduler.start_tokens"),
             f"data.stages[0].start_tokens = {starts[0]}: the run begins at lr_scheduler.start_tokens = {begin}, before "
-            "its first stage; lower it to that",
+            f"the first stage; lower it to {begin}",
         )
     for index in range(1, len(starts)):
         if starts[index] <= starts[index - 1]:
@@ -46,7 +46,7 @@ def stages_follow_each_other(config: RunConfig) -> Faults:
 
 
 def stages_weigh_the_sources(config: RunConfig) -> Faults:
-    """One weight per source, and text in every stage."""
+    """Each stage has one weight per source, and at least one above zero."""
     for index, stage in enumerate(config.data.stages):
         if stage.weights is None:
             continue
@@ -56,14 +56,16 @@ def stages_weigh_the_sources(config: RunConfig) -> Faults:
                 (key, "data.sources"),
                 f"{key} = {show(stage.weights)}: must have one weight for each of the "
                 f"{len(config.data.sources)} sources; "
-                "0 leaves one out",
+                "0 skips one",
             )
         elif min(stage.weights) < 0 or not sum(stage.weights):
-            yield Fault((key,), f"{key} = {show(stage.weights)}: none may be negative, and one must be above 0")
+            yield Fault(
+                (key,), f"{key} = {show(stage.weights)}: no weight may be negative, and at least one must be above 0"
+            )
 
 
 def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
-    """Memory, positions and validation are planned for training.seq_len; what the mesh splits, it splits evenly."""
+    """No stage is longer than training.seq_len, and the mesh splits its sequences evenly."""
     context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     pieces = (2 * context if context > 1 else 1) * tensor
     for index, stage in enumerate(config.data.stages):
@@ -83,7 +85,7 @@ def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
 
 
 def stages_read_apart(config: RunConfig) -> Faults:
-    """A document is cut one way only: two lengths, or two selections, would show it twice."""
+    """No document is read twice, by stages of different sequence lengths or document ranges."""
     for index, stage in enumerate(config.data.stages):
         low, high = stage.documents
         if not 0.0 <= low < high <= 1.0:
@@ -101,14 +103,14 @@ def stages_read_apart(config: RunConfig) -> Faults:
         if overlap and shared and not is_same_grid:
             yield Fault(
                 (f"data.stages[{one}]", f"data.stages[{other}]"),
-                f"data.stages[{one}], data.stages[{other}]: both read {', '.join(sorted(shared))}, with other sequence "
-                "lengths or documents, so that some documents would come twice; give them ranges apart, such as "
-                "documents = [0.0, 0.8] and [0.8, 1.0]",
+                f"data.stages[{one}], data.stages[{other}]: both read {', '.join(sorted(shared))} with different "
+                "sequence lengths or documents, so that some documents would be read twice; give them ranges that do "
+                "not overlap, such as documents = [0.0, 0.8] and [0.8, 1.0]",
             )
 
 
-def _read(config: RunConfig, stage: Stage) -> set[int]:
-    """Numbers of the sources that a stage draws from."""
+def _read(config: RunConfig, stage: DataStage) -> set[int]:
+    """Indices of the sources that a stage reads."""
     weights = stage.weights or [1.0] * len(config.data.sources)
     return {i for i, weight in enumerate(weights[: len(config.data.sources)]) if weight > 0}
 

@@ -1,4 +1,4 @@
-"""One rule for every key that may do nothing: a field says in its type, as `Needs`, when it has an effect."""
+"""The rule that a key which is set has an effect. `Needs` in the type of a field says when it has one."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,24 +16,24 @@ class IdleKey(NamedTuple):
     """The parts of the key, see `overrides.key_parts`."""
     value: Any
     is_stated: bool
-    """Whether somebody expects an effect of it: not of a default, nor of a default "off" that is stated."""
+    """True if the config sets the key, to something else than a default that is "off"."""
     switch: str
-    """Dotted key whose value takes the effect away."""
+    """Dotted key whose value disables the key."""
     remedy: str
-    """That key with a value that gives it."""
+    """The switch with a value that enables the key."""
 
 
 def stated_keys_have_an_effect(config: Section) -> Faults:
-    """No key is stated in vain."""
+    """Every key that is set has an effect."""
     for idle in idle_keys(config):
         key = dotted(idle.place)
         if idle.is_stated:
-            message = f"{key} = {show(idle.value)}: has no effect without {idle.remedy}; set that, or take {key} out"
+            message = f"{key} = {show(idle.value)}: has no effect without {idle.remedy}; set that, or remove {key}"
             yield Fault((key, idle.switch), message)
 
 
 def idle_keys(root: Section) -> Iterator[IdleKey]:
-    """Every key of a run, or of a recipe, that has no effect, stated or not; each once."""
+    """Every key of a run or a recipe that has no effect, set or not; each once."""
     yield from _idle_keys(root, root, ())
 
 
@@ -59,10 +59,10 @@ def _idle_keys(root: Section, section: Section, prefix: tuple[str | int, ...]) -
 
 
 def _find(root: Section, section: Section, key: str) -> list[Any]:
-    """The values of a key: of this section if it has such a field, else of the root."""
+    """The values of a key: of this section if it has the field, else of the root."""
     first, *parts = key.replace("[]", "").split(".")
     places: list[Any] = [getattr(section if first in type(section).model_fields else root, first)]
-    if first == "model":  # what the preset says, where the table says nothing
+    if first == "model":  # keys that the table does not set come from the preset
         places = [resolve_shape(place) for place in places if place.flavor in PRESETS]
     for part in parts:
         entries = [entry for place in places for entry in (place if isinstance(place, tuple) else (place,))]

@@ -1,6 +1,6 @@
-"""Rules about the mesh: what it must divide, how many processes it takes, and what a batch of it must hold.
+"""Rules about the mesh: divisibility, number of processes, batch size.
 
-A world size of None means that the number of processes is not known yet; rules that need it say nothing then.
+A world size of None means that the number of processes is not known yet; rules that need it yield nothing then.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from glm46.config.section import Schedule
 
 
 def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | None:
-    """Ranks that read different sequences; None when it follows from a world size that is not known or does not fit."""
+    """Ranks that read different sequences; None if it depends on a world size that is not known or does not fit."""
     layout = config.parallelism
     shard = layout.data_parallel_shard_degree
     if shard == -1:
@@ -23,23 +23,23 @@ def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | Non
 
 
 def values_of(schedule: Schedule | None) -> tuple[float, ...]:
-    """Every value that a schedule states."""
+    """All values of a schedule."""
     if schedule is None:
         return ()
     return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)
 
 
 def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """What an axis splits, it splits evenly."""
+    """Each axis splits its dimension evenly."""
     layout = config.parallelism
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     for degree_key, degree, key, size, factor in (
         ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
         ("tensor_parallel_degree", tensor, "model.num_key_value_heads", shape.num_key_value_heads, 1),
         ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
-        # Tensor parallelism splits what context parallelism leaves of a sequence.
+        # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
         ("tensor_parallel_degree", tensor, "training.seq_len", config.training.seq_len, context),
-        # Head and tail of the sequence go to one rank, so that causal attention costs each the same.
+        # A rank takes a piece of the head and one of the tail, so that causal attention costs each rank the same.
         ("context_parallel_degree", context, "training.seq_len", config.training.seq_len, 2),
         ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),
     ):
@@ -52,15 +52,15 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
 
 
 def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """A step is a whole number of micro-batches on every rank, as far as the ranks are known."""
+    """The global batch is a multiple of one micro-batch over all data-parallel ranks, as far as these are known."""
     local, batch = config.training.local_batch_size, config.training.global_batch_size
     degree = data_parallel_degree(config, world_size)
-    # Without the number of processes, every divisor of the true degree that is known must divide already.
+    # Without the number of processes, the known divisor of the true degree must divide the batch already.
     divisor = local * (degree or config.parallelism.data_parallel_replicate_degree)
     keys = ("training.global_batch_size", "training.local_batch_size", "parallelism")
     explained = f"training.local_batch_size = {local} times {counted(divisor // local, 'data-parallel rank')}"
     if isinstance(batch, tuple):
-        # A ramp is rounded down to a multiple, so only a value below the smallest one is wrong.
+        # A ramp is rounded down to a multiple, so only values below the smallest multiple are faults.
         if 1 <= min(values_of(batch)) < divisor:
             yield Fault(
                 keys,
@@ -77,7 +77,7 @@ def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) 
 
 
 def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """Every process has one place in the mesh."""
+    """The degrees multiply to the number of processes."""
     if world_size is None:
         return
     layout = config.parallelism
@@ -100,7 +100,7 @@ def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, worl
 
 
 def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
-    """Ranks that the experts' axis is borrowed from; None when `data_parallel_degree` is."""
+    """Ranks that the expert axis borrows from; None if `data_parallel_degree` is None."""
     layout, degree = config.parallelism, data_parallel_degree(config, world_size)
     if degree is None:
         return None
@@ -109,7 +109,7 @@ def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
 
 
 def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """The experts' axis is made of whole shard, context and tensor axes."""
+    """The expert degree divides the ranks that it is borrowed from."""
     layout, ranks = config.parallelism, _ranks_to_borrow(config, world_size)
     if ranks is not None and ranks % layout.expert_parallel_degree:
         yield Fault(
@@ -120,11 +120,11 @@ def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size:
 
 
 def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """FSDP2 spreads whole experts over its ranks, or else equal parts of each expert."""
+    """FSDP2 shards experts evenly: whole experts, or equal parts of each expert."""
     ranks, ep = _ranks_to_borrow(config, world_size), config.parallelism.expert_parallel_degree
     width = 2 * shape.moe_intermediate_size
     if not ranks or ranks % ep or shape.n_routed_experts % ep:
-        return  # not known, or told by the rules before
+        return  # not known, or reported by the rules above
 
     def is_even(ranks: int, degree: int) -> bool:
         shards = ranks // degree
@@ -137,7 +137,7 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
     both = range(1, min(ranks, shape.n_routed_experts) + 1)
     degrees = [d for d in both if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(ranks, d)]
     remedies = [f"set {key} = {' or '.join(map(str, degrees))}"] if degrees else ["take another number of ranks"]
-    # What somebody has stated is to blame: the degree, the shards, or the number of processes.
+    # The message names what the config sets: the degree, the shards, or the number of processes.
     subject = f"{key} = {ep}"
     if "expert_parallel_degree" not in layout.model_fields_set:
         key, shard = "parallelism.data_parallel_shard_degree", layout.data_parallel_shard_degree

@@ -1,4 +1,4 @@
-"""Rules about the shape of a model: what does not divide, and what a token could never reach."""
+"""Rules about the shape of a model."""
 
 from collections.abc import Callable
 
@@ -18,18 +18,18 @@ def heads_group_evenly(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def rotated_part_is_even(config: RunConfig, shape: ModelShape) -> Faults:
-    """Rotary positions turn pairs of dimensions."""
+    """Rotary positions rotate pairs of dimensions."""
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
         yield Fault(
             ("model.partial_rotary_factor", "model.head_dim"),
             f"model.partial_rotary_factor = {shape.partial_rotary_factor}: rotates {rotated:g} of model.head_dim = "
-            f"{shape.head_dim} dimensions; they turn in pairs, so this must be an even number of at least 2",
+            f"{shape.head_dim} dimensions in pairs, so this must be an even number of at least 2",
         )
 
 
 def dense_layers_exist(config: RunConfig, shape: ModelShape) -> Faults:
-    """Dense layers are some of the layers."""
+    """There are no more dense layers than layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
         yield Fault(
             ("model.first_k_dense_replace", "model.num_hidden_layers"),
@@ -70,7 +70,8 @@ def token_finds_enough_experts(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
-    """Grouped matmul reads rows that begin at multiples of 16 bytes; torch refuses others only at the first step."""
+    """Expert rows begin at multiples of 16 bytes, as grouped matmul needs; torch refuses others only at the first
+    step."""
     entries = 16 // {"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param]
     for key in ("hidden_size", "moe_intermediate_size"):
         width = getattr(shape, key)
@@ -84,7 +85,7 @@ def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
-    """A sequence beyond the positions that the weights are meant for is asked for, not slipped into."""
+    """A sequence is not longer than the positions of the model."""
     if config.training.seq_len > shape.max_position_embeddings:
         yield Fault(
             ("training.seq_len", "model.max_position_embeddings"),
@@ -94,10 +95,12 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
-    """YaRN tells fast frequencies from slow ones by their turns inside the length trained on before."""
+    """YaRN needs the original length, which separates fast from slow frequencies."""
     key, scaling = "model.rope_scaling.original_max_position_embeddings", shape.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
-        yield Fault((key,), f'{key}: required for rope_type = "yarn", but absent; state the length trained on before')
+        yield Fault(
+            (key,), f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training'
+        )
 
 
 MODEL_RULES: tuple[Callable[[RunConfig, ModelShape], Faults], ...] = (

@@ -1,4 +1,4 @@
-"""Rules about pipelines: what a schedule asks of stages and micro-batches."""
+"""Rules about pipelines: stages and micro-batches that a schedule needs."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from glm46.config.run_config import RunConfig
 
 
 def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """A pipeline stage without layers would only pass tensors on."""
+    """Every pipeline stage has at least one layer."""
     layout = config.parallelism
     if layout.pipeline_parallel_degree > 1 and layout.stages > shape.num_hidden_layers:
         each = f" with {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
@@ -22,7 +22,7 @@ def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: in
 
 
 def stages_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """Some schedules have one stage per rank, those shaped like a V exactly two."""
+    """The stages per rank fit the schedule: V-shaped schedules have two, some others one."""
     key = "parallelism.pipeline_parallel_stages_per_rank"
     name = config.parallelism.pipeline_parallel_schedule
     schedule, stated = PIPELINE_SCHEDULES[name], config.parallelism.pipeline_parallel_stages_per_rank
@@ -30,13 +30,16 @@ def stages_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: in
         several = "Interleaved1F1B or InterleavedZeroBubble"
         yield Fault(
             (key,),
-            f"{key} = {stated}: schedule {name} takes {schedule.stages_per_rank}; leave the key out, or take {several}",
+            f"{key} = {stated}: schedule {name} needs {schedule.stages_per_rank}; remove the key, or use {several}",
         )
 
 
-def split_backward_finds_what_it_needs(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """A backward in two halves looks for the weights that forward used: freed ones get no gradient, and no error. And
-    it goes twice through a region of selective checkpointing, which torch lets go through once."""
+def split_backward_keeps_weights(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Schedules that split backward keep gathered weights, and use no selective checkpointing.
+
+    The second half of backward finds no gradient for weights that were freed after forward, without an error. It also
+    passes twice through a selectively checkpointed region, which torch allows only once.
+    """
     layout = config.parallelism
     name = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
@@ -46,27 +49,27 @@ def split_backward_finds_what_it_needs(config: RunConfig, shape: ModelShape, wor
         yield Fault(
             (key,),
             f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
-            'after forward; take "default" or "never"',
+            'after forward; use "default" or "never"',
         )
     if config.activation_checkpoint.mode == "selective":
         key = "activation_checkpoint.mode"
         yield Fault(
             (key,),
-            f'{key} = "selective": schedule {name} goes through backward in two halves, which it does not allow; take '
-            '"full" or "none", or a schedule that does not split backward, such as Interleaved1F1B',
+            f'{key} = "selective": schedule {name} splits backward, which selective checkpointing does not allow; '
+            'use "full" or "none", or a schedule that does not split backward, such as Interleaved1F1B',
         )
 
 
 def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """Every step has as many micro-batches as the schedule can order."""
+    """The number of micro-batches of every step fits the schedule."""
     ranks, degree = config.parallelism.pipeline_parallel_degree, data_parallel_degree(config, world_size)
     if ranks == 1 or degree is None:
         return
     rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
-    # A ramp passes through every multiple of a micro-batch between its values.
+    # A ramp takes every multiple of a micro-batch between its values.
     counts = [int(value // rows) for value in values_of(config.training.global_batch_size)] or [1]
     first = max(min(counts), 1)
-    # Of numbers one after the other the least is too small, or a wrong one comes within two rounds of the ranks.
+    # If any count of the range is wrong, the smallest one is, or one of the next 2 * ranks.
     for count in range(first, min(max(counts), first + 2 * ranks) + 1):
         wanted = _wanted(name, ranks, count)
         if wanted:
@@ -75,13 +78,13 @@ def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_s
             yield Fault(
                 (key, "training.local_batch_size", "parallelism"),
                 f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; "
-                f"schedule {name} over {ranks} ranks takes {wanted}",
+                f"schedule {name} over {ranks} ranks needs {wanted}",
             )
             return
 
 
 def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
-    """How many micro-batches a schedule takes; None if it takes this many."""
+    """The rule for the number of micro-batches that this number breaks; None if it breaks none."""
     least = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(schedule, 1)
     if micro_batches < least:
         return f"at least {least}"
@@ -93,6 +96,6 @@ def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
 PIPELINE_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     every_stage_has_a_layer,
     stages_fit_the_schedule,
-    split_backward_finds_what_it_needs,
+    split_backward_keeps_weights,
     micro_batches_fit_the_schedule,
 )

@@ -1,20 +1,48 @@
-"""The whole configuration of a run: one TOML table per field, in the order in which a reader wants them."""
+"""The whole configuration of a run: one TOML table per field. Defines the sections [job] and [inference]."""
+
+from typing import Annotated
 
 from pydantic import Field
 
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
-from glm46.config.job import Inference, Job
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
 from glm46.config.optimizer import LRScheduler, Optimizer
 from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, Parallelism
-from glm46.config.section import Section
+from glm46.config.section import LocalPath, Needs, Section
 from glm46.config.training import Debug, Training, Validation
 
 
+class Job(Section):
+    """[job]: description and output folder of the run."""
+
+    dump_folder: LocalPath = "./outputs"
+    """Folder of all outputs: metrics.jsonl, tb/, checkpoint/, config.toml, log.txt. A start with the same folder
+    resumes."""
+
+    description: str = "glm46 training"
+    """One line that is printed at the start and written to the logs."""
+
+    print_config: bool = False
+    """Print the resolved configuration, defaults included, at the start."""
+
+
+class Inference(Section):
+    """[inference]: the sample text that is printed when training ends."""
+
+    prompt: str = ""
+    """Text to continue when training ends. Empty: no sample."""
+
+    max_new_tokens: Annotated[int, Needs("prompt")] = Field(64, ge=1)
+    """Length of the continuation in tokens."""
+
+    temperature: Annotated[float, Needs("prompt")] = Field(0.0, ge=0.0)
+    """Sampling temperature; 0 always takes the most likely token."""
+
+
 class RunConfig(Section):
-    """One TOML file = one run = one phase."""
+    """The configuration of one run, read from one TOML file."""
 
     job: Job = Field(default_factory=Job)
     model: Model

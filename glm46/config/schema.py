@@ -1,4 +1,4 @@
-"""The keys of a run as documentation: a JSON schema for editors, and one row per key for ``train --help``."""
+"""Documentation of the keys: a JSON schema for editors, and one row per key for ``train --help``."""
 
 import typing
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One key, as a person reads about it."""
+    """Documentation of one key."""
 
     key: str
     """Name inside its section."""
@@ -40,7 +40,7 @@ class SectionRows:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a TOML file, which editors use to complete and check it."""
+    """The JSON schema of a TOML file, with which editors complete and check keys."""
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "A glm46 run"
@@ -63,7 +63,7 @@ def _describe(name: str, section: type[Section]) -> list[SectionRows]:
             rows.append(KeyRow(key, _values(key, field), default, _one_line(field.description)))
         else:
             inner += _describe(f"{name}.{key}", nested)
-    # The class documentation begins with the header, which the name says already.
+    # The docstring of the class begins with the header of the table, which is `name`.
     meaning = _one_line(section.__doc__).partition(": ")[2]
     return [SectionRows(name, meaning, tuple(rows)), *inner]
 
@@ -104,7 +104,7 @@ def _bounds(field: FieldInfo) -> list[str]:
 
 
 def _annotations(annotation: Any) -> list[Any]:
-    """What optional Annotated types carry, Field objects unpacked."""
+    """The metadata of optional Annotated types, with Field objects unpacked."""
     found = []
     for item in getattr(annotation, "__metadata__", ()):
         found += item.metadata if isinstance(item, FieldInfo) else [item]

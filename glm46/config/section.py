@@ -1,4 +1,4 @@
-"""What every section of the TOML file has in common, and the one type that several sections share."""
+"""The base class of all sections of the TOML file, and the types that several sections share."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -7,11 +7,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A table of the TOML file: frozen, strict, and it knows no key that it does not document.
+    """A table of the TOML file: frozen, strict, without unknown keys.
 
     The string under each field is its documentation: ``python -m glm46 schema`` and ``train --help`` print it.
-    A boolean is never a number, a string is never parsed into one, and no number is infinite or NaN, because a typing
-    slip must not train for days.
+    A boolean is never a number, a string is never parsed into a number, and no number is infinite or NaN, so that a
+    typing mistake does not start a long run.
     """
 
     model_config = ConfigDict(
@@ -21,17 +21,18 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Needs:
-    """Metadata of a field: it has an effect only while another key has a certain value. A key that is stated without
-    effect is refused (`rules_effect`)."""
+    """Metadata of a field that has an effect only if another key has a certain value. A key that is set without effect
+    is refused (`rules_effect`)."""
 
     key: str
-    """Key of the same section, or else of the run, dotted. ``[]`` stands for any entry of an array."""
+    """Dotted key of the same section, or else of the run. ``[]`` stands for any entry of an array."""
 
     value: Any = None
-    """What the key must be, or several that it may be. Absent: anything but absent, empty, false and 0."""
+    """The value that the key must have, or a tuple of allowed values. Absent: anything but absent, empty, false and
+    0."""
 
     above: int | None = None
-    """What the key must be greater than, instead of a value."""
+    """Lower bound of the key, exclusive, instead of a value."""
 
 
 def _not_zero(value: int) -> int:
@@ -41,17 +42,17 @@ def _not_zero(value: int) -> int:
 
 
 CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
-"""How many of something, at least one; -1 is all that there are."""
+"""A count of at least one; -1 stands for all."""
 
 
 def _no_url(path: str) -> str:
     if "://" in path:
-        raise ValueError("is a URL; give a path of this machine: mount the storage, or copy what is there")
+        raise ValueError("is a URL; give a path of this machine: mount the storage, or copy the data")
     return path
 
 
 LocalPath = Annotated[str, AfterValidator(_no_url)]
-"""A file or folder; as a path a URL would be cut, and name a folder that nobody meant."""
+"""A file or folder. A URL is refused, because it would be read as the name of a local folder."""
 
 
 def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":

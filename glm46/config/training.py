@@ -8,15 +8,15 @@ from glm46.config.section import CountOrAll, Needs, Schedule, Section
 
 
 class Training(Section):
-    """[training]: how much is trained on, in what batches, in which precision."""
+    """[training]: budget, batch size, precision and handling of loss spikes."""
 
     local_batch_size: int = Field(1, ge=1)
     """Sequences per rank and micro-batch."""
 
     global_batch_size: Schedule | None = None
-    """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree, the
-    rest is gradient accumulation. A schedule is a batch-size ramp, rounded down to such a multiple. Absent: one
-    micro-batch per rank."""
+    """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree;
+    the quotient is the number of gradient accumulation steps. A schedule is a batch-size ramp, rounded down to such a
+    multiple. Absent: one micro-batch per rank."""
 
     seq_len: int = Field(4096, ge=2)
     """Tokens per sequence."""
@@ -31,35 +31,36 @@ class Training(Section):
     """Largest global gradient norm; gradients above it are scaled down to it."""
 
     max_skipped_steps: int = Field(10, ge=0)
-    """Steps in a row that are skipped, for a spike or a loss or gradient norm that is not finite, before the run rolls
-    back (max_rollbacks) or stops with an error."""
+    """Consecutive steps that may be skipped, for a spike or a loss or gradient norm that is not finite, before the run
+    rolls back (max_rollbacks) or stops with an error."""
 
     spike_sigmas: float = Field(10.0, ge=0.0)
-    """A step is skipped whose loss, or gradient norm in its logarithm, lies more than this many robust deviations above
-    the median of the last good steps; 0 finds no spikes."""
+    """A step is skipped if its loss, or the logarithm of its gradient norm, is more than this many robust deviations
+    above the median of the last good steps; 0 switches it off."""
 
     spike_window: Annotated[int, Needs("spike_sigmas")] = Field(128, ge=16)
-    """Good steps that make the median; nothing is called a spike before half of them were made."""
+    """Good steps in the median; no step is a spike before half as many good steps."""
 
     max_rollbacks: Annotated[int, Needs("checkpoint.enable")] = Field(0, ge=0)
-    """How often the run may go back to the last checkpoint before such a row of skipped steps, and leave their samples
-    out; 0 stops instead."""
+    """Number of times that the run may go back to the last checkpoint before such a series of skipped steps and skip
+    their samples; 0 stops instead."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the master weights. Optimizer states follow ``optimizer.state_dtype``."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of weights and activations in forward and backward. On a CPU BF16 is slow: debug configs say float32."""
+    """Type of weights and activations in forward and backward. BF16 is slow on a CPU: debug configs set float32."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 
     gc_freq: int = Field(50, ge=1)
-    """Python garbage is collected every this many steps, on all ranks at once, instead of whenever one rank likes."""
+    """Steps between two collections of Python garbage, on all ranks at the same step so that no rank delays the
+    others."""
 
 
 class Validation(Section):
-    """[validation]: loss on documents that were never trained on."""
+    """[validation]: loss on held-out documents."""
 
     enable: bool = False
     """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
@@ -68,7 +69,7 @@ class Validation(Section):
     """Steps between two validations."""
 
     steps: Annotated[CountOrAll, Needs("enable")] = -1
-    """Batches per source and validation; -1 takes all held-out text."""
+    """Batches per source and validation; -1: all held-out text."""
 
     local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)
     """Sequences per rank and batch. Absent: as in training."""
@@ -81,4 +82,4 @@ class Debug(Section):
     """Seed of the initial weights and of the sample order. The same seed gives the same run on every layout."""
 
     deterministic: bool = False
-    """Use deterministic kernels only; an operation that has none is an error."""
+    """Use only deterministic kernels; an operation without one is an error."""

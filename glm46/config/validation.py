@@ -1,4 +1,4 @@
-"""Tables to `Run`, and pydantic's errors to messages: one fault for each mistake, in the words of a TOML file."""
+"""Build a `RunConfig` from a table, and translate pydantic's errors to faults in the terms of a TOML file."""
 
 import re
 import typing
@@ -22,7 +22,7 @@ _EXPECTED = {
     "tuple_type": "an array",
     "model_type": "a table",
 }
-# Keys whose name says nothing about the section they were meant for.
+# Keys that are too common to suggest the section of another key of this name.
 _EVERYDAY_NAMES = {"name", "enable", "folder", "mode", "steps"}
 _POINTS = typing.get_args(typing.get_args(Schedule)[0])[1]
 _NUMBER = re.compile(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
@@ -35,16 +35,16 @@ _BOUNDS = {
 
 
 def validate_table(table: dict) -> tuple[RunConfig | None, list[Fault]]:
-    """Build the run that a TOML table means.
+    """Build the config of a TOML table.
 
     Returns:
-        The run and no fault; or every fault and the run that is left when the faulty keys are taken out (so that rules
-        across sections can still be checked on the others), None if nothing can be made of it.
+        The config and no fault; or every fault and the config without the faulty keys, so that rules across sections
+        can still be checked on the other keys. None if no config remains.
     """
     faults: list[Fault] = []
     remaining = without_lists(table)
-    # Each round takes at least one key out, and what is left of a section cannot become wrong by it except by a
-    # required key that is now missing, which takes its section out in the next round.
+    # Each round removes at least one key. Removing a required key makes its section faulty, which the next round
+    # removes.
     while True:
         try:
             return RunConfig.model_validate(remaining), faults
@@ -59,7 +59,7 @@ def validate_table(table: dict) -> tuple[RunConfig | None, list[Fault]]:
 
 
 def translate(error: ValidationError, root: type[Section]) -> list[Fault]:
-    """The faults that pydantic found in a table of the class `root`, in our words."""
+    """The faults that pydantic found in a table of the class `root`."""
     return [fault for fault, _ in _translate(error, root)]
 
 
@@ -75,7 +75,7 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def holds_schedule(field: FieldInfo) -> bool:
-    """Whether a field takes a schedule, that is a number or points."""
+    """True if a field takes a schedule, that is a number or points."""
     return _mentions(field.annotation, _POINTS)
 
 
@@ -84,7 +84,8 @@ def _mentions(annotation: Any, wanted: Any) -> bool:
 
 
 def without_lists(value: Any) -> Any:
-    """Lists as tuples: strict mode takes no list for a tuple, and a copy lets faulty keys be taken out."""
+    """A copy with tuples for lists: strict mode takes no list for a tuple, and faulty keys are removed from the
+    copy."""
     if isinstance(value, dict):
         return {key: without_lists(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -93,7 +94,7 @@ def without_lists(value: Any) -> Any:
 
 
 def _translate(error: ValidationError, root: type[Section]) -> list[tuple[Fault, tuple[str | int, ...]]]:
-    """One fault per mistaken key with the place to take out; the branches of a union are one mistake."""
+    """One fault per faulty key with the place to remove; the branches of a union are one fault."""
     by_place: dict[tuple[str | int, ...], list[dict]] = {}
     details = {}
     for item in error.errors(include_url=False):
@@ -104,7 +105,7 @@ def _translate(error: ValidationError, root: type[Section]) -> list[tuple[Fault,
 
 
 def _locate(loc: tuple, root: type[Section]) -> tuple[tuple[str | int, ...], type[Section], FieldInfo | None]:
-    """Cut a location at the key it is about: what pydantic puts after it are labels of its own."""
+    """Cut a location after its key: the parts behind it are pydantic's own labels."""
     section: type[Section] | None = root
     parent, field = root, None
     for depth, part in enumerate(loc):
@@ -118,12 +119,12 @@ def _locate(loc: tuple, root: type[Section]) -> tuple[tuple[str | int, ...], typ
 
 
 def _removable(place: tuple, items: list[dict]) -> tuple:
-    # A key that is missing cannot be taken out, so what should hold it is.
+    # A missing key cannot be removed, so its section is.
     return place[:-1] if items[0]["type"] == "missing" else place
 
 
 def _take_out(table: dict, place: tuple) -> None:
-    # Arrays are tuples by now: an array with a faulty entry goes as a whole.
+    # Arrays are tuples here: an array with a faulty entry is removed as a whole.
     cut = next((depth for depth, part in enumerate(place) if isinstance(part, int)), len(place))
     for part in place[: cut - 1]:
         table = table.get(part, {})
@@ -160,7 +161,7 @@ def _describe(place: tuple, section: type[Section], field: FieldInfo | None, ite
 
 
 def _describe_schedule(key: str, items: list[dict]) -> str:
-    """A schedule is a number or an array of points: talk about the one that the value resembles."""
+    """The message for a schedule: about the number or about the points, whichever the value resembles."""
     number = next((item for item in items if item["loc"][-1] == "float"), None)
     value = items[0]["input"] if number is None else number["input"]
     if items[0]["type"] == "value_error":
@@ -178,7 +179,7 @@ def _describe_schedule(key: str, items: list[dict]) -> str:
 
 
 def _conversion(kind: str, value: Any) -> str:
-    """How to write the value that was probably meant, if that can be told."""
+    """A hint how to write the value that was probably meant; empty if unknown."""
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value):_}"
     if kind == "string_type" and isinstance(value, (bool, int, float)):
@@ -186,16 +187,17 @@ def _conversion(kind: str, value: Any) -> str:
     if isinstance(value, str):
         text = value.strip()
         if kind == "bool_type" and text.lower() in ("true", "false"):
-            return f"; write {text.lower()} without quotes, in small letters"
+            return f"; write {text.lower()} without quotes, in lower case"
         if kind in ("int_type", "float_type") and _NUMBER.fullmatch(text):
             return f"; write {text} without quotes"
     return ""
 
 
 def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
-    """The key that an unknown one stands for (its whole section if that cannot be told), and how to say so."""
+    """The key that an unknown key probably stands for, or its whole section, and the hint for the message."""
     wanted = str(place[-1])
-    fields = RunConfig.model_fields.items() if section is not TextRecipe else ()  # a recipe alone has no other sections
+    # A recipe has no other sections.
+    fields = RunConfig.model_fields.items() if section is not TextRecipe else ()
     elsewhere = [name for name, field in fields if wanted in section_of(field).model_fields]
     if elsewhere and wanted not in _EVERYDAY_NAMES:
         meant = f"{elsewhere[0]}.{wanted}"
@@ -208,7 +210,7 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
 
 
 def _meaning(name: str, field: FieldInfo | None) -> str:
-    """The first sentence of a key's documentation, as a reminder of what belongs there."""
+    """The first sentence of a key's documentation, in parentheses."""
     if name == "flavor":
         return f"; one of {', '.join(PRESETS)}"
     text = (field.description or "") if field else ""
@@ -222,7 +224,7 @@ def _close(value: Any, field: FieldInfo | None) -> str:
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """The words that a type allows, if it lists them."""
+    """The values that a type allows, if it lists them."""
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
     return [choice for inner in typing.get_args(annotation) for choice in choices_in(inner)]

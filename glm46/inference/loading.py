@@ -15,7 +15,7 @@ from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.model.transformer import Transformer
-from glm46.planner.params import layer_counts
+from glm46.planner.parameters import layer_counts
 
 
 def load_for_inference(

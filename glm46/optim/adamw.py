@@ -1,7 +1,7 @@
-"""AdamW over this rank's parts of the parameters: torch's own for FP32 states, a plain one for smaller states.
+"""AdamW over this rank's parts of the parameters: torch's kernels for FP32 states, a plain update for smaller states.
 
-The rule works on entries, so the parts are all it needs: no DTensor operation runs in a step, and parameters of
-different meshes share one fused kernel. The saved states are DTensors like the parameters and share the parts' memory.
+The update is entry-wise, so a step runs no DTensor operation, and parameters of different meshes share one fused
+kernel. The saved states are DTensors like the parameters and share the memory of the parts.
 """
 
 import math
@@ -19,15 +19,16 @@ from glm46.optim.muon_layout import local_gradient
 from glm46.optim.state_offload import State, StateStream
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""Names of the states, and whether they hold values below zero."""
+"""Names of the states, and True if they can be negative."""
 
-# States in host memory travel in items of at least this size: enough to fill a link, little beside the gradients.
+# States in host memory are copied in items of at least this size: large enough for the full rate of the link, small
+# compared with the gradients.
 OFFLOADED_ITEM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter: itself, this rank's part of it, its count of steps and this rank's parts of its moments."""
+    """One parameter, this rank's part of it, its step count and this rank's parts of its moments."""
 
     parameter: Tensor
     part: Tensor
@@ -35,7 +36,7 @@ class _Entry:
     moments: tuple[State, State]
 
     def size(self) -> int:
-        """Bytes of both moments, were they in FP32: what only decides how items are cut."""
+        """Bytes of both moments in FP32, for any state type; it only decides how items are formed."""
         return 2 * 4 * self.part.numel()
 
 
@@ -43,12 +44,12 @@ class AdamW:
     """``param_groups`` and ``step`` as in torch; all states exist from the start."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer):
-        """``decays`` says of each parameter whether it is decayed."""
+        """``decays``: for each parameter, True if weight decay applies."""
         self._config, self._states = config, {}
         self._is_offloaded = config.state_offload == "cpu"
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
-        # torch's kernels want states of the parameter's type.
+        # torch's kernels need states of the parameter's type.
         self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [
             self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
@@ -63,7 +64,7 @@ class AdamW:
                 "lr": config.adamw_lr or config.lr,
             }
             self.param_groups.append(group)
-            self._items += [(group, item) for item in self._cut(mine)]
+            self._items += [(group, item) for item in self._chunks(mine)]
         states = [[state for entry in item for state in entry.moments] for _, item in self._items]
         device = parts[0].device if parts else torch.device("cpu")
         self._moments = StateStream(states, device, is_offloaded=self._is_offloaded)
@@ -80,8 +81,8 @@ class AdamW:
             moments.append(local_state(tensors, signed))
         return _Entry(parameter, part, step, tuple(moments))
 
-    def _cut(self, entries: list[_Entry]) -> list[list[_Entry]]:
-        """What is updated at a time: all of it, or as much as is worth a journey."""
+    def _chunks(self, entries: list[_Entry]) -> list[list[_Entry]]:
+        """The entries to update at a time: all, or chunks large enough to be worth a transfer."""
         if not self._is_offloaded:
             return [entries] if entries else []
         items: list[list[_Entry]] = []
@@ -140,7 +141,7 @@ class AdamW:
         """One entry-wise update in FP32. Source: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
         beta1, beta2, lr = self._config.beta1, self._config.beta2, group["lr"]
         count += 1
-        # The count lives on the host here: no wait for the device.
+        # The count is on the host here, so .item() does not wait for the device.
         step = count.item()
         average, square = (load_state(moment, part) for moment in moments)
         gradient = gradient.to(average.dtype)
@@ -148,7 +149,7 @@ class AdamW:
         square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         for moment, values in zip(moments, (average, square), strict=True):
             store_state(moment, values)
-        # From the values before rounding: a second moment rounded to zero must not become a divisor.
+        # From the values before rounding: a second moment that rounds to zero must not be a divisor.
         divisor = square.sqrt_().div_(math.sqrt(1.0 - beta2**step)).add_(self._config.eps)
         part.mul_(1.0 - lr * group["weight_decay"])
         part.sub_(average.div_(divisor).mul_(lr / (1.0 - beta1**step)).to(part.dtype))

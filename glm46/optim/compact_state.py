@@ -1,7 +1,7 @@
 """Optimizer states in fewer bits: BF16, or 8-bit codes with one scale per block.
 
-Blocks run along the last dimension, so that rows can be cut anywhere: codes and scales are DTensors with the
-parameter's placements, and a checkpoint loads on any mesh. Everything is computed in FP32 and rounded once to store.
+Blocks run along the last dimension, so that rows can be sharded anywhere: codes and scales are DTensors with the
+parameter's placements, and a checkpoint loads on any mesh. Arithmetic is FP32; storing rounds once.
 """
 
 import math
@@ -17,16 +17,16 @@ from glm46.config.errors import UserError
 from glm46.distributed.local_tensor import local_tensor
 from glm46.optim.muon_layout import is_sharding, state_like
 
-# Short enough that every cut of GLM's matrices along their columns falls between blocks.
+# Short enough that GLM's matrices can be sharded along their columns between blocks.
 BLOCK = 64
 
-# As in torchao: below this many entries eight bits save nothing worth their error.
+# As in torchao: for fewer entries the memory saved is not worth the error.
 LEAST_ENTRIES = 4096
 
 
 @lru_cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """The values that codes stand for, ascending, FP32 [256]: Dettmers' dynamic map (arXiv 2110.02861)."""
+    """The values of the codes, ascending, FP32 [256]: Dettmers' dynamic map (arXiv 2110.02861)."""
     # Imported here: only 8-bit states need it.
     quiet_libraries()
     from torchao.optim.quant_utils import create_dynamic_map
@@ -36,14 +36,14 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes uint8 [..., C] and scales FP32 [..., blocks of the last dimension], sharing memory with what is saved."""
+    """Codes uint8 [..., C] and scales FP32 [..., blocks of the last dimension], in the memory of the saved tensors."""
 
     codes: Tensor
     scales: Tensor
     signed: bool
 
     def __getitem__(self, select) -> "Quantized":
-        """A part cut along leading dimensions, as a view."""
+        """A part along leading dimensions, as a view."""
         return Quantized(self.codes[select], self.scales[select], self.signed)
 
     def load(self) -> Tensor:
@@ -70,17 +70,17 @@ class Quantized:
 def make_state(
     name: str, parameter: Tensor, dtype: torch.dtype | str, signed: bool, *, on_host: bool = False
 ) -> dict[str, Tensor]:
-    """The saved tensors of one state, by the ends of their names: "" alone, or ".codes" and ".scales".
+    """The saved tensors of one state, by suffix of their names: "", or ".codes" and ".scales".
 
     Args:
-        name: of the parameter, for the message.
-        parameter: a tensor or DTensor whose shape, mesh and placements the state takes.
+        name: name of the parameter, for the message.
+        parameter: a tensor or DTensor; the state gets its shape, mesh and placements.
         dtype: a floating type, or "8bit"; vectors and small tensors stay FP32 under "8bit".
-        signed: whether values below zero occur.
+        signed: True if values can be negative.
         on_host: in host memory instead of on the parameter's device.
 
     Raises:
-        UserError: 8-bit blocks would straddle ranks.
+        UserError: a shard would end inside an 8-bit block.
     """
     if dtype != "8bit":
         return {"": state_like(parameter, dtype, on_host=on_host)}
@@ -102,14 +102,14 @@ def make_state(
 
 
 def local_state(tensors: dict[str, Tensor], signed: bool, view=local_tensor) -> "Tensor | Quantized":
-    """This rank's part of what ``make_state`` made; ``view`` takes it from each tensor, sharing memory."""
+    """This rank's part of the tensors of ``make_state``; ``view`` takes it from each tensor, sharing memory."""
     if "" in tensors:
         return view(tensors[""])
     return Quantized(view(tensors[".codes"]), view(tensors[".scales"]), signed)
 
 
 def state_parts(state: "Tensor | Quantized") -> tuple[Tensor, ...]:
-    """The tensors that a state is made of."""
+    """The tensors of a state."""
     return (state.codes, state.scales) if isinstance(state, Quantized) else (state,)
 
 
@@ -120,7 +120,7 @@ def load_state(state: "Tensor | Quantized", like: Tensor) -> Tensor:
 
 
 def store_state(state: "Tensor | Quantized", values: Tensor) -> None:
-    """Write ``values`` in the state's own type."""
+    """Write ``values`` in the type of the state."""
     if isinstance(state, Quantized):
         state.store(values)
     else:

@@ -1,7 +1,7 @@
-"""One bucket's journey: parts to their owners, whole matrices orthogonalised there, parts of the update back.
+"""The exchange of one bucket: parts go to their owners, owners orthogonalise, parts of the update come back.
 
-Each way is one all-to-all of exactly the entries that must move: nothing is padded and nothing is sent to oneself.
-Parts are packed in the order of the bucket's units, which every rank knows, so no metadata travels.
+Each direction is one all-to-all without padding, and no rank sends to itself. Parts are packed in the order of the
+bucket's units, which every rank knows, so no metadata is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from glm46.optim.muon_update import Orthogonalizer, Piece
 
 
 def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
-    """A process group for each set of ascending ranks; those among ``known`` are used again.
+    """A process group for each set of ascending ranks; groups in ``known`` are reused.
 
-    A collective of the ranks in each set only. Small sets come first on every rank, so that two never wait crosswise.
+    Collective over the ranks of each set only. Small sets come first on every rank, so that no two wait for each other.
     """
     groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
     for ranks in sorted(set(rank_sets), key=lambda ranks: (len(ranks), ranks)):
         if ranks not in groups:
-            # Other pipeline stages do not come here, so only the members may have to.
+            # Other pipeline stages do not make this call, so only the members take part.
             groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return {ranks: groups[ranks] for ranks in rank_sets}
 
@@ -31,7 +31,7 @@ class Exchange:
     """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
 
     def __init__(self, bucket: Bucket, group: dist.ProcessGroup, settings: Sequence[Orthogonalizer], device):
-        """``settings`` are those of all parameters of the optimizer, by their number."""
+        """``settings``: one for each parameter of the optimizer, in their order."""
         self._bucket, self._group, self._device = bucket, group, device
         self._me = dist.get_group_rank(group, dist.get_rank())
         self._owned = [unit for unit in bucket.units if unit.owner == self._me]
@@ -49,13 +49,13 @@ class Exchange:
 
     @property
     def units(self) -> list[Unit]:
-        """The units of which this rank holds a part."""
+        """The units that this rank holds a part of."""
         return [unit for unit in self._bucket.units if unit.parts[self._me] is not None]
 
     def gather(self, pieces: dict[Unit, Piece]) -> None:
-        """Advance the momentum of the parts here and send them to their owners; returns while they travel.
+        """Advance the momentum of the local parts and start to send them to their owners. Collective.
 
-        ``pieces`` are those of ``units``, in their order.
+        ``pieces``: one for each of ``units``, in their order.
         """
         wire = self._bucket.wire.gather
         self._pieces = pieces
@@ -80,10 +80,10 @@ class Exchange:
                 continue
             target.zero_() if direction is None else target.copy_(direction[0].to(wire))
         self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), wire)
-        self._travel(receive, send, in_sizes, out_sizes)
+        self._exchange(receive, send, in_sizes, out_sizes)
 
     def orthogonalize(self) -> None:
-        """Wait for the parts of the matrices owned here, orthogonalise them, send the updates; returns meanwhile."""
+        """Wait for the parts of the owned matrices, orthogonalise them and start to send the updates. Collective."""
         self._work.wait()
         for slot, (source, unit) in zip(self._arrivals, self._coming, strict=True):
             target = _within(self._whole[unit], unit.parts[source])
@@ -101,10 +101,10 @@ class Exchange:
         for unit in self._owned:
             self._apply(unit, _within(updates[unit], unit.parts[self._me]).to(wire))
         self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
-        self._travel(receive, send, in_sizes, out_sizes)
+        self._exchange(receive, send, in_sizes, out_sizes)
 
     def finish(self) -> None:
-        """Wait for the updates of the parts held here and apply them."""
+        """Wait for the updates of the local parts and apply them."""
         self._work.wait()
         for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
             self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
@@ -115,7 +115,8 @@ class Exchange:
             self._pieces[unit].apply(update.unsqueeze(0))
 
     def _slots(self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype):
-        """A flat buffer, its slices for ``entries``, and how much of it belongs to each rank of the group."""
+        """Slices of a flat buffer for ``entries``, the buffer, and the number of its elements for each rank of the
+        group."""
         sizes = [size(peer, unit) for peer, unit in entries]
         by_rank = [0] * len(self._bucket.ranks)
         for (peer, _), entry_size in zip(entries, sizes, strict=True):
@@ -123,8 +124,8 @@ class Exchange:
         buffer = torch.empty(sum(sizes), dtype=dtype, device=self._device)
         return buffer.split(sizes), buffer, by_rank
 
-    def _travel(self, receive: Tensor, send: Tensor, in_sizes: list[int], out_sizes: list[int]) -> None:
-        # Both buffers must live until the exchange has ended.
+    def _exchange(self, receive: Tensor, send: Tensor, in_sizes: list[int], out_sizes: list[int]) -> None:
+        # Both buffers must exist until the exchange ends.
         self._buffers = receive, send
         self._work = dist.all_to_all_single(receive, send, in_sizes, out_sizes, group=self._group, async_op=True)
 

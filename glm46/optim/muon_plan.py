@@ -19,7 +19,7 @@ from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
 @dataclass(frozen=True)
 class Wire:
-    """Types in which matrices travel: to the owner, and the update back. Both have one item size."""
+    """Types of the sent matrices: to the owner, and of the update back. Both have the same item size."""
 
     gather: torch.dtype
     back: torch.dtype

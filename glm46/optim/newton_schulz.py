@@ -33,20 +33,20 @@ NAMED_COEFFICIENTS: dict[str, Coefficients] = {
         (3.2858, -2.3681, 0.4645),
         (2.3465, -1.7098, 0.4232),
     ),
-    # DeepSeek-V4, section 2.4: eight fast steps, then two that settle every singular value at one.
+    # DeepSeek-V4, section 2.4: eight fast steps, then two that bring every singular value to one.
     "deepseek_v4": (KELLER_STEP,) * 8 + (FINISHING_STEP,) * 2,
 }
 
-# On a CPU a stack pays while one iteration stays in a core's cache; larger matrices go one by one (measured: a quarter
-# faster than either extreme on 96 x 320 in bf16).
+# On a CPU stacking helps while one iteration fits in the cache of a core; larger matrices go one by one (measured: a
+# quarter faster than either extreme on 96 x 320 in bf16).
 CPU_CACHE_BYTES = 4 << 20
 
 
 def step_coefficients(coefficients: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """One triple (a, b, c) per step; of a shorter list the last triple repeats.
+    """One triple (a, b, c) per step; the last triple of a shorter list repeats.
 
     Raises:
-        ValueError: unknown name, a malformed triple, or fewer steps than a set needs to reach its last, settling steps.
+        ValueError: unknown name, a malformed triple, or fewer steps than the set needs.
     """
     if isinstance(coefficients, str):
         if coefficients not in NAMED_COEFFICIENTS:
@@ -112,9 +112,9 @@ def orthogonalize(
 
     Args:
         x_NSL: [N, S, L] with S <= L, any floating type.
-        eps: least Frobenius norm that is divided by; a zero matrix stays zero.
+        eps: lower bound of the Frobenius norm; a zero matrix stays zero.
         dtype: type of the products.
-        iterate: the iteration on [N, S, L]; absent picks batched or one by one, whichever this device runs faster.
+        iterate: the iteration on [N, S, L]; absent: batched or one by one, whichever is faster on this device.
     """
     if iterate is not None:
         return iterate(normalize(x_NSL, eps, dtype), coefficients)

@@ -1,8 +1,8 @@
 """Optimizer states in host memory, on the device only while they are used.
 
-A step uses its states in a fixed order of items. While one item is updated, the next comes in and the one before goes
-out: three slots of device memory take turns, and each way has a stream of its own. States that stay on the device go
-through the same class without a copy, so both kinds of run do the same arithmetic.
+A step uses its states in a fixed order of items. While one item is updated, the next one is copied to the device and
+the previous one to the host, in three slots of device memory and one stream per direction. States that stay on the
+device pass through the same class without a copy, so both kinds of run do the same arithmetic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from glm46.optim.compact_state import Quantized, state_parts
 
 State = Tensor | Quantized
 
-# One comes, one is updated, one leaves.
+# One is copied in, one is updated, one is copied out.
 SLOTS = 3
 
-# Every type and every copy engine is content with this alignment.
+# Enough for every type and every copy engine.
 _ALIGNMENT = 256
 
 
@@ -26,7 +26,7 @@ class StateStream:
     """The states of one optimizer, item by item: ``begin``, then ``take`` once per item in order, then ``end``."""
 
     def __init__(self, items: Sequence[Sequence[State]], device: torch.device, *, is_offloaded: bool):
-        """``items`` are this rank's views of the states, disjoint; ``device`` is where they are updated."""
+        """``items`` are this rank's views of the states, disjoint; ``device`` updates them."""
         self._items, self._device, self._is_offloaded = items, device, is_offloaded
         self._slot_bytes = max((_room(item) for item in items), default=0)
         self._next = 0
@@ -42,13 +42,13 @@ class StateStream:
         self._slots = torch.empty(SLOTS, self._slot_bytes, dtype=torch.uint8, device=self._device)
         self._left = [None] * SLOTS
         if self._on_gpu:
-            # The slots' memory may have served work that is still queued.
+            # Work that used the memory of the slots before may still be queued.
             self._inward.wait_stream(torch.cuda.current_stream(self._device))
         self._load(0)
 
     @contextmanager
     def take(self) -> Iterator[Sequence[State]]:
-        """The states of the next item on the device; what was written into them is kept when the block is left."""
+        """The states of the next item on the device. Leaving the block stores what was written to them."""
         number, self._next = self._next, self._next + 1
         if not self._is_offloaded:
             yield self._items[number]
@@ -62,7 +62,7 @@ class StateStream:
         self._store(number, staged)
 
     def end(self) -> None:
-        """Wait until all states are back: whoever reads them next, a checkpoint for one, knows nothing of streams."""
+        """Wait until all states are back, so that checkpoints can read them without waiting for streams."""
         assert self._next == len(self._items), "a step must take every item"
         if self._on_gpu:
             self._outward.synchronize()
@@ -93,7 +93,7 @@ def _aligned(tensor: Tensor) -> int:
 
 
 def _room(item: Sequence[State]) -> int:
-    """Bytes of a slot that holds an item."""
+    """Bytes of a slot for an item."""
     return sum(_aligned(tensor) for state in item for tensor in state_parts(state))
 
 
@@ -121,6 +121,6 @@ def _copy_tensor(target: Tensor, source: Tensor) -> None:
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source, non_blocking=True)
         return
-    # torch would gather a scattered view on the host first, and wait for it: some rows of each matrix are contiguous.
+    # torch would copy a non-contiguous view to a new host tensor first and wait. Copy it by rows, which are contiguous.
     for to, of in zip(target, source, strict=True):
         _copy_tensor(to, of)

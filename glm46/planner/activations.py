@@ -1,6 +1,6 @@
 """Bytes that forward keeps for backward, per token and layer, as `glm46/model` computes it.
 
-Counted are the tensors that autograd saves, each once; a test compares the sums with what a small model really saves.
+The formulas count each tensor that autograd saves once; a test compares the sums with what a small model saves.
 Letters as in the model: D hidden, H and K query and key heads, C head width, F expert width, E experts, A experts per
 token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 """
@@ -12,7 +12,7 @@ INDEX = 8
 
 
 def _norm(dim: int, width: int) -> float:
-    """RMSNorm: its input in FP32, one statistic per row, and the normalised rows, which FP32 on a GPU does not keep."""
+    """RMSNorm: its FP32 input, one statistic per row, and the normalised rows, which a GPU does not keep in FP32."""
     return dim * (FP32 + width) + FP32
 
 
@@ -20,17 +20,17 @@ def attention_bytes(shape: ModelShape, width: int) -> float:
     """Norm and attention of one layer, per token."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     total = _norm(shape.hidden_size, width)
-    total += shape.hidden_size * width  # what q, k and v are projected from
+    total += shape.hidden_size * width  # input of the q, k and v projections
     if shape.use_qk_norm:
         heads = shape.num_attention_heads + shape.num_key_value_heads
         total += heads * _norm(shape.head_dim, width)
     total += (queries + 2 * keys) * width  # rotated queries and keys, and values
-    total += queries * width + shape.num_attention_heads * FP32  # result and the softmax's log-sum
+    total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
     return total
 
 
 def _swiglu(inner: int, width: int) -> float:
-    """gate, up and what goes into the down projection."""
+    """Gate, up and the input of the down projection."""
     return 3 * inner * width
 
 
@@ -59,19 +59,21 @@ def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
 
 
 def mask_bytes(rows: int, queries: float, keys: int) -> float:
-    """One attention mask: a boolean for each query and key of each row. A layer's attention makes a copy of it in the
-    compute type, which backward needs."""
+    """One attention mask: a boolean for each query and key of each row. The attention of a layer copies it to the
+    compute type for backward."""
     return rows * queries * keys
 
 
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:
-    """What selective checkpointing keeps of one layer's attention, per token: its result and the softmax's log-sum."""
+    """Bytes of one layer's attention that selective checkpointing keeps, per token: result and log-sum of the
+    softmax."""
     return shape.num_attention_heads * (shape.head_dim * width + FP32)
 
 
 def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int) -> float:
-    """What selective checkpointing keeps of one layer's experts, per token: gate and up, the results, the choice with
-    its scores, an index per assignment; between ranks also what arrived, with its weights, and a second index."""
+    """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
+    with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
+    index."""
     per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
     if ep > 1:
         per_assignment += shape.hidden_size * width + FP32 + INDEX

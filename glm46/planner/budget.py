@@ -13,7 +13,7 @@ SECONDS_PER_DAY = 86_400
 
 
 def budget_tokens(config: RunConfig, rows_per_micro_batch: int) -> int:
-    """Tokens of this run, from its first step on: [training] tokens, or what its steps come to.
+    """Tokens of this run, from its first step on: [training] tokens, or the tokens of its steps.
 
     Args:
         rows_per_micro_batch: sequences that all ranks together take in one micro-batch.
@@ -27,7 +27,7 @@ def budget_tokens(config: RunConfig, rows_per_micro_batch: int) -> int:
     while left:
         rows = batch_sequences(batch, start + total, rows_per_micro_batch)
         stage = stage_at(stages, samples)
-        # Behind a ramp all steps of a stage are alike, but for its last.
+        # After a ramp all steps of a stage are equal, except its last one.
         room = rows * left if stage.stop is None else stage.stop - samples
         steps = min(left, -(-room // rows)) if start + total >= ramp_ends else 1
         rows = min(rows * steps, room)
@@ -36,7 +36,7 @@ def budget_tokens(config: RunConfig, rows_per_micro_batch: int) -> int:
 
 
 def stage_tokens(config: RunConfig, total: int) -> Iterator[tuple[TextStage, int]]:
-    """Each stage of a run, and what it takes of its tokens."""
+    """Each stage of a run with its number of tokens."""
     for stage in plan_stages(config):
         here = total if stage.stop is None else min(total, (stage.stop - stage.first) * stage.seq_len)
         total -= here
@@ -45,11 +45,11 @@ def stage_tokens(config: RunConfig, total: int) -> Iterator[tuple[TextStage, int
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run trains on and what that takes."""
+    """Tokens and FLOPs of a run."""
 
     tokens: int
     step_tokens: int | None
-    """Tokens of one optimizer step; None where steps differ."""
+    """Tokens of one optimizer step; None if steps differ."""
     flops: float
 
 
@@ -71,5 +71,5 @@ def plan_budget(config: RunConfig, dp_degree: int) -> Budget:
 
 
 def days(flops: float, devices: int, peak_flops: float, mfu: float) -> float:
-    """Days that so many FLOPs take on devices that reach `mfu` of their peak."""
+    """Days that this many FLOPs take on devices that reach `mfu` of their peak."""
     return flops / (devices * peak_flops * mfu) / SECONDS_PER_DAY

@@ -1,7 +1,6 @@
-"""The stages of a run's text: which samples have which length and come from which mixture.
+"""The stages of a run's text: the sequence length and the mixture of each range of samples.
 
-A stage ends behind a number of samples that follows from the configuration alone, so that layouts, batch sizes and
-resumes cannot move it.
+The config alone decides after how many samples a stage ends. Layout, batch size and resumes do not change it.
 """
 
 from collections.abc import Sequence
@@ -11,22 +10,22 @@ from glm46.config.run_config import RunConfig
 
 
 class TextStage(NamedTuple):
-    """A range of global sample numbers and what they are."""
+    """A range of global sample numbers with its sequence length and mixture."""
 
     first: int
     """The first sample."""
     stop: int | None
-    """The one behind the last sample; None: until the run ends."""
+    """The number after the last sample; None: until the run ends."""
     seq_len: int
     """Tokens per sample."""
     weights: tuple[float, ...]
-    """Share of each source in the order of data.sources; 0 leaves it out."""
+    """Share of each source in the order of data.sources; 0 skips it."""
     documents: tuple[float, float]
-    """The share of every source's documents that is read."""
+    """Range of shares of every source's documents that is read."""
 
 
 def plan_stages(config: RunConfig) -> list[TextStage]:
-    """The stages of a run in their order, those without a sample left out."""
+    """The stages of a run in order, without stages that have no sample."""
     weights = tuple(source.weight for source in config.data.sources)
     if not config.data.stages:
         return [TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0))]
@@ -44,5 +43,5 @@ def plan_stages(config: RunConfig) -> list[TextStage]:
 
 
 def stage_at(stages: Sequence[TextStage], sample: int) -> TextStage:
-    """The stage that a global sample number belongs to."""
+    """The stage of a global sample number."""
     return next(stage for stage in stages if stage.stop is None or sample < stage.stop)

@@ -1,8 +1,8 @@
-"""How much arithmetic a token costs in training: the matrix products of forward and backward, nothing else.
+"""FLOPs of a token in training: the matrix products of forward and backward.
 
-Backward costs twice the forward, so training is three forwards. Causal attention is counted as causal (half of the
-square), and the embedding look-up costs nothing. What activation checkpointing computes again is not counted: the
-result is the work that the model needs, so that MFU falls when a layout wastes work.
+Backward costs twice the forward, so training costs three forwards. Causal attention is counted as causal (half of the
+square); the embedding look-up costs nothing. Recomputation under activation checkpointing is not counted: the result is
+the work that the model needs, so MFU falls when a layout does redundant work.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class TrainingFlops:
     attention: float
     """Scores and weighted values of attention in the main model."""
     mtp: float
-    """All products of the MTP layers, with the head's second use."""
+    """All products of the MTP layers, with their use of the head."""
 
     @property
     def total(self) -> float:
@@ -36,7 +36,7 @@ def _matrix_flops(rows: list[Parameter], shape: ModelShape) -> float:
 
 
 def _mean_keys(shape: ModelShape, seq_len: int) -> float:
-    """Keys that a query sees, averaged over a sequence: half of it, or less under a sliding window."""
+    """Keys that a query attends to, averaged over a sequence: half of it, or less under a sliding window."""
     if not seq_len:
         return 0.0
     window = min(shape.sliding_window or seq_len, seq_len)
@@ -47,7 +47,7 @@ def attention_flops(shape: ModelShape, seq_len: int) -> float:
     """FLOPs per token and layer of scores and weighted values, forward and backward.
 
     Args:
-        seq_len: length of the document that a token attends in, which is the row only if documents are not masked.
+        seq_len: length of the document that a token attends to; without document masks, of the whole row.
     """
     width = shape.num_attention_heads * shape.head_dim
     return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len)
@@ -55,15 +55,14 @@ def attention_flops(shape: ModelShape, seq_len: int) -> float:
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """FLOPs per token of forward and backward, layer by layer."""
+    """FLOPs per token of forward and backward, by layer."""
 
     of_layer: list[float]
-    behind: float
-    """Of the head and the MTP layers."""
+    head_and_mtp: float
 
 
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
-    """`training_flops` of each decoder layer, and of what stands behind the last one."""
+    """`training_flops` of each decoder layer, and of the head and the MTP layers."""
     core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
     dense, moe = _matrix_flops(dense_layer(shape), shape) + core, _matrix_flops(moe_layer(shape), shape) + core
     of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
@@ -91,7 +90,7 @@ def training_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
-    """FLOPs of forward and backward of tokens whose attention has so many pairs.
+    """FLOPs of forward and backward of tokens with the given number of attention pairs.
 
     Args:
         half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
@@ -105,7 +104,10 @@ def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
 
 
 def document_half_pairs(length, window: int | None):
-    """Twice the pairs of query and key in a document of this many tokens, half of its square or less under a window; an
-    integer, of an integer or of a tensor of them."""
+    """Twice the number of (query, key) pairs of a document of this many tokens: its square, or less under a window.
+
+    Args:
+        length: integer, or integer tensor of any shape; the result has the same form.
+    """
     reach = length if window is None else length - (length - window) * (length > window)
     return 2 * reach * length - reach * reach

@@ -1,4 +1,4 @@
-"""Degrees of the mesh with every "all that are left" filled in."""
+"""Degrees of the mesh, with -1 resolved."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from glm46.config.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class Layout:
-    """Resolved degrees; their product, without the experts' borrowed one, is the number of processes."""
+    """Resolved degrees. Their product, without the borrowed expert degree, is the number of processes."""
 
     pp: int
     dp_replicate: int
@@ -25,12 +25,12 @@ class Layout:
 
     @property
     def dense_shards(self) -> int:
-        """Ranks that FSDP spreads a dense parameter over."""
+        """Ranks that FSDP shards a dense parameter over."""
         return self.dp_shard * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that FSDP spreads an expert over."""
+        """Ranks that FSDP shards an expert over."""
         return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
 
     @property
@@ -57,13 +57,14 @@ class Layout:
 
 
 def fixed_processes(parallelism: Parallelism) -> int:
-    """Product of the degrees that the config states: the fewest processes it can run on, or a divisor of their number
-    when ``data_parallel_shard_degree`` is left open."""
+    """Product of the degrees that the config sets: the number of processes, or a divisor of it if
+    ``data_parallel_shard_degree`` is -1."""
     return max(parallelism.data_parallel_shard_degree, 1) * parallelism.stated_ranks
 
 
 def smallest_world(parallelism: Parallelism) -> int:
-    """The fewest processes that the config can run on: the experts' axis must fit into the axes it borrows from."""
+    """The smallest number of processes that the config can run on: the expert degree must divide the degrees that it is
+    borrowed from."""
     fixed = fixed_processes(parallelism)
     if parallelism.data_parallel_shard_degree != -1:
         return fixed

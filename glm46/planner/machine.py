@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory and GPUs, found without torch and without touching a GPU's context."""
+"""Cores, memory and GPUs of this machine, found without torch and without a CUDA context."""
 
 import os
 from collections.abc import Callable
@@ -14,36 +14,36 @@ class Gpu:
 
     name: str
     memory_bytes: int | None
-    """None when neither the driver nor the table of peaks tells."""
+    """None if neither the driver nor the table of peaks has it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One node as a process sees it: limits of the container included."""
+    """One node as a process sees it, with the limits of its container."""
 
     cores: int
     memory_bytes: int
-    """Memory that this process group may use in all."""
+    """Total memory that this container may use."""
     free_bytes: int
-    """Memory that it may use now, what the kernel would give back for others included."""
+    """Memory that it may use now, memory that the kernel can reclaim included."""
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
-    """Equal machines that the run is spread over."""
+    """Number of equal machines of the run."""
 
     def describe(self) -> str:
-        """Its GPUs and cores in a few words."""
+        """GPUs and cores as a short text."""
         names = sorted({gpu.name for gpu in self.gpus})
         gpus = [f"{sum(gpu.name == name for gpu in self.gpus)} x {name}" for name in names] or ["no GPU"]
         return ", ".join([*gpus, f"{self.cores} cores" if self.cores > 1 else "1 core"])
 
 
 def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: Path = Path("/")) -> Machine:
-    """Look at this machine.
+    """Detect the cores, the memory and the GPUs of this machine.
 
     Args:
         visible_devices: value of CUDA_VISIBLE_DEVICES; None when it is not set.
-        nodes: machines of the run, taken to be equal to this one.
-        root: where /proc, /sys and /dev are; tests give a folder.
+        nodes: machines of the run; all are assumed equal to this one.
+        root: folder of /proc, /sys and /dev; tests pass their own.
     """
     total, free = _memory(root)
     gpus = _gpus_from_nvml() or _gpus_from_proc(root)
@@ -58,7 +58,7 @@ def _cores(root: Path) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
-        # A container's share of a large machine: rounding up, as half a core still runs one process.
+        # The share of a container in a large machine, rounded up: half a core still runs one process.
         cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
     return cores
 
@@ -71,7 +71,7 @@ def _memory(root: Path) -> tuple[int, int]:
     if "MemTotal" in fields:
         total, free = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
     else:
-        # macOS and the BSDs have no /proc; what is free there cannot be asked without a library.
+        # macOS and the BSDs have no /proc, and free memory is unknown without a library.
         total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit_file, usage_file in (
         ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
@@ -80,7 +80,8 @@ def _memory(root: Path) -> tuple[int, int]:
         limit, usage = _read(root / limit_file), _read(root / usage_file)
         if limit.isdigit() and int(limit) < total:
             total = int(limit)
-            # The usage counts cached files, which the kernel gives back: half of the limit is free at the least guess.
+            # The usage counts cached files, which the kernel can reclaim: assume that at least half of the limit is
+            # free.
             used = int(usage) if usage.isdigit() else 0
             free = min(free, max(total - used, total // 2))
     return total, free
@@ -94,14 +95,14 @@ def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []  # No driver: the usual machine without a GPU.
+        return []  # No driver: a machine without a GPU.
     try:
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = _asked(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
-            memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
-            uuid = _asked(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
+            name = _query(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
+            memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
+            uuid = _query(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
             known = find_accelerator(name)
             fallback = known.memory_bytes if known else None
             found.append((uuid, Gpu(name, int(memory.total) if memory else fallback)))
@@ -110,8 +111,8 @@ def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
         pynvml.nvmlShutdown()
 
 
-def _asked(question: Callable, handle: object, refused: type[Exception]) -> object | None:
-    """NVML's answer, or None where a device does not support the question (memory of unified-memory boards)."""
+def _query(question: Callable, handle: object, refused: type[Exception]) -> object | None:
+    """The answer of NVML, or None if a device does not support the query (memory of unified-memory boards)."""
     try:
         return question(handle)
     except refused:
@@ -129,7 +130,7 @@ def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
 
 
 def _visible(gpus: list[tuple[str, Gpu]], visible_devices: str | None) -> list[Gpu]:
-    """The devices that CUDA would show: a list of indices or UUIDs that ends at the first one it does not know."""
+    """The devices that CUDA shows: those of a list of indices or UUIDs, up to the first unknown one."""
     if visible_devices is None:
         return [gpu for _, gpu in gpus]
     chosen = []

@@ -1,7 +1,7 @@
-"""How many bytes each rank needs, by formula.
+"""Memory of each rank in bytes, by formula.
 
-The formulas follow what FSDP2, our model and our optimizers allocate, for the rank that needs most, with tokens
-spread evenly over experts; what an uneven batch adds is not in them.
+The formulas follow the allocations of FSDP2, our model and our optimizers, on the rank that needs most, with tokens
+spread evenly over experts. Uneven routing needs more.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -27,47 +27,47 @@ from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_laye
 from glm46.planner.stages import split_layers, stages_of_rank
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
-"""Bytes per element; 8bit has an FP32 scale per block of 64, which a test holds to `optim/compact_state.py`."""
+"""Bytes per element; 8bit has an FP32 scale per block of 64. A test holds it equal to `optim/compact_state.py`."""
 
 OFFLOAD_SLOTS = 3
-"""Items of states in host memory that are on the device at once; a test holds it to `optim/state_offload.py`."""
+"""Items of states in host memory that are on the device at once; a test holds it equal to `optim/state_offload.py`."""
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
-"""Most that one item takes, unless one tensor alone is larger: Muon's default workspace and bucket allow matrices of
-256 MiB in BF16, whose momentum is FP32."""
+"""Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
+BF16, whose momentum is FP32."""
 
 LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once; a test holds it to the default of `model/cross_entropy.py`."""
+"""Tokens whose logits exist at once; a test holds it equal to the default of `model/cross_entropy.py`."""
 
 PROCESS_BYTES = {"cpu": 350 * 2**20, "gpu": 2 * 2**30}
-"""What a process takes before the first weight. cpu: resident memory after importing torch and its distributed parts
-(measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not counted)."""
+"""Memory of a process before the first weight. cpu: resident memory after importing torch and its distributed parts
+(measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not measured)."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the rank that needs most."""
+    """Memory in bytes of the rank that needs most."""
 
     weights: float
     """Master weights that this rank holds."""
     gradients: float
     """Their gradients."""
     optimizer: float
-    """States of Muon and AdamW on the device: all, or what passes through while the rest lies in host memory."""
+    """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
-    """Whole weights of embedding and head and of the layers at work, with one layer's whole gradient."""
+    """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer."""
     activations: float
-    """What forward keeps for backward."""
+    """Tensors that forward keeps for backward."""
     masks: float
-    """Who may attend to whom, where attention is not plainly causal."""
+    """Attention masks, if attention is not plainly causal."""
     loss: float
-    """Logits of one chunk and the head's gradient."""
+    """Logits of one chunk and the gradient of the head."""
     process: float
-    """The program itself."""
+    """Memory of the process without tensors."""
     host: float = 0.0
-    """Beside a GPU: optimizer states in host memory, not part of the total. On a CPU everything is in the total."""
+    """With a GPU: optimizer states in host memory, not part of the total. On a CPU all memory is in the total."""
     text: float = 0.0
-    """On a CPU: the text of a step, see `step_text`."""
+    """On a CPU: token data of a step, see `step_text`."""
 
     @property
     def total(self) -> float:
@@ -76,22 +76,22 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What one pipeline stage may hold."""
+    """A layer, or one of embedding and head, as the planner counts it."""
 
     rows: list[Parameter]
     activation: float
     """Bytes per token kept for backward."""
     selective: float = 0.0
-    """Bytes per token that selective checkpointing keeps beside the layer's input."""
+    """Bytes per token that selective checkpointing keeps besides the input of the layer."""
     attends: bool = True
-    """Whether it has attention; embedding and head have none."""
+    """True if it has attention; embedding and head have none."""
 
 
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
-    """Bytes per rank for a run on this many processes.
+    """Memory in bytes of the rank that needs most, for a run on this many processes.
 
     Args:
-        device: "gpu" or "cpu"; decides what the process itself takes.
+        device: "gpu" or "cpu"; decides the memory of the process itself.
 
     Raises:
         UserError: the degrees do not multiply to `world_size`.
@@ -101,20 +101,21 @@ def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> M
     plans = [_rank_plan(config, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
     largest = max(plans, key=lambda plan: plan.total)
     if device == "cpu":
-        # There is one memory: states that wait in it, and text, take their place too.
+        # A CPU has one memory, so offloaded states and token data are in it too.
         largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=step_text(config, layout))
     return replace(largest, process=PROCESS_BYTES[device])
 
 
 def step_text(config: RunConfig, layout: Layout) -> float:
-    """The text of one step, which a rank reads at once: four numbers of a token, and two for each prediction layer."""
+    """Bytes of token data of one step, which a rank reads at once: four numbers per token, and two more per MTP
+    layer."""
     rows = max(values_of(config.training.global_batch_size), default=0) / layout.dp_degree
     numbers = INDEX * (4 + 2 * resolve_shape(config.model).num_nextn_predict_layers)
     return max(rows, config.training.local_batch_size) * config.training.seq_len * numbers
 
 
 def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
-    """What each rank of a pipeline holds: its stages, the ends with embedding, head and MTP layers."""
+    """The layers of each pipeline rank; the first stage has the embedding, the last one head and MTP layers."""
     width = int(_BYTES[config.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
@@ -122,7 +123,7 @@ def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> li
     of_mtp = mtp_layer_bytes(shape, width)
     dense = _Layer(dense_layer(shape), of_dense, attention)
     moe = _Layer(moe_layer(shape), of_moe, both)
-    # Only the decoder layer inside a prediction layer is checkpointed then.
+    # Selective checkpointing covers only the decoder layer inside an MTP layer.
     mtp = _Layer(mtp_layer(shape), of_mtp, both + of_mtp - of_moe)
     is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
     layers = [dense if flag else moe for flag in is_dense]
@@ -151,7 +152,7 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
     sizes = [_held(row, shape, layout) * _states(row, config.optimizer) * width for row in trained]
     on_device = sum(sizes)
     if config.optimizer.state_offload == "cpu":
-        # AdamW takes whole tensors, of which embedding and head may be larger than any item of Muon.
+        # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
         on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
     master = _BYTES[config.training.dtype]
     return MemoryPlan(
@@ -168,7 +169,7 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
 
 
 def _whole(row: Parameter, shape: ModelShape, layout: Layout) -> float:
-    """Elements that a rank computes with: what FSDP gathers."""
+    """Elements that a rank computes with: the size that FSDP gathers."""
     if row.is_expert:
         return row.numel(shape) / layout.ep
     return row.numel(shape) / (1 if row.tensor_dim is None else layout.tp)
@@ -195,14 +196,14 @@ def _gathered(config: RunConfig, shape: ModelShape, layout: Layout, stage: list[
     largest = max(layers, default=0.0)
     policy = config.parallelism.fsdp_reshard_after_forward
     keeps_all = policy == "never" or (policy == "default" and layout.pp > 1)
-    # The layer at work and the one that is fetched ahead; a whole gradient, and its copy in the type of the sum.
+    # The current layer and the prefetched one; a whole gradient, and its copy in the reduce type.
     weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
     gradient = max(largest, root) * (param + (reduce if reduce != param else 0.0))
     return (weights + root) * param + gradient
 
 
 def _in_flight(config: RunConfig, layout: Layout, rank: int) -> float:
-    """Micro-batches whose activations a rank of a pipeline holds at once, averaged over its stages."""
+    """Micro-batches whose activations a pipeline rank holds at once, averaged over its stages."""
     ranks, each = layout.pp, config.parallelism.stages_per_rank
     schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
     batch = max(values_of(config.training.global_batch_size), default=0.0)
@@ -210,9 +211,9 @@ def _in_flight(config: RunConfig, layout: Layout, rank: int) -> float:
     if config.parallelism.pipeline_parallel_schedule == "GPipe":
         most = micro_batches
     elif schedule.is_v_shaped:
-        most = ranks  # the stage at the start of the V keeps most, the one at its end least
+        most = ranks  # the first stage of the V holds most, the last one least
     else:
-        # What is computed ahead before the first backward reaches the rank: Narayanan et al., arXiv 2104.04473.
+        # Forwards before the first backward of the rank: Narayanan et al., arXiv 2104.04473.
         ahead = ranks - rank - 1
         most = ahead + 1 if each == 1 else (2 * ahead + (each - 1) * ranks + 1) / each
     return min(most, micro_batches)
@@ -230,10 +231,10 @@ def _activations(config: RunConfig, shape: ModelShape, layout: Layout, rank: int
 
 
 def _masks(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
-    """Each stage makes one mask per micro-batch, over all keys of its queries, and each layer a copy of it."""
+    """Masks: each stage makes one per micro-batch, over all keys of its queries, and each layer copies it."""
     if not config.data.document_mask and shape.sliding_window is None and layout.cp == 1:
         return 0.0
-    # Without document masks all rows have the same one.
+    # Without document masks all rows share one mask.
     rows = config.training.local_batch_size if config.data.document_mask else 1
     mask = mask_bytes(rows, config.training.seq_len / layout.cp, config.training.seq_len)
     copy = mask * _BYTES[config.training.mixed_precision_param]
@@ -241,7 +242,7 @@ def _masks(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, laye
     if layout.pp > 1:
         in_flight, stages = _in_flight(config, layout, rank), config.parallelism.stages_per_rank
     if config.activation_checkpoint.mode == "none":
-        # Backward needs the copies only; the mask itself is there while a micro-batch goes through the layers.
+        # Backward needs only the copies; the mask exists during the forward of one micro-batch.
         return in_flight * sum(layer.attends for layer in layers) * copy + mask
     return in_flight * stages * mask + copy
 

@@ -1,6 +1,6 @@
-"""What the accelerators can do: the one table of hardware peaks.
+"""The one table of hardware peaks.
 
-Values are the makers' figures for dense BF16 products with FP32 accumulation (no structured sparsity). Sources: NVIDIA
+Values are the vendors' numbers for dense BF16 products with FP32 accumulation (no structured sparsity). Sources: NVIDIA
 data sheets of each product; consumer cards: the architecture white papers' tensor figures with FP32 accumulation.
 """
 
@@ -11,7 +11,7 @@ _GIB = 1024**3
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One product."""
+    """One model of accelerator."""
 
     name: str
     """Part of the name that the driver reports."""
@@ -20,7 +20,7 @@ class Accelerator:
     memory_bytes: int
 
 
-# The first entry whose words all occur in the driver's name wins, so longer names stand before shorter ones.
+# The first entry whose words all occur in the driver's name wins, so longer names come before shorter ones.
 ACCELERATORS: tuple[Accelerator, ...] = (
     Accelerator("GB300", 2.5e15, 279 * _GIB),
     Accelerator("B300", 2.25e15, 268 * _GIB),
@@ -52,7 +52,7 @@ ACCELERATORS: tuple[Accelerator, ...] = (
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The table's entry for a name as the driver reports it, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    """The entry for a name from the driver, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = name.replace("-", " ").lower().split()
     for accelerator in ACCELERATORS:
         if all(word in words for word in accelerator.name.lower().split()):

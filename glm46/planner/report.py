@@ -1,4 +1,4 @@
-"""The plan of a run as text: how big, how dear, how long."""
+"""The plan of a run as text: parameters, FLOPs, memory and time."""
 
 import sys
 
@@ -16,7 +16,7 @@ from glm46.planner.requirement import memory_lines, verdict_lines
 
 DEFAULT_GPU = "H100"
 DEFAULT_MFU = 0.35
-"""An ambition for this size of model, stated with every figure that follows from it; it is no measurement."""
+"""A target for models of this size, not a measurement; the text shows it with every number that depends on it."""
 
 
 def plan_text(
@@ -32,10 +32,10 @@ def plan_text(
 
     Args:
         world_size: processes; absent: the fewest that the degrees allow.
-        gpu: name in the table of peaks that memory is compared with and time is computed for.
-        mfu: share of that peak which the run is taken to reach.
-        device: "gpu" or "cpu", for the memory that the program itself takes.
-        machine: compared with the run as well, if given.
+        gpu: name in the table of peaks, for which memory and time are computed.
+        mfu: assumed share of that peak.
+        device: "gpu" or "cpu", for the memory of the process itself.
+        machine: another machine to compare the run with.
 
     Raises:
         UserError: the degrees do not multiply to `world_size`.

@@ -15,9 +15,9 @@ from glm46.planner.peaks import find_accelerator
 
 _GIB = 2**30
 _USABLE_CPU_RATIO = 0.95
-"""Part of the free memory that a run may plan to fill; without the rest the system starts to kill processes."""
+"""Part of the free memory that a run may fill; the system needs the rest, or it kills processes."""
 _USABLE_GPU_RATIO = 0.92
-"""Part of a GPU's memory that tensors can fill; the rest goes to fragmentation of the allocator."""
+"""Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
 _REFERENCE_GPU = "H100"
 _MOST_DOUBLINGS = 14
 _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
@@ -27,7 +27,7 @@ _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 class _Verdict:
     faults: list[str]
     margin: str
-    """What is needed of what is there, if it fits."""
+    """Needed and available memory, if the run fits."""
     world_size: int
     plan: MemoryPlan
 
@@ -35,11 +35,11 @@ class _Verdict:
 def describe_requirement(
     config: RunConfig, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
 ) -> tuple[bool, str]:
-    """Whether this machine can hold the run, and one screen that says why.
+    """True if the run fits on this machine, and one screen with the reasons.
 
     Args:
         world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
-        remedies: what to do if it cannot, beside what follows from the run.
+        remedies: further advice for a run that does not fit.
 
     Raises:
         UserError: `world_size` is given and the degrees do not multiply to it.
@@ -52,12 +52,12 @@ def describe_requirement(
     text = step_text(config, resolve_layout(config.parallelism, verdict.world_size))
     advice = _smallest_that_fits(config, machine)
     if 2 * text > verdict.plan.total:
-        advice = f"lower training.global_batch_size: the text of a step, which a rank reads at once, takes {_gib(text)}"
+        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {_gib(text)}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
 def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -> list[str]:
-    """Whether a run fits on a machine, and by how much."""
+    """Lines that say if a run fits on a machine, and by how much."""
     verdict = _judge(config, machine, world_size)
     return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
 
@@ -92,7 +92,7 @@ def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verd
 
 
 def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
-    """Whether memory suffices, and both numbers with their difference."""
+    """True if memory suffices, and a text with both numbers and their difference."""
     fits = needed <= usable
     by_how_much = f"{_gib(usable - needed)} to spare" if fits else f"{_gib(needed - usable)} too much"
     return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"
@@ -113,7 +113,7 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
     experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
-        f"What this run needs ({config.model.flavor}: {active})",
+        f"This run needs ({config.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
         *memory_lines(plan),
@@ -140,7 +140,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 def _found(machine: Machine) -> list[str]:
     nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
-    lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
+    lines = [f"Found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
     lines.append(f"  {'memory':<18} {_gib(machine.free_bytes)} free of {_gib(machine.memory_bytes)}")
     names = sorted({gpu.name for gpu in machine.gpus})
     for name in names:
@@ -151,7 +151,7 @@ def _found(machine: Machine) -> list[str]:
 
 
 def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
-    """The least number of GPUs, by doubling the shards that the config leaves open, whose memory is enough."""
+    """Advice: the least number of GPUs whose memory is enough, found by doubling an open shard degree."""
     reference = find_accelerator(_REFERENCE_GPU)
     assert reference is not None
     capacity = reference.memory_bytes

@@ -1,7 +1,7 @@
-"""Everything that changes while training runs, as pure functions of the tokens seen since the start of the curriculum.
+"""Schedules: pure functions of the tokens seen since the start of the curriculum.
 
-No function here holds state: a resumed run, or a later phase, asks at its own token count and gets the same answer.
-A phase that starts at ``lr_scheduler.start_tokens`` adds that number to its own tokens before it asks.
+No function has state, so a resumed run or a later phase gets the same values at the same token count. A phase that
+starts at ``lr_scheduler.start_tokens`` adds this number to its own tokens.
 """
 
 import math
@@ -13,8 +13,8 @@ from glm46.config.section import Schedule
 def schedule_value(schedule: Schedule, tokens: int) -> float:
     """The value of ``schedule`` after ``tokens`` tokens of the curriculum.
 
-    Points are joined by straight lines. Of several points with the same token count the last one holds from that
-    count on, so two of them are a jump. Before the first and after the last point the nearest value holds.
+    Points are joined by straight lines. Two points with the same token count are a jump; the last one holds from that
+    count on. Before the first and after the last point the nearest value holds.
     """
     if not isinstance(schedule, tuple):
         return float(schedule)
@@ -33,10 +33,10 @@ def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int,
 
     Args:
         tokens: tokens since the start of the curriculum, ``scheduler.start_tokens`` included.
-        total_tokens: where the decay ends if ``scheduler.total_tokens`` is absent: the end of this run, counted from
+        total_tokens: end of the decay if ``scheduler.total_tokens`` is absent: the end of this run, counted from
             the start of the curriculum.
-        step_tokens: tokens of the step that the rate is for. The warm-up counts them, so that the first step has its
-            share of the ramp instead of a rate of 0.
+        step_tokens: tokens of the step that the rate is for. The warm-up counts them, so that the rate of the first
+            step is not 0.
 
     The rate rises linearly over the warm-up, stays at its peak until the decay begins, and stays at
     ``min_lr_factor`` after the decay ends.
@@ -62,12 +62,14 @@ def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int,
 
 
 def batch_sequences(schedule: Schedule | None, tokens: int, multiple: int) -> int:
-    """Sequences of the next optimizer step: the schedule's value rounded down to ``multiple``, and at least that.
+    """Sequences of the next optimizer step: the schedule's value rounded down to ``multiple``, but at least
+    ``multiple``.
 
-    ``multiple`` is the sequences that all ranks take in one micro-batch. An absent schedule is one micro-batch.
+    ``multiple`` is the number of sequences of one micro-batch over all ranks. Without a schedule a step is one
+    micro-batch.
     """
     if schedule is None:
         return multiple
-    # The small term keeps a whole number that the interpolation missed by one rounding error.
+    # The small term keeps whole numbers that interpolation misses by a rounding error.
     micro_batches = math.floor(schedule_value(schedule, tokens) / multiple + 1e-9)
     return max(1, micro_batches) * multiple

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline holds, and which stages each of its ranks."""
+"""The layers of each pipeline stage, and the stages of each pipeline rank."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -11,7 +11,7 @@ from glm46.planner.flops import layer_flops
 
 
 def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
-    """The stages of one rank of the pipeline, ascending."""
+    """The stages of one pipeline rank, ascending."""
     ranks = parallelism.pipeline_parallel_degree
     if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
         return [rank, 2 * ranks - 1 - rank]
@@ -19,7 +19,7 @@ def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
 
 
 def rank_of_stage(parallelism: Parallelism, stage: int) -> int:
-    """The rank of the pipeline that holds a stage; the inverse of `stages_of_rank`."""
+    """The pipeline rank that holds a stage; the inverse of `stages_of_rank`."""
     ranks = parallelism.pipeline_parallel_degree
     if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
         return min(stage, 2 * ranks - 1 - stage)
@@ -27,11 +27,11 @@ def rank_of_stage(parallelism: Parallelism, stage: int) -> int:
 
 
 def split_layers(shape: ModelShape, stages: int, seq_len: int) -> list[range]:
-    """Consecutive layers for each stage, at least one each: the dearest stage as cheap as possible, then the others as
-    even as possible.
+    """Consecutive layers for each stage, at least one each: the most expensive stage as cheap as possible, then the
+    other stages as even as possible.
 
-    The cost is that of the matrix products of a token: dense, MoE and multi-token prediction layers and the head weigh
-    differently, and the last two stand on the last stage.
+    The cost is that of the matrix products of a token. Dense, MoE and MTP layers and the head cost different amounts;
+    the last two are on the last stage.
 
     Args:
         stages: at most the number of layers.
@@ -42,11 +42,11 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> list[range]:
     layers = shape.num_hidden_layers
 
     def cost(start: int, stop: int) -> float:
-        return before[stop] - before[start] + (costs.behind if stop == layers else 0.0)
+        return before[stop] - before[start] + (costs.head_and_mtp if stop == layers else 0.0)
 
-    dearest, _ = _cheapest_split(layers, stages, cost, max)
-    # Under that limit, the least sum of squares is the most even split.
-    limit = dearest * (1.0 + 1e-9)
+    highest, _ = _cheapest_split(layers, stages, cost, max)
+    # Below this limit, the split with the least sum of squares is the most even one.
+    limit = highest * (1.0 + 1e-9)
     _, ends = _cheapest_split(
         layers, stages, lambda start, stop: cost(start, stop) ** 2 if cost(start, stop) <= limit else inf, add
     )
@@ -59,7 +59,7 @@ def _cheapest_split(
     cost: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """The least `join` of the costs of all stages, and where each stage ends; by dynamic programming from the end."""
+    """The least `join` of the costs of all stages, and the end of each stage; dynamic programming from the end."""
     # For each start: the cost of the best split of the layers from there on into a growing number of stages.
     best = [(cost(start, layers), [layers]) for start in range(layers)]
     for count in range(2, stages + 1):

@@ -66,7 +66,7 @@ def test_key_stated_in_vain_is_refused_with_what_it_needs(line, tmp_path):
         load_config(path)
     (fault,) = caught.value.faults
     assert f"{key} = {value.replace('1e-3', '0.001')}: has no effect without " in fault
-    assert need in fault and f"or take {key} out" in fault
+    assert need in fault and f"or remove {key}" in fault
     assert load_config(write(tmp_path, switch.replace("LINEAR", LINEAR)))  # the default of the key is never refused
 
 

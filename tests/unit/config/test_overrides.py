@@ -101,7 +101,7 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
     config = load_config(file, ["--training.steps", "7"])
     assert (config.training.steps, config.training.tokens) == (7, None)
     (fault,) = faults_of(file, "--training.steps", "7", "--training.tokens", "9")
-    assert fault == "command line: training.tokens = 9, training.steps = 7: both given; state one of them"
+    assert fault.startswith("command line: training.tokens = 9, training.steps = 7: ") and "remove one" in fault
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
         (
             ["--compile.enable", "True"],
             'command line: compile.enable = "True": expected true or false, got a string; write true without quotes, '
-            "in small letters",
+            "in lower case",
         ),
         (
             ["--data.sources[2].weight", "1"],
-            "command line: data.sources[2].weight: data.sources has 2 entries, counted from 0; state the whole "
+            "command line: data.sources[2].weight: data.sources has 2 entries, counted from 0; set the whole "
             "value of data.sources instead",
         ),
         (
             ["--training.seq_len.x", "1"],
-            "command line: training.seq_len.x: training.seq_len = 128 holds no keys; state the whole value of "
+            "command line: training.seq_len.x: training.seq_len = 128 is not a table; set the whole value of "
             "training.seq_len instead",
         ),
         (
             ["--data[0].x", "1"],
-            "command line: data[0].x: data is no array in the file; state the whole value of data instead",
+            "command line: data[0].x: data is not an array in the file; set the whole value of data instead",
         ),
         (["--training", "3"], "command line: training = 3: expected a table, got an integer"),
     ],
