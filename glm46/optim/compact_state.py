@@ -92,7 +92,7 @@ def make_state(
                 if is_sharding(p) and p.dim == last]  # fmt: skip
         if ways and parameter.shape[-1] % (BLOCK * math.prod(ways)):
             raise UserError(
-                f'[optimizer] state_dtype = "8bit": {name} has its {parameter.shape[-1]} columns cut over '
+                f'[optimizer] state_dtype = "8bit": {name} has its {parameter.shape[-1]} columns over '
                 f"{math.prod(ways)} ranks, which must leave multiples of {BLOCK}; use another layout or type"
             )
     codes = state_like(parameter, torch.uint8, on_host=on_host)

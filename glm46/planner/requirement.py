@@ -87,7 +87,7 @@ def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verd
         fits, margin = _compare(who, plan.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
-            faults.append(f"it is laid out for {needed:,} GPUs (the product of its degrees), and none was found")
+            faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
     return _Verdict(faults, margin, needed, plan)
 
 
@@ -113,7 +113,7 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
     experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
-        f"This run needs ({config.model.flavor}: {active})",
+        f"What this run needs ({config.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
         *memory_lines(plan),
@@ -140,7 +140,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 def _found(machine: Machine) -> list[str]:
     nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
-    lines = [f"Found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
+    lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
     lines.append(f"  {'memory':<18} {_gib(machine.free_bytes)} free of {_gib(machine.memory_bytes)}")
     names = sorted({gpu.name for gpu in machine.gpus})
     for name in names:

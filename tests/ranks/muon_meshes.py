@@ -78,8 +78,7 @@ def cases(world: int) -> list[Case]:
 
 def case_names(world: int) -> list[str]:
     """Names of all rows that `run_case` gives for a world size."""
-    chosen = cases(world)
-    return [case.name for case in chosen]
+    return [case.name for case in cases(world)]
 
 
 def cut(full: Tensor, case: Case, mesh: DeviceMesh) -> Tensor:

@@ -148,9 +148,9 @@ def test_a_billion_steps_are_counted_at_once():
 
 def test_a_step_whose_text_no_memory_holds_is_refused():
     fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**9), SMALL)
-    assert not fits and "lower training.global_batch_size: the text of a step" in text
+    assert not fits and "lower training.global_batch_size: a rank reads" in text
     fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**10), NODE)
-    assert not fits and "lower training.global_batch_size: the text of a step" in text
+    assert not fits and "lower training.global_batch_size: a rank reads" in text
 
 
 def test_planner_needs_no_torch():
