@@ -1,4 +1,4 @@
-"""The only file that touches private parts of torch, or differences between torch 2.11 and 2.15."""
+"""All uses of private torch APIs, and of APIs that differ between torch 2.11 and 2.15."""
 
 import logging
 import threading
@@ -14,17 +14,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
-"""Placement of a dimension that FSDP2 shards below tensor parallelism. It is private, and in 2.13 no subclass of Shard:
-code that only knows Shard takes the wrong rows without an error."""
+"""Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a
+subclass of Shard: code that handles only Shard takes the wrong rows without an error."""
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, which torch 2.11 may only have under its private name.
+    """`torch.nn.functional.grouped_mm`, which torch 2.11 may have only under its private name.
 
     Args:
         x: [N, I] rows sorted by group, or [I, N] columns sorted by group.
         weight: [E, I, O], or [N, O] when `x` is [I, N].
-        offsets: int32 [E], running sum of group sizes.
+        offsets: int32 [E], running sum of the group sizes.
     """
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(x, weight, offs=offsets)
@@ -32,36 +32,37 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def let_backward_run_twice() -> None:
-    """Keep what compiled layers save for backward until it is freed; torch would otherwise write into it in the first
-    pass, and refuses a second one. A backward in two halves, as some pipeline schedules have it, is two passes."""
+    """Allow two backward passes through compiled layers, for pipeline schedules that split backward. By default torch
+    overwrites saved tensors in the first pass and rejects a second one."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
 
 
 def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Concatenate the parts of all ranks of a group along the first dimension into `out`; renamed in torch 2.13."""
+    """Concatenate the parts of all ranks of a group along dimension 0 into `out`. Renamed in torch 2.13. Collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, part, group=group)
 
 
 def scatter_row_sums(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """This rank's part, along the first dimension, of the sum of `whole` over a group; renamed in torch 2.13."""
+    """Write this rank's part, along dimension 0, of the sum of `whole` over a group into `out`. Renamed in torch 2.13.
+    Collective."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, whole, group=group)
 
 
 def start_exchange(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows that arrive while other work goes on; nobody may read them before `wait_for_exchange`.
+    """Start an all-to-all of rows; the result must not be read before `wait_for_exchange`. Collective.
 
-    An operator of torch's compiler back end, private by its name: unlike `torch.distributed.all_to_all_single`, which
-    writes into a buffer, its result can be kept by activation checkpointing.
+    Uses a private operator of torch's compiler back end: `torch.distributed.all_to_all_single` writes into a buffer,
+    which activation checkpointing cannot save.
     """
     return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
 
 
 def wait_for_exchange(rows: Tensor) -> Tensor:
-    """The same tensor once it has arrived; on a GPU the stream waits, not the host."""
+    """Wait for the result of `start_exchange`. On a GPU the stream waits, not the host."""
     if torch.compiler.is_compiling():
         return torch.ops._c10d_functional.wait_tensor(rows)
     began = time.perf_counter()
@@ -71,23 +72,23 @@ def wait_for_exchange(rows: Tensor) -> Tensor:
 
 
 EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default
-"""What `start_exchange` is to a dispatch mode."""
+"""The operator of `start_exchange`, as a dispatch mode sees it."""
 
 
 def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
-    """A DTensor over ``local`` with the mesh and placements of ``like``, wherever ``local`` lies.
+    """A DTensor over ``local`` with the mesh and placements of ``like``, on the device of ``local``.
 
-    `DTensor.from_local` would move a host tensor to the mesh's GPU; FSDP2's own offload calls the constructor too.
+    `DTensor.from_local` would move a host tensor to the GPU of the mesh. FSDP2's offload calls the constructor too.
 
     Args:
-        shape: of the whole tensor, which is contiguous.
+        shape: shape of the whole tensor, which is contiguous.
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
 class _Waited(threading.local):
-    """What a thread has waited for other ranks."""
+    """Time in seconds that a thread has waited for other ranks."""
 
     seconds = 0.0
 
@@ -105,14 +106,14 @@ def _timed_wait(work: dist.Work, *arguments, **named) -> bool:
 
 
 WAITING = _timed_wait.__code__
-"""Of the innermost frame of a thread that waits for a collective."""
+"""Code of the innermost Python frame of a thread that waits for a collective."""
 
 
 def own_clock() -> float:
-    """A clock, in seconds, that stands still while this thread waits for other ranks in a collective of the host.
+    """Seconds of a clock that stops while this thread waits on the host for a collective.
 
-    Torch has no such figure. FSDP and all functions of torch.distributed wait in one method, which is timed from the
-    first call on. Collectives of a GPU make its stream wait, not the host: to this clock they take no time.
+    Torch offers no such clock. FSDP and torch.distributed wait in one method, `Work.wait`; the first call patches it.
+    Collectives on a GPU block its stream, not the host, and do not stop this clock.
     """
     if dist.Work.wait is not _timed_wait:
         dist.Work.wait = _timed_wait
@@ -120,66 +121,66 @@ def own_clock() -> float:
 
 
 def clone_store() -> dist.Store:
-    """A second connection to the store of the default process group, for a thread beside the one that uses the first.
-    The store of a group has no public name."""
+    """A second connection to the store of the default process group, for use in another thread. The store has no public
+    name."""
     return dist.distributed_c10d._get_default_store().clone()
 
 
 def flight_recorder_json() -> str:
-    """The collectives that this process has started, as JSON; empty where torch has no flight recorder. It is reached
-    through a private module only; TORCH_FR_BUFFER_SIZE switches it on."""
+    """Collectives that this process has started, as JSON; "" if torch has no flight recorder. It is only in a private
+    module; TORCH_FR_BUFFER_SIZE turns it on."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return ""
-    found = dump()
-    return found.decode() if isinstance(found, bytes) else found
+    trace = dump()
+    return trace.decode() if isinstance(trace, bytes) else trace
 
 
 def can_pack() -> bool:
-    """Whether this torch has oneDNN, which `pack_weight` needs."""
+    """True if this torch has oneDNN, which `pack_weight` needs."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A copy of a contiguous FP32 weight [O, I] on the CPU, blocked as oneDNN reads it fastest.
+    """Copy a contiguous FP32 weight [O, I] on the CPU into oneDNN's blocked layout.
 
-    Private operators of torch's compiler back end. The public `torch.utils.mkldnn` also wants its inputs converted.
+    Uses private operators of torch's compiler back end: the public `torch.utils.mkldnn` needs converted inputs too.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with a weight of `pack_weight`."""
+    """`F.linear` with a weight from `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 _LOGGED_NOISE = {
-    # Its compiled kernels fit some torch and CUDA releases only; glm46 uses what is written in Python.
+    # Its compiled kernels need certain torch and CUDA releases; glm46 uses only its Python code.
     "torchao": ("Failed to load ",),
-    # torchao registers its enums in a way that torch 2.13 deprecates.
+    # torchao registers enums in a way that torch 2.13 deprecates.
     "torch.utils._pytree": ("Calling register_constant() on Enum subclasses is deprecated",),
 }
-"""Parts of messages by the logger that writes them."""
+"""Parts of messages to drop, by logger."""
 
 _WARNED_NOISE = (
-    # torchdata 0.11 calls it; it is without effect and deprecated since torch 2.12.
+    # torchdata 0.11 calls it; it has no effect and is deprecated since torch 2.12.
     "'set_vital' is deprecated",
-    # torchdata says it twice for each loader. More workers than cores may be meant: they wait for files.
+    # torchdata warns twice for each loader. More workers than cores can be intended: they wait for files.
     r"This DataLoader will create \d+ worker processes in total",
 )
 """Beginnings of warnings, as regular expressions."""
 
 
 def quiet_libraries() -> None:
-    """Drop the messages of other libraries that a user of glm46 can do nothing about, and no others.
+    """Drop messages of other libraries that a user of glm46 cannot act on.
 
-    To be called before a library that prints one is imported or used; calling it again changes nothing.
+    Call it before such a library is imported or used. Idempotent.
     """
     for name in _LOGGED_NOISE:
-        logging.getLogger(name).addFilter(_is_news)
+        logging.getLogger(name).addFilter(_is_wanted)
     for message in _WARNED_NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_wanted(record: logging.LogRecord) -> bool:
     return not any(part in record.getMessage() for part in _LOGGED_NOISE[record.name])

@@ -18,7 +18,7 @@ from glm46.files.durable import FileRecord, create_durably, hash_file
 
 MANIFEST = "manifest.json"
 META = "meta.json"
-FORMAT = 1
+FORMAT = 2
 _PUBLISHED = re.compile(r"step-(\d{6,})")
 _FILES_AT_ONCE = 8
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention with optional QK-norm and biases; the core between the projections can be replaced."""
+"""Grouped-query attention with optional QK-norm and biases. The core between the projections can be replaced."""
 
 from collections.abc import Callable
 
@@ -14,23 +14,23 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 """(q [B, S, H, C], k [B, S, K, C], v [B, S, K, C], mask) -> [B, S, H, C]."""
 
 MaskBuilder = Callable[["Tensor | None", Tensor, "int | None"], "Tensor | None"]
-"""What `attention_mask` is: replaced together with the core, whose keys it must describe."""
+"""Signature of `attention_mask`. Replace it together with the core: the mask describes the core's keys."""
 
 
 def attention_mask(document_ids: Tensor | None, positions: Tensor, sliding_window: int | None) -> Tensor | None:
-    """Who may see whom: causal, inside a document, inside the window.
+    """Attention mask: causal, per document, within the window.
 
     Args:
-        document_ids: integer [B, S], or None when documents may see each other.
-        positions: integer [B, S]; only its shape and device are read when document_ids is None.
-        sliding_window: most tokens that a token sees, itself included; None for all.
+        document_ids: integer [B, S], or None to attend across documents.
+        positions: integer [B, S]; with document_ids = None only its shape and device are read.
+        sliding_window: most tokens that a token attends to, itself included; None for all.
 
     Returns:
-        Boolean [B or 1, 1, S, S], true = may see; None means plain causal attention, which has a faster kernel.
+        Boolean [B or 1, 1, S, S], true = attend; None for plain causal attention, which has a faster kernel.
     """
     if document_ids is None and sliding_window is None:
         return None
-    # Booleans only, in place: a row of 128K tokens has 16 Gi pairs, and a distance would take eight bytes for each.
+    # Booleans only, in place: a row of 128K tokens has 16 Gi pairs, and int64 distances take 8 bytes each.
     order = torch.arange(positions.shape[1], device=positions.device)
     mask = order.unsqueeze(1) >= order.unsqueeze(0)
     if sliding_window is not None:
@@ -57,7 +57,7 @@ def sdpa_core(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | Non
 class Attention(nn.Module):
     """Query, key, value and output projections around an `AttentionCore`.
 
-    The number of heads is read from the tensors, so the module need not know how many of them this rank holds.
+    The number of heads is read from the tensors, so that the module works on any share of the heads.
     """
 
     def __init__(self, shape: ModelShape):

@@ -1,4 +1,4 @@
-"""One decoder layer: attention and feed-forward network, each behind a norm and beside a residual."""
+"""Decoder layer: attention and feed-forward network, each with a norm before it and a residual around it."""
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ class TransformerBlock(nn.Module):
         is_real: Tensor | None,
         options: RoutingOptions,
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D], with the routing statistics of an MoE layer, None for a dense one."""
+        """Map [B, S, D] to [B, S, D]. Also return the routing statistics of an MoE layer, None for a dense one."""
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
         normed = self.post_attention_layernorm(x)
         if self.is_dense:

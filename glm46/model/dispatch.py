@@ -1,4 +1,4 @@
-"""Bringing tokens to their experts and back, on one device; the seam that expert parallelism replaces."""
+"""Token dispatch to experts and back on one device. Expert parallelism replaces the dispatcher."""
 
 from typing import Any, Protocol
 
@@ -13,11 +13,11 @@ class TokenDispatcher(Protocol):
     """Moves tokens to the ranks of their experts and back."""
 
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
-        """Send each token to its experts; what is computed before `arrived` is computed meanwhile."""
+        """Start sending each token to its experts. Work done before `arrived` overlaps with the exchange."""
         ...
 
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, and what combine needs."""
+        """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, context of `combine`."""
         ...
 
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
@@ -26,8 +26,8 @@ class TokenDispatcher(Protocol):
 
 
 class _Gather(torch.autograd.Function):
-    """Row n of the result is the token of sorted assignment n. Backward sums each token's assignments in a fixed order:
-    the built-in backward of indexing adds atomically on a GPU, in another order each time."""
+    """Row n of the result is the token of sorted assignment n. Backward sums each token's assignments in a fixed order;
+    the built-in backward of indexing uses atomics on a GPU, whose order varies."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The transpose of `_Gather`: each token's sum over its assignments; backward copies the gradient to each."""
+    """Transpose of `_Gather`: sums the assignments of each token. Backward copies the gradient to each assignment."""
 
     @staticmethod
     def forward(ctx, y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-        # Not among the saved tensors: a recomputation ends with the last of them, so it need not come as far as here,
-        # behind the exchange with other ranks. The price is an index per assignment under activation checkpointing.
+        # Not a saved tensor: a recomputation stops at the last saved tensor, and so before the exchange with other
+        # ranks. This keeps one index per assignment under activation checkpointing.
         ctx.token_N = token_N
         return _sum_assignments(y_ND, place_TA)
 
@@ -56,15 +56,15 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
-    # fp32: of BF16 rows, the A terms are summed in FP32, in order, and rounded once. No [T, A, D] exists.
+    # fp32: sums the A terms of BF16 rows in FP32, in order, and rounds once, without a tensor [T, A, D].
     return F.embedding_bag(place_TA, y_ND, mode="sum")
 
 
 class LocalDispatcher:
-    """All experts are here: one stable sort, no communication. A `TokenDispatcher`."""
+    """A `TokenDispatcher` for ranks that hold all experts: one stable sort, no communication."""
 
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
-        """See `TokenDispatcher.start`; nothing to send."""
+        """See `TokenDispatcher.start`; sends nothing."""
         T, A = routing.experts.shape
         order_N, place_N, sizes_E = sort_assignments(routing.experts.flatten(), num_experts)
         token_N, place_TA = order_N // A, place_N.view(T, A)
@@ -82,11 +82,11 @@ class LocalDispatcher:
 
 
 def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort assignments by expert, stably: in the order of tokens, so that the rounding of their sums is reproducible.
+    """Sort assignments by expert, stably. Each expert sees its tokens in order, so that sums round reproducibly.
 
     Returns:
-        int64: the assignment at each place of that order [N], the place of each assignment [N], and the assignments of
-        each expert [E].
+        int64: the assignment at each place of the sorted order [N], the place of each assignment [N], and the number of
+        assignments per expert [E].
     """
     order_N = expert_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -95,10 +95,10 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The token of each sorted assignment, [N, D]; `place_TA` says where in that order each token's assignments are."""
+    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments."""
     return _Gather.apply(x_TD, token_N, place_TA)
 
 
 def combine_assignments(y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
+    """Sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
     return _Combine.apply(y_ND, token_N, place_TA)

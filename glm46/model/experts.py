@@ -1,4 +1,4 @@
-"""All experts of a layer as two stacked matrices, applied to tokens that are sorted by expert."""
+"""All experts of a layer as two stacked matrices, applied to tokens sorted by expert."""
 
 import torch
 import torch.nn.functional as F
@@ -6,22 +6,22 @@ from torch import Tensor, nn
 
 from glm46 import compat
 from glm46.config.model import ModelShape
-from glm46.model.layers import local_part
+from glm46.model.layers import local_weight
 
 
 @torch.library.custom_op("glm46::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix: rows [offsets[e-1], offsets[e]) of `x` times `weight[e]`.
 
-    A custom operator, because the fake kernel of torch's own refuses FP32, which `torch.compile` on a CPU needs.
+    A custom operator: the fake kernel of torch's operator rejects FP32, which `torch.compile` on a CPU needs.
 
     Args:
-        x: [N, I], sorted by expert. Rows past the last offset give undefined results.
+        x: [N, I], sorted by expert. Results of rows past the last offset are undefined.
         weight: [E, I, O], any strides.
         offsets: int32 [E], running sum of the group sizes.
 
     Returns:
-        [N, O] in the type of `x`.
+        [N, O] in the dtype of `x`.
     """
     return compat.grouped_mm(x, weight, offsets)
 
@@ -56,9 +56,9 @@ def _save_for_backward(ctx, inputs, output):
 
 def _grouped_mm_backward(ctx, grad):
     x, weight, offsets = ctx.saved_tensors
-    grad = grad.contiguous()  # an expanded gradient has strides that grouped matmul refuses
+    grad = grad.contiguous()  # grouped_mm rejects the strides of an expanded gradient
     grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    # [E, O, I] first, so that the gradient of a weight stored [E, O, I] and used transposed is contiguous.
+    # As [E, O, I] first: the weight is stored so, and its gradient must be contiguous.
     grad_weight = grouped_outer(grad, x, offsets).transpose(1, 2) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight, None
 
@@ -67,8 +67,8 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_backw
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` times each row's FP32 weight, rounded to the type of `gate` after each of the two products.
-    It keeps its inputs only; the rest is computed again in backward."""
+    """``silu(gate) * up`` times the FP32 weight of each row, rounded to the dtype of `gate` after each product. Saves
+    its inputs only and recomputes the rest in backward."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, weights_N: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         gate, up, weights_N = ctx.saved_tensors
         silu = F.silu(gate)
-        # fp32: the router's gradient is a sum over the width.
+        # fp32: the gradient of the routing weight is a sum over the width.
         grad_weights = (grad.to(weights_N.dtype) * (silu * up)).sum(-1)
         grad = grad.clone().mul_(weights_N.unsqueeze(-1))
         return torch.ops.aten.silu_backward(grad * up, gate), silu.mul_(grad), grad_weights
@@ -99,20 +99,20 @@ class Experts(nn.Module):
 
         Args:
             x_ND: N assignments sorted by expert, [N, D].
-            weights_N: FP32 [N]. They multiply the F-wide hidden, not the D-wide result: fewer numbers, and an exchange
-                back to the token's rank need not carry them.
+            weights_N: FP32 [N]. They multiply the hidden of width F, not the result of width D: F is smaller, and the
+                exchange back to the token's rank does not carry them.
             offsets: int32 [E].
 
         Returns:
-            [N, D], type of `x_ND`.
+            [N, D], dtype of `x_ND`.
         """
-        gate, up = self.product(x_ND, local_part(self.gate_up), offsets).chunk(2, dim=-1)
-        return self.product(_WeightedSwiGLU.apply(gate, up, weights_N), local_part(self.down), offsets)
+        gate, up = self.product(x_ND, local_weight(self.gate_up), offsets).chunk(2, dim=-1)
+        return self.product(_WeightedSwiGLU.apply(gate, up, weights_N), local_weight(self.down), offsets)
 
     @staticmethod
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
         """Rows [offsets[e-1], offsets[e]) times the transpose of ``weight_EOI[e]``, [N, O].
 
-        The only product of `forward` with a weight: what computes it in another way sets this attribute of a module.
+        The only product of `forward` with a weight. To compute it differently, set this attribute on a module.
         """
         return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)

@@ -1,6 +1,6 @@
 """Initial weights as a pure function of (seed, parameter name, global index).
 
-Each rank makes just the elements it keeps, and every layout, pipeline split and process count starts from the same
+Each rank computes only the elements that it keeps. Every layout, pipeline split and process count starts from the same
 bits.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from glm46.planner.parameters import find_parameter
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Elements made at a time: temporaries are some tens of MB."""
+"""Elements computed at a time, to limit temporaries to some tens of MB."""
 
 
 def _signed(value: int) -> int:
-    """A 64-bit constant as the int64 with the same bits; torch has no arithmetic on unsigned 64-bit integers."""
+    """The int64 with the same bits as an unsigned constant: torch has no arithmetic on unsigned 64-bit integers."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -46,16 +46,16 @@ def _stream_key(seed: int, name: str) -> int:
 
 
 def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
-    """Standard normal numbers at the given places of a parameter.
+    """Standard normal numbers for the given elements of a parameter.
 
     Args:
-        index: int64, any shape: flat places in the whole parameter.
+        index: int64, any shape: flat indices into the whole parameter.
 
     Returns:
-        FP32, shape of `index`. Box-Muller in FP64, so that devices agree after rounding to FP32 but for rare last bits.
+        FP32, shape of `index`. Box-Muller in FP64, so that devices agree after rounding except for rare last bits.
     """
     bits = _splitmix64(index + _stream_key(seed, name))
-    bits = _splitmix64(bits)  # twice: keys of two parameters may lie near each other, counters always do
+    bits = _splitmix64(bits)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
     first = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
     second = (bits & 0xFFFFFFFF).double() * 2.0**-32
     return ((-2.0 * first.log()).sqrt() * (2.0 * math.pi * second).cos()).float()
@@ -65,11 +65,11 @@ def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
 def fill_normal(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Write N(0, std) into the part of a parameter that `local` holds.
+    """Fill `local`, a part of a parameter, with N(0, std).
 
     Args:
-        local: the part, any layout.
-        indices: for each dimension, int64 [its size in `local`]: which global rows, columns, ... it holds.
+        local: the part, any strides.
+        indices: for each dimension of `local`, int64 [its size]: the global indices that it holds.
     """
     places, stride = [], 1
     for dim in reversed(range(len(global_shape))):
@@ -79,11 +79,11 @@ def fill_normal(
 
 
 def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Tensor]) -> None:
-    """Fill a box whose element [i, j, ...] is number places[0][i] + places[1][j] + ... of the parameter."""
+    """Fill a box whose element [i, j, ...] has the flat index places[0][i] + places[1][j] + ... in the parameter."""
     if local.numel() == 0:
         return
     row_elements = local[0].numel()
-    if local.dim() > 1 and row_elements > _CHUNK_ELEMENTS:  # one expert's matrix is more than a chunk
+    if local.dim() > 1 and row_elements > _CHUNK_ELEMENTS:  # the matrix of one expert can exceed a chunk
         for row, place in zip(local, places[0], strict=True):
             _fill_box(row, [places[1] + place, *places[2:]], values)
         return

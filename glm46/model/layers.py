@@ -1,4 +1,4 @@
-"""The layers that every part of the model shares: RMSNorm and the SwiGLU feed-forward network.
+"""Layers that all parts of the model share: Linear, RMSNorm and the SwiGLU feed-forward network.
 
 Shape letters, here and in every file of this room:
     B = sequences, S = tokens per sequence, T = B * S tokens, D = hidden_size, H = query heads, K = key/value heads,
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
-def local_part(weight: Tensor) -> Tensor:
-    """The part of a weight that this rank computes with: the weight itself, unless parallelism has split it.
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's part of a weight as a plain tensor, with gradient; the weight itself if it is not a DTensor.
 
-    The one place in the model that knows of sharding. Layers compute on plain tensors, so that one code serves one
-    process and many. Of a weight that several ranks hold whole, each rank sees other tokens (tensor parallelism splits
-    the sequence where it does not split the weight), so its gradient is one part of a sum.
+    The only code of the model that handles sharding: layers compute on plain tensors. Ranks with a replicated weight
+    see different tokens (tensor parallelism splits the sequence where it does not split the weight), so its local
+    gradient is one part of a sum.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -25,23 +25,23 @@ def local_part(weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` on the part of its weight and bias that is here."""
+    """`nn.Linear` on this rank's part of its weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., inputs here] to [..., outputs here]."""
-        return self.product(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
+        """Map [..., local inputs] to [..., local outputs]."""
+        return self.product(x, local_weight(self.weight), None if self.bias is None else local_weight(self.bias))
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias`` of plain tensors.
 
-        The only product of `forward` with the weight: what computes it in another way sets this attribute of a module.
+        The only product of `forward` with the weight. To compute it differently, set this attribute on a module.
         """
         return F.linear(x, weight, bias)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` that keeps its two inputs only; silu(gate) is computed again in backward."""
+    """``silu(gate) * up`` that saves its two inputs only and recomputes silu(gate) in backward."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -56,15 +56,15 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, same shape and type as both."""
+    """``silu(gate) * up``, same shape and dtype as both."""
     return _SwiGLU.apply(gate, up)
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension.
 
-    The statistics are FP32 and the result is cast to the input's type *before* the weight multiplies it, as
-    `transformers` does: in BF16 the other order gives other bits.
+    The statistics are FP32. The result is cast to the input's dtype *before* it is multiplied by the weight, as in
+    `transformers`: in BF16 the other order gives different bits.
     """
 
     def __init__(self, dim: int, eps: float):
@@ -73,15 +73,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` of shape [..., dim]; same shape and type."""
-        weight = local_part(self.weight)
+        """Normalise `x` of shape [..., dim]; same shape and dtype."""
+        weight = local_weight(self.weight)
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))`` without biases; the dense layers and the shared expert."""
+    """SwiGLU without biases: ``down(silu(gate(x)) * up(x))``. Used by dense layers and as the shared expert."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: routed experts plus a shared expert that every token uses."""
+"""Mixture-of-experts layer: routed experts plus a shared expert that every token uses."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from glm46.model.router import Router, RoutingOptions, RoutingStatistics
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared expert; the dispatcher between them can be replaced."""
+    """Router, routed experts and shared expert. The dispatcher between them can be replaced."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -24,12 +24,13 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, is_real: Tensor | None, options: RoutingOptions
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]; `is_real` boolean [B, S] or None. Statistics are None where `options` say so."""
+        """Map [B, S, D] to [B, S, D]; `is_real` is boolean [B, S] or None. Also return the statistics of the routing,
+        None if `options` turns them off."""
         routing = self.router(x, is_real, options)
         x_TD = x.reshape(-1, x.shape[-1])
         pending = self.dispatcher.start(x_TD, routing, self.num_experts)
-        # While tokens travel, in backward too. Before the experts also because a recomputation of this layer ends with
-        # the last tensor that backward needs: nothing that comes after the experts is needed.
+        # Computed while tokens travel, in backward too. It must come before the experts: a recomputation of this layer
+        # stops at the last tensor that backward needs, and must not reach the exchange after the experts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         x_ND, weights_N, offsets, context = self.dispatcher.arrived(pending)
         y_ND = self.experts(x_ND, weights_N, offsets)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a further decoder layer that predicts one token more ahead than the layer before it."""
+"""Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the one before."""
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,9 @@ from glm46.model.router import RoutingOptions, RoutingStatistics
 
 
 class MTPLayer(nn.Module):
-    """Depth k: from the hidden state at i and token i + k, the hidden state that predicts token i + k + 1.
+    """Depth k: maps the hidden state at i and token i + k to the hidden state that predicts token i + k + 1.
 
-    Embedding and head are the main model's. Source: arXiv 2412.19437 section 2.2; transformers `MtpLayer`.
+    Embedding and head are shared with the main model. Source: arXiv 2412.19437 section 2.2; transformers `MtpLayer`.
     """
 
     def __init__(self, shape: ModelShape):
@@ -32,11 +32,11 @@ class MTPLayer(nn.Module):
         is_real: Tensor | None,
         options: RoutingOptions,
     ) -> tuple[Tensor, RoutingStatistics]:
-        """Next depth's hidden state.
+        """Compute the hidden state of this depth, [B, S, D], and the routing statistics of its layer.
 
         Args:
-            hidden: [B, S, D], the depth before's result after its final norm.
-            embedding: [B, S, D], embeddings of the tokens k places ahead.
+            hidden: [B, S, D], result of the previous depth after its final norm.
+            embedding: [B, S, D], embeddings of the tokens k positions ahead.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
         x, statistics = self.block(x, rope, mask, is_real, options)

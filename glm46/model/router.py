@@ -1,7 +1,7 @@
-"""Which experts each token uses, with what weight; and the losses and counts that keep the experts busy.
+"""Router of an MoE layer: the experts and weights of each token, auxiliary losses, and token counts for balancing.
 
-Everything here is FP32 whatever the model's type: scores of different experts tie in BF16, and ties route differently
-on different layouts.
+Everything is FP32, whatever the dtype of the model: in BF16 scores of experts tie, and ties route differently on
+different layouts.
 """
 
 import math
@@ -14,42 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
-from glm46.model.layers import local_part
+from glm46.model.layers import local_weight
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """What training adds to GLM's routing; the defaults are GLM's own inference behaviour."""
+    """Additions of training to GLM's routing. The defaults are GLM's inference behaviour."""
 
     temperature: Tensor | None = None
-    """FP32 scalar that divides the logits; a tensor, so that a warm-up does not recompile. None is 1."""
+    """FP32 scalar that divides the logits; a tensor, so that a schedule does not trigger recompilation. None is 1."""
     capacity_factor: float | None = None
-    """Most tokens of an expert per call, relative to an even share. None drops nothing."""
+    """Most tokens of an expert per call, relative to an even share. None: no limit."""
     balance_loss: bool = False
     """Compute the sequence-level balance loss."""
     z_loss: bool = False
     """Compute the router z-loss."""
     statistics: bool = True
-    """Return `RoutingStatistics`; decoding, which nobody balances, saves their kernels."""
+    """Return `RoutingStatistics`. Decoding needs none and saves their kernels."""
 
 
 class RoutingStatistics(NamedTuple):
-    """What one MoE layer reports of one call. Returned, never stored: a block that is computed again in backward, or
-    compiled, must not count its tokens twice."""
+    """Statistics of one MoE layer and one call. Returned, never stored: a layer that is recomputed in backward must not
+    count its tokens twice."""
 
     aux_losses: Tensor
     """FP32 [2], differentiable: sum over real tokens of the balance loss of their sequence, and of the z-loss."""
     tokens_per_expert: Tensor
-    """int64 [E]: real tokens that each expert was given."""
+    """int64 [E]: real tokens of each expert."""
     overflow: Tensor
-    """int64 scalar: assignments lost to the capacity."""
+    """int64 scalar: assignments dropped by the capacity."""
 
 
 class Routing(NamedTuple):
-    """The router's decision for T tokens."""
+    """Experts and weights of T tokens."""
 
     weights: Tensor
-    """FP32 [T, A], 0 where an assignment was dropped."""
+    """FP32 [T, A], 0 for a dropped assignment."""
     experts: Tensor
     """int64 [T, A]."""
     statistics: RoutingStatistics | None
@@ -57,7 +57,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Sigmoid router with a selection bias that is no part of the weights (arXiv 2408.15664, transformers Glm4Moe)."""
+    """Sigmoid router. A bias affects the selection, not the weights (arXiv 2408.15664, transformers Glm4Moe)."""
 
     e_score_correction_bias: Tensor
 
@@ -65,14 +65,14 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
-        # What a sum over a sequence is when other ranks hold the rest of it: context and tensor parallelism replace it.
+        # Sums over the ranks that share a sequence. Context and tensor parallelism replace it.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 
     def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
-        """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None when there is no padding."""
+        """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None without padding."""
         B, S, D = x_BSD.shape
-        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), local_part(self.weight).float())
+        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), local_weight(self.weight).float())
         if options.temperature is not None:
             logits_TE = logits_TE / options.temperature
         scores_TE = logits_TE.sigmoid()
@@ -103,7 +103,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def select(self, choice_TE: Tensor) -> Tensor:
-        """The A best experts of each token inside its best groups; int64 [T, A]."""
+        """The A best experts of each token within its best groups; int64 [T, A]."""
         if self.shape.n_group > 1:
             grouped = choice_TE.view(choice_TE.shape[0], self.shape.n_group, -1)
             group_scores = grouped.topk(2, dim=-1).values.sum(-1)
@@ -113,7 +113,7 @@ class Router(nn.Module):
         return choice_TE.topk(self.shape.num_experts_per_tok, dim=-1).indices
 
     def _within_capacity(self, experts_TA: Tensor, kept_TA: Tensor, factor: float) -> Tensor:
-        """Of the kept assignments, those among the first `capacity` of their expert, in token order."""
+        """Mask of the kept assignments that are among the first `capacity` of their expert in token order."""
         capacity = (kept_TA.sum() * factor / self.shape.n_routed_experts).ceil()
         chosen = F.one_hot(experts_TA.flatten(), self.shape.n_routed_experts) * kept_TA.flatten().unsqueeze(1)
         place = (chosen.cumsum(0) * chosen).sum(1)  # 1 for an expert's first token, 2 for its second, ...
@@ -129,8 +129,8 @@ class Router(nn.Module):
     ) -> Tensor:
         """FP32 [2]; see `RoutingStatistics.aux_losses`.
 
-        The balance loss counts the experts that the scores alone would choose, as its source does: with the selection
-        bias, which already evens the counts out, it would see nothing left to balance.
+        The balance loss counts the experts that the scores alone choose, as in its source: with the selection bias,
+        which already balances the counts, the loss would have no effect.
 
         Source: balance loss of each sequence, arXiv 2412.19437 eq. 17 to 20; z-loss, arXiv 2202.08906 eq. 5.
         """
@@ -142,12 +142,12 @@ class Router(nn.Module):
             by_score_TA = scores_TE.detach().topk(self.shape.num_experts_per_tok, dim=-1).indices
             chosen_TE = torch.zeros_like(scores_TE).scatter_(1, by_score_TA, 1.0)
             probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-            figures_BSX = torch.cat([chosen_TE, probability_TE], dim=1).view(B, S, 2 * E)
-            sums_BX = torch.cat([(figures_BSX * real_BS1).sum(1), real_BS1.sum(1)], dim=1)
+            values_BSX = torch.cat([chosen_TE, probability_TE], dim=1).view(B, S, 2 * E)
+            sums_BX = torch.cat([(values_BSX * real_BS1).sum(1), real_BS1.sum(1)], dim=1)
             chosen_BE, probability_BE, length_B1 = self.sum_over_ranks(sums_BX).split([E, E, 1], dim=1)
             length_B1 = length_B1.clamp(min=1.0)
             share_BE = chosen_BE * (E / self.shape.num_experts_per_tok) / length_B1
-            # Times the tokens here only: the ranks of a sequence add theirs to the same value.
+            # Times the local tokens only: the ranks of a sequence add up to the whole.
             balance = ((share_BE * probability_BE / length_B1).sum(1) * real_BS1.sum((1, 2))).sum()
         if options.z_loss:
             z = (logits_TE.logsumexp(-1).square().view(B, S, 1) * real_BS1).sum()
@@ -156,6 +156,6 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def _count(experts_TA: Tensor, kept_TA: Tensor, num_experts: int) -> Tensor:
-    """int64 [E]: kept assignments of each expert. Sums of integers are exact and the same on every device."""
+    """Kept assignments of each expert, int64 [E]. Integer sums are exact and equal on every device."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_TA.device)
     return counts.scatter_add_(0, experts_TA.flatten(), kept_TA.flatten().to(torch.int64))

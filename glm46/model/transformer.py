@@ -1,4 +1,4 @@
-"""The whole GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
+"""The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
 from typing import NamedTuple
 
@@ -16,47 +16,48 @@ from glm46.model.router import RoutingOptions, RoutingStatistics
 
 
 class LossSums(NamedTuple):
-    """What one forward pass over labelled tokens gives. Sums, not means: the caller divides by a token count that it
-    alone knows, that of the whole optimizer step over all ranks."""
+    """Result of a forward pass over labelled tokens. Sums, not means: only the caller knows the token count of the
+    whole optimizer step over all ranks."""
 
     loss: Tensor | None
-    """FP32 scalar: negative log-likelihood summed over the labels; None where the form of the head is another one."""
+    """FP32 scalar: negative log-likelihood summed over the labels; None if the head's form is not `summed_loss`."""
     mtp_losses: Tensor
     """FP32 [K]: the same for each multi-token prediction depth."""
     aux_losses: Tensor
     """FP32 [2]: balance loss and z-loss summed over real tokens and MoE layers."""
     tokens_per_expert: Tensor
-    """int64 [MoE layers, E]: real tokens that each expert was given; multi-token prediction layers last."""
+    """int64 [MoE layers, E]: real tokens of each expert; multi-token prediction layers last."""
     overflow: Tensor
-    """int64 [MoE layers]: assignments lost to the capacity."""
+    """int64 [MoE layers]: assignments dropped by the capacity."""
     predictions: Tensor
-    """int64 [1 + K, B, S]: the most likely next token of the model, then of each prediction depth."""
+    """int64 [1 + K, B, S]: most likely token of the model, then of each prediction depth."""
     logprobs: Tensor | None = None
-    """As in `HeadOutput`, of the model's own head; so is the next one."""
+    """See `HeadOutput`; of the main model, not of a prediction depth."""
     entropy: Tensor | None = None
+    """See `HeadOutput`; likewise."""
 
 
 class StageOutput(NamedTuple):
-    """What a part of the model gives that does not hold the last layer."""
+    """Result of a part of the model without the last layer."""
 
     hidden: Tensor
-    """[B, S, D], the input of the next part."""
-    ahead: Tensor | None
-    """[B, K, S, D]: embeddings of the tokens that the prediction depths read. Only the first part has the embedding;
-    the last one needs them."""
+    """[B, S, D], input of the next part."""
+    mtp_embeddings: Tensor | None
+    """[B, K, S, D]: embeddings of the tokens that the prediction depths read. The first part computes them, the last
+    part uses them."""
     aux_losses: Tensor
-    """As in `LossSums`, of this part's layers; so are the next two."""
+    """See `LossSums`; of the layers of this part, like the next two."""
     tokens_per_expert: Tensor
     overflow: Tensor
 
 
 def detached(output: "LossSums | StageOutput") -> "LossSums | StageOutput":
-    """The same numbers without their way back."""
+    """The same values without gradient."""
     return type(output)(*(None if x is None else x.detach() for x in output))
 
 
 class OutputHead(nn.Module):
-    """Projection to the vocabulary, or straight to what an objective needs of it."""
+    """Projection to the vocabulary, or directly to the loss or log-probabilities of labels."""
 
     def __init__(self, vocab_size: int, hidden_size: int):
         super().__init__()
@@ -67,16 +68,16 @@ class OutputHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss
     ) -> Tensor | HeadOutput:
-        """Logits [B, S, V] of [B, S, D]; with labels, what `form` makes of them chunk by chunk."""
+        """Logits [B, S, V] of [B, S, D]; with labels the result of `form`, computed in chunks."""
         if labels is None:
             return self.product(hidden, self.weight, None)
         return form(hidden, self.weight, labels, None)
 
 
 class Transformer(nn.Module):
-    """GLM-4.5/4.6 mixture-of-experts decoder, or a part of it that holds consecutive layers.
+    """GLM-4.5/4.6 mixture-of-experts decoder, or a part of it with consecutive layers.
 
-    Layers live in dictionaries keyed by their number, so that a parameter keeps its name wherever the layer goes.
+    Layers are in dictionaries keyed by their number, so that parameters of a part keep their names.
     """
 
     def __init__(self, shape: ModelShape):
@@ -95,14 +96,14 @@ class Transformer(nn.Module):
         self.build_mask: MaskBuilder = attention_mask
 
     def cast(self, dtype: torch.dtype) -> "Transformer":
-        """Change the type of all parameters, in place; selection biases stay FP32, their values are finer than BF16."""
+        """Change the dtype of all parameters in place. Selection biases stay FP32: BF16 is too coarse for them."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
 
     def keep_layers(self, layers: range) -> None:
-        """Become the part with these layers: the embedding stays with the first of them, norm, head and multi-token
-        prediction with the last."""
+        """Keep only these layers, in place. The embedding stays with the first layer; norm, head and multi-token
+        prediction stay with the last."""
         for i in range(self.shape.num_hidden_layers):
             if i not in layers:
                 del self.layers[str(i)]
@@ -116,7 +117,7 @@ class Transformer(nn.Module):
         input_ids: Tensor | None = None,
         *,
         hidden: Tensor | None = None,
-        ahead: Tensor | None = None,
+        mtp_embeddings: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         is_real: Tensor | None = None,
@@ -126,20 +127,20 @@ class Transformer(nn.Module):
         options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
         form: HeadForm = summed_loss,
     ) -> "Tensor | LossSums | StageOutput":
-        """Logits without labels, loss sums with them; of a part without the head, what the next part needs.
+        """Compute logits, or loss sums if labels are given. A part without the head computes the next part's input.
 
         Args:
-            input_ids: int64 [B, S]; a part without the embedding takes hidden and ahead instead.
-            hidden, ahead: of the part before, see `StageOutput`.
+            input_ids: int64 [B, S]; a part without the embedding takes hidden and mtp_embeddings instead.
+            hidden, mtp_embeddings: of the previous part, see `StageOutput`.
             positions: integer [B, S]; None counts from 0.
-            document_ids: integer [B, S], -1 for padding; tokens see only their own document. None: one document.
-            is_real: boolean [B, S], false for padding, which no expert gets and no statistic counts. None: what
-                document_ids say, or no padding.
-            labels: int64 [B, S], -100 where there is no target.
-            mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them, multi-token prediction layers
-                do not run.
-            options: what training adds to the routing.
-            form: what the head gives for `labels`; for `mtp_labels` that is always `summed_loss`.
+            document_ids: integer [B, S], -1 for padding; tokens attend within their document. None: one document.
+            is_real: boolean [B, S], false for padding, which is not routed and not counted. None: derived from
+                document_ids, or no padding.
+            labels: int64 [B, S], -100 without a target.
+            mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them multi-token prediction layers do
+                not run.
+            options: additions of training to the routing.
+            form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
 
         Returns:
             Logits [B, S, V], or `LossSums`, or `StageOutput`.
@@ -148,7 +149,7 @@ class Transformer(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if self.embed_tokens is not None:
             hidden = self.embed_tokens(input_ids)
-        # Built here, never passed in: every stage of a pipeline makes its own from the same small integers.
+        # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         rope = rotary_tables(positions, self.shape, hidden.dtype)
         mask = self.build_mask(document_ids, positions, self.shape.sliding_window)
         if is_real is None and document_ids is not None:
@@ -160,8 +161,8 @@ class Transformer(nn.Module):
                 statistics.append(of_layer)
         if self.lm_head is None:
             if self.embed_tokens is not None and mtp_input_ids is not None:
-                ahead = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
-            return StageOutput(hidden, ahead, *self._sums(statistics, hidden))
+                mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
+            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
         hidden = self.norm(hidden)
         if labels is None:
             return self.lm_head(hidden)
@@ -170,7 +171,8 @@ class Transformer(nn.Module):
         mtp_losses, predictions = [], [head.predictions]
         if mtp_input_ids is not None:
             for k, layer in enumerate(self.mtp.values()):
-                embedding = self.embed_tokens(mtp_input_ids[:, k]) if ahead is None else ahead[:, k]
+                ids = mtp_input_ids[:, k]
+                embedding = self.embed_tokens(ids) if mtp_embeddings is None else mtp_embeddings[:, k]
                 hidden, of_layer = layer(hidden, embedding, rope, mask, is_real, options)
                 statistics.append(of_layer)
                 of_depth = self.lm_head(hidden, mtp_labels[:, k])
@@ -186,15 +188,15 @@ class Transformer(nn.Module):
         )
 
     def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Auxiliary losses, tokens per expert and overflow; also of no MoE layer at all."""
+        """Auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
             return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
-        losses, counts, overflow = (torch.stack(figures) for figures in zip(*statistics, strict=True))
+        losses, counts, overflow = (torch.stack(values) for values in zip(*statistics, strict=True))
         return losses.sum(0), counts, overflow
 
     def routers(self) -> dict[str, nn.Module]:
-        """Routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
+        """The routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
         return {name: module for name, module in self.named_modules() if name.endswith(".router")}
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: one live line on a terminal, aligned plain lines elsewhere."""
+"""Console output of a run: one live line on a terminal, aligned plain lines elsewhere."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 
 def duration(seconds: float) -> str:
-    """A duration in the two largest units that matter: 42s, 3m 05s, 2h 07m, 4d 03h."""
+    """Format seconds in the two largest units: 42s, 3m 05s, 2h 07m, 4d 03h."""
     whole = max(round(seconds), 0)
     if whole < 60:
         return f"{whole}s"
@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
-    """Time until the last token at the speed of this row."""
+    """Time until the last token at the speed of this row; "?" if the speed is unknown."""
     speed = row.get("tokens_per_second")
     if not speed:
         return "?"
@@ -27,7 +27,7 @@ def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
 
 
 def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
-    """One aligned line of a training row; columns keep their place from row to row."""
+    """Format a training row as one line. Columns are aligned between rows."""
     done = 100.0 * (row.get("tokens") or 0) / total_tokens
     parts = [
         f"step {_whole(row.get('step')):>7}",
@@ -49,7 +49,7 @@ def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
 
 
 def validation_line(row: Mapping[str, float | None]) -> str:
-    """One line of a validation row: the loss over all sources, then each source's."""
+    """Format a validation row as one line: the loss over all sources, then the loss of each source."""
     parts = [f"step {_whole(row.get('step')):>7}", f"validation loss {_number(row.get('validation_loss'), '.4f')}"]
     if "validation_bits_per_byte" in row:
         parts.append(f"{_number(row['validation_bits_per_byte'], '.4f')} bits per byte")
@@ -66,12 +66,12 @@ def _whole(value: float | None) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    # None is what a non-finite value becomes on its way to the files.
+    # `plain_row` replaces non-finite values by None.
     return "non-finite" if value is None else format(value, form)
 
 
 class ConsoleView:
-    """The console of one rank. On a terminal rows move one live line; messages scroll by above it."""
+    """Console of one rank. On a terminal, rows update one live line and messages scroll above it."""
 
     def __init__(self, total_tokens: int, console: RichConsole | None = None):
         self._console = console or RichConsole(highlight=False, soft_wrap=True)
@@ -88,24 +88,24 @@ class ConsoleView:
                 TextColumn("[bold]step {task.fields[step]}"),
                 BarColumn(bar_width=24),
                 TaskProgressColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[metrics]}"),
             )
             self._progress = Progress(*columns, console=self._console)
-            self._progress.add_task("", total=self._total_tokens, step="0", figures="")
+            self._progress.add_task("", total=self._total_tokens, step="0", metrics="")
             self._progress.start()
-        figures = (
+        metrics = (
             f"loss {_number(row.get('loss'), '.4f')}  {_whole(row.get('tokens_per_second'))} tokens/s  "
             f"{time_left(row, self._total_tokens)} left"
         )
         task = self._progress.task_ids[0]
-        self._progress.update(task, completed=row.get("tokens") or 0, step=_whole(row.get("step")), figures=figures)
+        self._progress.update(task, completed=row.get("tokens") or 0, step=_whole(row.get("step")), metrics=metrics)
 
     def line(self, text: str) -> None:
-        """Print a line; above the live line where there is one. Text is shown as it is, brackets included."""
+        """Print a line, above the live line if there is one. Brackets are not markup."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """Leave the live line as it stands."""
+        """Stop the live line and leave it on the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

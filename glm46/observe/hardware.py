@@ -1,4 +1,4 @@
-"""What the hardware can do and how it fares: peak FLOP/s, memory, temperature, power."""
+"""Hardware metrics: peak FLOP/s, memory, temperature, power."""
 
 import functools
 import time
@@ -14,10 +14,9 @@ _PEAK_ROUNDS = 12
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that MFU is measured against.
+    """Peak FLOP/s of a device, the reference for MFU; None if unknown.
 
-    A GPU's peak is the maker's, from the table, for BF16 alone; a CPU has no such figure, so its matmul is measured.
-    None where neither is known.
+    For a GPU the vendor's BF16 peak from the table, None in other dtypes. For a CPU a measured matmul.
     """
     if device.type == "cuda":
         accelerator = find_accelerator(torch.cuda.get_device_name(device))
@@ -29,10 +28,10 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 @functools.cache
 def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """The best FLOP/s of a square product on this CPU, in a fraction of a second; measured once per process.
+    """Best FLOP/s of a square matmul on this CPU. Takes a fraction of a second, once per process.
 
     Args:
-        threads: torch's number of threads; an argument so that another number is measured anew.
+        threads: torch's number of threads, part of the cache key.
     """
     size = _PEAK_MATRIX_SIZE
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
@@ -46,21 +45,21 @@ def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
 
 def process_bytes(field: str = "VmRSS") -> int | None:
-    """Main memory that this process holds, or, for "VmHWM", has held at most; None where there is no /proc."""
+    """Main memory of this process in bytes; with "VmHWM" its peak. None without /proc."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 class HardwareMonitor:
-    """Reads this rank's device for a row of metrics."""
+    """Reads the hardware metrics of this rank's device."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._sensor = _open_sensor(device) if device.type == "cuda" else None
 
     def read(self) -> dict[str, float]:
-        """Columns of metrics.jsonl; peaks are since the last reading."""
+        """Columns of metrics.jsonl. Peaks are since the last call."""
         row = {}
         resident = process_bytes()
         if resident is not None:
@@ -78,7 +77,7 @@ class HardwareMonitor:
 
 
 def _open_sensor(device: torch.device) -> object | None:
-    """NVML's handle of a GPU; None without nvidia-ml-py or where the driver refuses (some containers do)."""
+    """NVML handle of a GPU; None without nvidia-ml-py or if the driver denies access, as in some containers."""
     try:
         import pynvml
     except ImportError:
@@ -94,12 +93,12 @@ def _read_sensor(handle: object) -> dict[str, float]:
     import pynvml
 
     row = {}
-    for column, question, scale in (
+    for column, query, scale in (
         ("gpu_temperature_celsius", lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU), 1.0),
-        ("gpu_power_watts", lambda: pynvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # NVML answers in milliwatts
+        ("gpu_power_watts", lambda: pynvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # NVML reports milliwatts
     ):
         try:
-            row[column] = float(question()) * scale
+            row[column] = float(query()) * scale
         except pynvml.NVMLError:
-            continue  # This board does not measure it.
+            continue  # this board has no such sensor
     return row

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per row, whole lines only, no step twice."""
+"""metrics.jsonl: one JSON object per row, complete lines only, each step once."""
 
 import errno
 import json
@@ -10,9 +10,9 @@ from glm46.files.durable import replace_durably
 
 
 class LineFile:
-    """A file that lines are appended to, seen at once and whole: what a full disk took in part is cut off again.
+    """File that appends complete lines, unbuffered. A line that a full disk takes only in part is truncated again.
 
-    Every method raises OSError where the system refuses; the next call starts anew.
+    Every method raises OSError if the system call fails; later calls may succeed.
     """
 
     def __init__(self, path: Path):
@@ -23,7 +23,7 @@ class LineFile:
         return self._file.closed
 
     def write(self, lines: str) -> None:
-        """Append lines, their ends included."""
+        """Append text that consists of complete lines."""
         content, end = lines.encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(content) != len(content):
@@ -33,7 +33,7 @@ class LineFile:
             raise
 
     def close(self) -> None:
-        """Close the file with its lines on the disk. Calling it again does nothing."""
+        """Sync and close the file. Idempotent."""
         if not self._file.closed:
             try:
                 os.fsync(self._file.fileno())
@@ -42,14 +42,14 @@ class LineFile:
 
 
 class History:
-    """The file of rows, opened so that it goes on where the run goes on."""
+    """The file of rows, continued at the step that the run resumes from."""
 
     def __init__(self, path: Path, resumed_step: int | None):
         """Open the file.
 
         Args:
-            resumed_step: last step of the checkpoint that the run goes on from; rows after it are cut, because they
-                will be written again. None: a run from the start; an earlier file is kept under another name.
+            resumed_step: step of the checkpoint that the run resumes from. Rows after it are removed, because the run
+                writes them again. None for a new run: an earlier file is renamed.
         """
         if resumed_step is None:
             keep_aside(path)
@@ -58,21 +58,21 @@ class History:
         self._file = LineFile(path)
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append a row; a reader beside the run sees it at once."""
+        """Append a row. Other processes can read it immediately."""
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Close the file with its rows on the disk."""
+        """Sync and close the file."""
         self._file.close()
 
 
 def read_history(path: Path) -> list[dict]:
-    """All whole rows; a line that a crash cut short, or a disk has damaged, is left out."""
+    """All valid rows. Lines that are truncated or corrupt are skipped."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:  # no JSON, or no UTF-8
+        except ValueError:  # not JSON, or not UTF-8
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
@@ -80,7 +80,7 @@ def read_history(path: Path) -> list[dict]:
 
 
 def keep_aside(path: Path) -> None:
-    """Rename what an earlier run left at this path to the first free name ``stem.1.suffix``, ``stem.2.suffix``, ..."""
+    """Rename an existing path to the first free name of ``stem.1.suffix``, ``stem.2.suffix``, ..."""
     number = 1
     while path.exists():
         earlier = path.with_name(f"{path.stem}.{number}{path.suffix}")

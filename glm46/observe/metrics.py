@@ -1,4 +1,4 @@
-"""Every figure that a run may write, with unit and meaning: the one list for files, TensorBoard and console."""
+"""All metrics that a run can write, with unit and meaning, for files, TensorBoard and console."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class Metric:
     group: Group
     meaning: str
     per: str | None = None
-    """What further columns ``name/<this>`` split it by."""
+    """Name of the part in further columns ``name/<part>``, such as depth or source."""
     training: str | None = None
-    """Of a validation figure: the training figure that it is compared with. Both share a chart of TensorBoard."""
+    """For a validation metric: the training metric in the same chart of TensorBoard."""
 
 
 METRICS: tuple[Metric, ...] = (
@@ -29,7 +29,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("curriculum_tokens", "tokens", "progress", "Tokens since the curriculum began, earlier phases included."),
     Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
     Metric("loss", "nats/token", "loss", "Mean cross-entropy of the next token over the last step's labels."),
-    Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the row before."),
+    Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the previous row."),
     Metric("perplexity", "1", "loss", "exp(loss)."),
     Metric("mtp_loss", "nats/token", "loss", "Mean cross-entropy of the multi-token prediction layers.", "depth"),
     Metric(
@@ -40,34 +40,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
     Metric("lr", "1", "optimizer", "Learning rate of the last step."),
     Metric("grad_norm", "1", "optimizer", "Global norm of the gradient before clipping."),
-    Metric("skipped_steps", "steps", "optimizer", "Steps skipped since the start: a spike, or a figure not finite."),
+    Metric("skipped_steps", "steps", "optimizer", "Steps skipped since the start: a spike, or a non-finite value."),
     Metric("mtp_loss_weight", "1", "optimizer", "Weight of the multi-token prediction loss."),
     Metric("bias_update_rate", "1", "optimizer", "Step of the routers' selection bias."),
     Metric("router_temperature", "1", "optimizer", "Divisor of the router logits."),
-    Metric("tokens_per_second", "tokens/s", "speed", "Tokens per second over all ranks since the row before."),
+    Metric("tokens_per_second", "tokens/s", "speed", "Tokens per second over all ranks since the previous row."),
     Metric("tokens_per_second_per_device", "tokens/s", "speed", "The same, divided by the number of ranks."),
-    Metric("tflops_per_device", "TFLOP/s", "speed", "Work the model needs (no recomputation) per second and rank."),
-    Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak: the table's, on a CPU a measured one."),
-    Metric("step_seconds", "s", "speed", "Mean duration of a step since the row before."),
-    Metric("slowest_rank", "rank", "speed", "The rank that took longest by itself, compared with equal ranks."),
-    Metric("slowest_rank_ratio", "ratio", "speed", "Its own time per step over the median of the others."),
-    Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the row before."),
-    Metric("checkpoint_seconds", "s", "speed", "Time the last checkpoint held training up."),
-    Metric("checkpoint_save_seconds", "s", "speed", "From the start of the last checkpoint until it was published."),
-    Metric("checkpoint_gib", "GiB", "speed", "Its size on the disk, of all ranks."),
+    Metric("tflops_per_device", "TFLOP/s", "speed", "FLOPs of the model, without recomputation, per second and rank."),
+    Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak; on a CPU over a measured peak."),
+    Metric("step_seconds", "s", "speed", "Mean duration of a step since the previous row."),
+    Metric("slowest_rank", "rank", "speed", "Rank with the longest own time, among ranks of one pipeline stage."),
+    Metric("slowest_rank_ratio", "ratio", "speed", "Own time per step of slowest_rank over the median of the others."),
+    Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the previous row."),
+    Metric("checkpoint_seconds", "s", "speed", "Time that training waited for the last checkpoint."),
+    Metric("checkpoint_save_seconds", "s", "speed", "Time from the start of the last checkpoint to its publication."),
+    Metric("checkpoint_gib", "GiB", "speed", "Size of the last checkpoint on disk, all ranks."),
     Metric("failed_saves", "saves", "progress", "Checkpoints that could not be saved since this start of the run."),
-    Metric("memory_peak_gib", "GiB", "hardware", "Largest memory held by tensors on this GPU since the row before."),
-    Metric("memory_reserved_gib", "GiB", "hardware", "Largest memory taken from this GPU since the row before."),
+    Metric("memory_peak_gib", "GiB", "hardware", "Peak memory of tensors on this GPU since the previous row."),
+    Metric("memory_reserved_gib", "GiB", "hardware", "Peak memory reserved on this GPU since the previous row."),
     Metric("memory_peak_ratio", "ratio", "hardware", "memory_reserved_gib over the GPU's memory."),
     Metric("resident_memory_gib", "GiB", "hardware", "Main memory of this process."),
     Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of this GPU."),
     Metric("gpu_power_watts", "W", "hardware", "Power drawn by this GPU."),
     Metric("expert_balance_cv", "ratio", "experts", "Deviation of tokens per expert over their mean; mean of layers."),
-    Metric("expert_balance_cv_max", "ratio", "experts", "The same in the layer where it is worst."),
-    Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share, in its layer."),
-    Metric("expert_load_min_ratio", "ratio", "experts", "Idlest expert over an even share, in its layer."),
-    Metric("expert_overflow_ratio", "ratio", "experts", "Assignments lost to the capacity."),
-    Metric("dead_experts", "experts", "experts", "Experts that no token used, over all layers."),
+    Metric("expert_balance_cv_max", "ratio", "experts", "The same, maximum of layers."),
+    Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share; maximum of layers."),
+    Metric("expert_load_min_ratio", "ratio", "experts", "Idlest expert over an even share; minimum of layers."),
+    Metric("expert_overflow_ratio", "ratio", "experts", "Assignments dropped by the capacity, over all assignments."),
+    Metric("dead_experts", "experts", "experts", "Experts without tokens, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
     Metric(
         "validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source", "loss"
@@ -84,10 +84,10 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def find_metric(column: str) -> Metric:
-    """The metric that a column of metrics.jsonl belongs to; ``name/part`` only where the metric says by what it splits.
+    """The metric of a column of metrics.jsonl. A column ``name/part`` needs a metric with ``per``.
 
     Raises:
-        KeyError: no such metric; an error in glm46, not of its user.
+        KeyError: no such metric, which is a bug in glm46.
     """
     name, _, part = column.partition("/")
     metric = _BY_NAME[name]
@@ -97,10 +97,10 @@ def find_metric(column: str) -> Metric:
 
 
 def plain_row(row: Mapping[str, int | float]) -> dict[str, int | float | None]:
-    """A row that JSON can hold: every column known, every value a plain number, non-finite ones as None."""
+    """Convert a row to JSON values: all columns are known, all values plain numbers, non-finite ones None."""
     plain: dict[str, int | float | None] = {}
     for column, value in row.items():
         find_metric(column)
-        assert isinstance(value, int | float), f"{column}: {type(value).__name__} is no plain number"
+        assert isinstance(value, int | float), f"{column}: {type(value).__name__} is not a plain number"
         plain[column] = value if math.isfinite(value) else None
     return plain

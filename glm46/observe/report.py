@@ -1,4 +1,4 @@
-"""Where rows of metrics and messages go: console, metrics.jsonl, TensorBoard, log.txt."""
+"""Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from glm46.observe.history import History, LineFile, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 
 Kind = Literal["train", "validation"]
-"""Kinds of rows; a step may have one of each."""
+"""Kinds of rows. A step can have one of each."""
 
 
 class Report:
-    """Everything that a run tells, on the one rank that writes. On other ranks every method does nothing."""
+    """Writes metrics and messages of a run on the main rank. On other ranks all methods do nothing."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Report:
 
         Args:
             total_tokens: budget of the run, for the share done and the time left.
-            resumed_step: step of the checkpoint that the run goes on from; what earlier processes wrote after it is
-                cut. None: a run from the start; files of an earlier run are kept under another name.
-            console: where rows and messages are shown; absent: standard output.
+            resumed_step: step of the checkpoint that the run resumes from; later rows of earlier processes are removed.
+                None for a new run: files of an earlier run are renamed.
+            console: None for standard output.
         """
         self._is_main = is_main
         self._total_tokens = total_tokens
@@ -48,41 +48,41 @@ class Report:
         self._tensorboard = _TensorBoard(dump_folder / "tb", resumed_step) if enable_tensorboard else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
-        """Write a row of training figures; its columns are in `glm46.observe.metrics`."""
+        """Write a row of training metrics; the columns are defined in `glm46.observe.metrics`."""
         if self._is_main:
             plain = self._write("train", row)
             self._console.train(plain)
             self._write_log(train_line(plain, self._total_tokens))
 
     def validation(self, row: Mapping[str, int | float]) -> None:
-        """Write a row of validation figures."""
+        """Write a row of validation metrics."""
         if self._is_main:
             line = validation_line(self._write("validation", row))
             self._console.line(line)
             self._write_log(line)
 
     def config(self, text: str) -> None:
-        """Show the resolved configuration in TensorBoard, at the first step that is trained with it."""
+        """Write the resolved configuration to TensorBoard, at the first step that uses it."""
         if self._is_main and self._tensorboard is not None:
             self._keep("tb", lambda: self._tensorboard.write_config(text))
 
     def message(self, text: str) -> None:
-        """Tell the user something, on the console and in log.txt."""
+        """Write a message to the console and log.txt."""
         if self._is_main:
             self._console.line(text)
             self._write_log(text)
 
     def log(self, text: str) -> None:
-        """Keep something in log.txt that a person need not see while the run goes on."""
+        """Write a message to log.txt only."""
         if self._is_main:
             self._write_log(text)
 
     def close(self) -> None:
-        """Bring everything to the disk. Calling it again does nothing."""
+        """Sync and close all files. Idempotent."""
         if self._is_main and not self._log.closed:
             self._console.close()
             for file in (self._history, self._tensorboard, self._log):
-                with suppress(OSError):  # a disk that refuses has been told of
+                with suppress(OSError):  # `_keep` has reported it
                     if file is not None:
                         file.close()
 
@@ -101,29 +101,29 @@ class Report:
         self._keep("log.txt", lambda: self._log.write(lines))
 
     def _keep(self, name: str, write: Callable[[], None]) -> None:
-        """Write what training can do without: a disk that refuses it pauses that file, which is told once."""
+        """Write to a file that training can do without. If the disk fails, report it once and continue."""
         try:
             write()
         except OSError as error:
             if name not in self._paused:
                 self._paused.add(name)
                 self._console.line(
-                    f"{self._folder / name}: cannot be written ({error.strerror}); training goes on without it"
+                    f"{self._folder / name}: cannot be written ({error.strerror}); training continues without it"
                 )
         else:
             if name in self._paused:
                 self._paused.remove(name)
-                self._console.line(f"{self._folder / name}: written again; what came in between is missing")
+                self._console.line(f"{self._folder / name}: written again; rows in between are missing")
 
 
 class _TensorBoard:
-    """The folder ``tb``: training rows in it, validation rows in its folder ``validation``.
+    """Folder ``tb`` with training rows, and ``tb/validation`` with validation rows.
 
-    TensorBoard draws two folders in one chart where they use one name: so the training and the validation loss meet.
+    TensorBoard draws equal names of two folders in one chart, so training and validation loss share one.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None):
-        # The import takes a second, which runs without TensorBoard need not pay.
+        # Imported here because it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
@@ -133,7 +133,7 @@ class _TensorBoard:
         if resumed_step is None:
             keep_aside(folder)
         for kind, path in self._folders.items():
-            if path.exists():  # Opening it cuts the steps after the restored one.
+            if path.exists():  # opening it removes the steps after the restored one
                 self._writer(kind)
 
     def _writer(self, kind: Kind):
@@ -147,7 +147,7 @@ class _TensorBoard:
                 self._writer(kind).add_scalar(_tag(column), value, row["step"], unix_seconds)
 
     def write_config(self, text: str) -> None:
-        # TensorBoard renders Markdown, where indented lines are shown as they are.
+        # TensorBoard renders Markdown; indented lines are shown verbatim.
         as_code = "".join(f"    {line}\n" for line in text.splitlines())
         self._writer("train").add_text("config", as_code, self._purge_step or 0)
 
@@ -157,7 +157,7 @@ class _TensorBoard:
 
 
 def _tag(column: str) -> str:
-    """TensorBoard's name of a column: a validation figure has that of the training figure that it is compared with."""
+    """TensorBoard's name of a column. A validation metric takes the name of its training metric."""
     metric = find_metric(column)
     if metric.training is not None and column == metric.name:
         metric = find_metric(metric.training)

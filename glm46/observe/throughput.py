@@ -1,4 +1,4 @@
-"""Tokens per second and the share of the hardware's peak that the model's own work reaches."""
+"""Throughput: tokens per second and model FLOPs utilisation (MFU)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class ThroughputMeter:
-    """Counts tokens and time between two rows of metrics; validation and saving can be left out of the time."""
+    """Counts tokens and time between two rows of metrics. Validation and saves can be excluded from the time."""
 
     def __init__(
         self,
@@ -17,8 +17,8 @@ class ThroughputMeter:
         """Start counting.
 
         Args:
-            peak_flops: FLOP/s of one rank's device; None when unknown, then no MFU is reported.
-            clock: seconds; tests give their own.
+            peak_flops: peak FLOP/s of one rank's device; None to report no MFU.
+            clock: seconds; for tests.
         """
         self._peak_flops, self._num_ranks = peak_flops, num_ranks
         self._clock = clock
@@ -27,32 +27,32 @@ class ThroughputMeter:
     def _restart(self) -> None:
         self._tokens = self._steps = 0
         self._flops = 0.0
-        self._left_out_seconds = self._data_seconds = 0.0
+        self._excluded_seconds = self._data_seconds = 0.0
         self._start = self._clock()
 
     def add_step(self, tokens: int, data_seconds: float, flops: float) -> None:
-        """Count a finished step: its tokens over all ranks, the time it waited for the loader, and the FLOPs that
-        they need, forward and backward."""
+        """Count a finished step: tokens over all ranks, wait for the loader in seconds, and FLOPs of forward and
+        backward over all ranks."""
         self._tokens += tokens
         self._flops += flops
         self._steps += 1
         self._data_seconds += data_seconds
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leave the time inside out of the rate: validation and checkpoints are no training."""
+    def excluded(self) -> Iterator[None]:
+        """Exclude the time inside this context from the throughput."""
         start = self._clock()
         yield
-        self._left_out_seconds += self._clock() - start
+        self._excluded_seconds += self._clock() - start
 
     def read(self) -> dict[str, float]:
-        """Columns of metrics.jsonl since the last reading, and start anew. At least one step must have been added.
+        """Columns of metrics.jsonl since the last call; restarts the counts. At least one step must have been added.
 
-        The caller reads a value from the device first: work that is only queued has not been done.
+        The caller must first read a value from the device, so that queued work is done.
         """
         assert self._steps > 0, "no step since the last reading"
-        # A clock of coarse resolution may not move within a tiny step.
-        seconds = max(self._clock() - self._start - self._left_out_seconds, 1e-9)
+        # A coarse clock may not advance within a tiny step.
+        seconds = max(self._clock() - self._start - self._excluded_seconds, 1e-9)
         rate = self._tokens / seconds
         flops = self._flops / seconds / self._num_ranks
         row = {

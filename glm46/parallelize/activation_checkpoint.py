@@ -1,9 +1,8 @@
-"""Keep only a part of what a layer computes in forward, and compute the rest again in backward."""
+"""Activation checkpointing of each layer: save some results of forward, recompute the rest in backward."""
 
 import functools
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
@@ -12,49 +11,47 @@ from glm46.model.mtp import MTPLayer
 from glm46.model.transformer import Transformer
 
 _aten = torch.ops.aten
-_KEPT = {
-    # Attention: it costs the square of the sequence, its result is as long as the sequence.
+_SAVED_OPERATORS = {
+    # Attention: its cost is quadratic in the sequence, its result is linear.
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
-    # Experts: most of what a layer multiplies.
+    # Experts: most of the FLOPs of a layer.
     grouped_mm._opoverload,
-    # What other ranks would have to send again.
+    # Other ranks would have to send their rows again.
     compat.EXCHANGE_OPERATOR,
-    # The choice of experts, because what arrived belongs to it.
+    # The choice of experts must match the rows that were exchanged.
     _aten.topk.default,
 }
 
 
 def apply(model: Transformer, mode: str) -> None:
-    """Checkpoint every layer, in place. The routing statistics that a layer returns are those of its first run.
+    """Checkpoint the activations of every layer in place. A layer returns the routing statistics of its first run.
 
     Args:
-        mode: "full" keeps the input of a layer; "selective" also the results of what costs most to repeat.
+        mode: "full" saves the input of a layer; "selective" also saves the results that cost most to recompute.
     """
-    keywords = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    keywords = {}
+    if mode == "selective":
+        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in (*model.layers.values(), *model.mtp.values()):
-        # Recomputation ends with the last tensor that backward needs: in a decoder layer before the exchange back. In
-        # a prediction layer a norm follows, so there only the decoder layer inside is computed again.
-        part = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer
-        _checkpoint(part, **(keywords if mode == "selective" else {}))
-
-
-def _checkpoint(module: nn.Module, **keywords) -> None:
-    # preserve_rng_state: the model draws no random numbers, so there is no state to keep.
-    module.forward = functools.partial(
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **keywords
-    )
+        # Recomputation stops at the last tensor that backward needs: in a decoder layer before the exchange back. In a
+        # prediction layer a norm follows the exchange, so "selective" recomputes only the decoder layer inside it.
+        module = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer
+        # preserve_rng_state: the model draws no random numbers.
+        module.forward = functools.partial(
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **keywords
+        )
 
 
 def _policy(_context, operator, *arguments, **keywords) -> CheckpointPolicy:
-    keep = operator in _KEPT or _is_read_by_host(operator, arguments, keywords)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operator in _SAVED_OPERATORS or _is_copy_to_host(operator, arguments, keywords)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_read_by_host(operator, arguments: tuple, keywords: dict) -> bool:
-    """A copy from a GPU to the host: the sizes of an exchange, which the host would wait for again."""
+def _is_copy_to_host(operator, arguments: tuple, keywords: dict) -> bool:
+    """True for a copy from a GPU to the host: the sizes of an exchange, which would synchronise again."""
     target = keywords.get("device")
     return operator == _aten._to_copy.default and target == torch.device("cpu") != arguments[0].device

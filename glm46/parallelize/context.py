@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes a part of every sequence, and attention gathers all keys and values.
 
-GLM has few key and value heads, so gathering them is cheap beside what attention computes on them; queries, and all
-else in the model, stay where they are.
+GLM has few key and value heads, so gathering them is cheap compared with attention itself. Queries and all other
+activations stay on their rank.
 """
 
 import torch
@@ -15,7 +15,7 @@ from glm46.model.transformer import Transformer
 
 
 def apply(model: Transformer, shard: SequenceShard) -> None:
-    """Let attention see the whole sequence, and routers sum over it, though this rank holds a part; in place."""
+    """Make attention gather the whole sequence and routers sum over it, in place."""
     model.build_mask = lambda *arguments: _mask(shard, *arguments)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -34,14 +34,14 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
 
 
 def _mask(shard: SequenceShard, document_ids: Tensor | None, positions: Tensor, sliding_window: int | None) -> Tensor:
-    """`attention_mask` of this rank's queries (rows) and the gathered keys (columns, in the order of the ranks)."""
+    """`attention_mask` for this rank's queries (rows) and the gathered keys (columns, in rank order)."""
     if document_ids is None:
-        # Not from the positions: without document masks those of padding say nothing.
+        # Not from the positions, which are undefined for padding without document masks.
         places = [part.to(positions.device) for part in shard.places(positions.shape[1] * shard.ranks, sliding_window)]
         queries, keys = places[shard.rank][None, :, None], torch.cat(places)[None, None]
         mask = queries >= keys
     else:
-        # Which tokens a rank holds depends on the documents, but inside one document positions tell the order.
+        # The documents decide which tokens a rank holds; within a document positions give the order.
         here = torch.stack([document_ids, positions], dim=-1).to(torch.int32)
         of_key, keys = gather_sequence(here, shard.group).unsqueeze(1).unbind(-1)
         of_query, queries = here.unsqueeze(2).unbind(-1)

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of a group holds some experts whole, and tokens travel to them and back."""
+"""Expert parallelism: each rank of a group holds whole experts, and tokens are sent to them and back."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from glm46.model.transformer import Transformer
 
 
 def apply(model: Transformer, ep_mesh: DeviceMesh) -> None:
-    """Spread the experts of every MoE layer over the ranks of `ep_mesh` and let their tokens travel; in place."""
+    """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place."""
     for module in model.modules():
         if isinstance(module, MoE):
             for name, parameter in list(module.experts.named_parameters()):
@@ -26,10 +26,10 @@ def apply(model: Transformer, ep_mesh: DeviceMesh) -> None:
 
 
 class AllToAllDispatcher:
-    """A `TokenDispatcher` over the ranks of a group: expert e lives on rank e // (experts per rank).
+    """A `TokenDispatcher` over the ranks of a group: expert e is on rank e // (experts per rank).
 
-    Rows that padding or the capacity dropped are not sent. The experts see their rows in the order (expert, rank,
-    token), whatever arrives first, so that results do not depend on timing.
+    Rows dropped by padding or the capacity are not sent. Experts see their rows in the order (expert, rank, token), so
+    that results do not depend on timing.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -37,15 +37,15 @@ class AllToAllDispatcher:
 
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
-        """See `TokenDispatcher.start`."""
+        """See `TokenDispatcher.start`. Collective."""
         T, A = routing.experts.shape
-        # A weight of 0 marks an assignment that padding or the capacity dropped: it is sorted behind all experts.
+        # Weight 0: dropped by padding or the capacity. Such assignments are sorted after all experts.
         expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
         order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
         place_TA, sizes_E = place_N.view(T, A), sizes_E[:num_experts]
-        experts_here = [num_experts // self._ranks] * self._ranks
-        sizes_here = Exchange(sizes_E, experts_here, experts_here, self._group).finish()
-        sent_RE, received_RE = sizes_E.view(self._ranks, -1), sizes_here.view(self._ranks, -1)
+        local_experts = [num_experts // self._ranks] * self._ranks
+        local_sizes = Exchange(sizes_E, local_experts, local_experts, self._group).finish()
+        sent_RE, received_RE = sizes_E.view(self._ranks, -1), local_sizes.view(self._ranks, -1)
         # sync: the sizes of the buffers must be known on the host, once per layer.
         send, receive = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).cpu().tolist()
 
@@ -59,7 +59,7 @@ class AllToAllDispatcher:
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """See `TokenDispatcher.arrived`; offsets cover the experts of this rank."""
         rows, weights, received_RE, (token_N, place_TA, send, receive) = pending
-        # Rows arrive sorted by (rank, expert) and are needed by (expert, rank): a stable sort by expert.
+        # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
         expert_M = torch.arange(received_RE.shape[1], device=received_RE.device).repeat(self._ranks)
         expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(receive))
         by_expert_M = expert_M.argsort(stable=True)
@@ -69,7 +69,7 @@ class AllToAllDispatcher:
 
     @torch.compiler.disable
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
-        """See `TokenDispatcher.combine`."""
+        """See `TokenDispatcher.combine`. Collective."""
         token_N, place_TA, by_expert_M, send, receive = context
         by_rank_MD = _Reorder.apply(y_ND, by_expert_M, True)
         returned = return_rows(by_rank_MD, receive, send, self._group)
@@ -78,8 +78,9 @@ class AllToAllDispatcher:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order. The built-in backward of indexing would add rows, though each occurs once, in no fixed
-    order. `order` is not among the saved tensors for the same reason as in `_Combine` of `model/dispatch.py`."""
+    """Permutes rows. The built-in backward of indexing adds rows in varying order, although each occurs once.
+
+    `order` is not a saved tensor, for the reason given in `_Combine` of `model/dispatch.py`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
@@ -92,7 +93,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def _reorder(x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
-    """Row n of the result is row order[n] of `x`, or the other way round."""
+    """Row n of the result is row order[n] of `x`; inverse: row order[n] of the result is row n of `x`."""
     if not is_inverse:
         return x.index_select(0, order)
     out = torch.empty_like(x)

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: ranks hold different layers, and hidden states travel from stage to stage.
+"""Pipeline parallelism: ranks hold different layers and send hidden states from stage to stage.
 
-torch.distributed.pipelining orders the work; this file gives it what GLM needs beyond a plain stack of layers. Every
-rank reads the whole batch of small integers, so only hidden states, and the embeddings that multi-token prediction
-reads, are sent. The loss is made on the last stage; auxiliary losses enter backward on the stage of their layer.
+torch.distributed.pipelining orders the work; this file adds what GLM needs beyond a plain stack of layers. Every rank
+reads the whole batch of small integers, so only hidden states and the embeddings for multi-token prediction are sent.
+The loss is computed on the last stage; auxiliary losses enter backward on the stage of their layer.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ Batch = dict[str, Tensor]
 """Arguments of `Transformer.forward`."""
 
 
-class Stage:
-    """One stage: a part of the model, and the results of its micro-batches."""
+class LocalStage:
+    """One pipeline stage of this rank: its part of the model and the results of its micro-batches."""
 
     def __init__(self, index: int, model: Transformer):
         self.index, self.model = index, model
         self.outputs: list[LossSums | StageOutput] = []
 
 
-def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup) -> list[Stage]:
-    """The stages of this rank of the pipeline `group`, on the meta device."""
+def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup) -> list[LocalStage]:
+    """This rank's stages of the pipeline `group`, on the meta device."""
     parallelism = config.parallelism
     split = split_layers(shape, parallelism.stages, config.training.seq_len)
     stages = []
@@ -41,15 +41,15 @@ def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup) 
         with torch.device("meta"):
             model = Transformer(shape)
         model.keep_layers(split[index])
-        stages.append(Stage(index, model))
+        stages.append(LocalStage(index, model))
     return stages
 
 
 class Pipeline:
-    """The stages of this rank at work with those of the others; every method is a collective of the pipeline."""
+    """Runs the stages of this rank together with those of the other ranks. Every method is collective over `group`."""
 
-    def __init__(self, stages: list[Stage], config: RunConfig, group: dist.ProcessGroup):
-        """``stages`` are those of this rank, made ready by `parallelize`."""
+    def __init__(self, stages: list[LocalStage], config: RunConfig, group: dist.ProcessGroup):
+        """``stages`` are those of this rank, after `parallelize`."""
         self.stages, self._parallelism, self._group = stages, config.parallelism, group
         self._hidden_type = getattr(torch, config.training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
@@ -61,22 +61,22 @@ class Pipeline:
         objective: Callable[[LossSums], Tensor],
         auxiliary: Callable[[Tensor], Tensor],
     ) -> list[list[LossSums | StageOutput]]:
-        """Gradients of all micro-batches of a step.
+        """Compute the gradients of all micro-batches of a step. Collective.
 
         Args:
-            batches: the micro-batches, of equal shape.
-            arguments: of the model besides.
-            objective: what backward starts from on the last stage.
-            auxiliary: the same of the auxiliary losses of any other stage.
+            batches: arguments of the model that differ by micro-batch, of equal shape.
+            arguments: arguments of the model that all micro-batches share.
+            objective: the loss to differentiate on the last stage.
+            auxiliary: the loss to differentiate on other stages, from their auxiliary losses.
 
         Returns:
-            For each stage of this rank what its part of the model gave for each micro-batch, without gradients.
+            For each stage of this rank, the detached output for each micro-batch.
         """
         finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
         forwards = [stage.model.forward for stage in self.stages]
         for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
             stage.outputs = []
-            # The schedule calls the model itself, not a wrapper: it must see an FSDP module to sum gradients once.
+            # Patched, not wrapped: the schedule must see an FSDP module, or it reduces gradients more than once.
             stage.model.forward = _adapted(stage, forward, arguments, finish)
         try:
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -90,7 +90,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSums | None:
-        """Loss sums of one batch on the rank with the last stage, None elsewhere."""
+        """Loss sums of one batch on the rank with the last stage, None on others. Collective."""
         carried, result = None, None
         for stage in self.stages:
             if stage.index == 0:
@@ -98,25 +98,25 @@ class Pipeline:
             else:
                 source = rank_of_stage(self._parallelism, stage.index - 1)
                 if source != dist.get_rank(self._group):
-                    carried = self._carried_tensors(batch, stage.model)
+                    carried = self._empty_inputs(batch, stage.model)
                     for tensor in carried:
                         dist.recv(tensor, group=self._group, group_src=source)
                 rest = {name: tensor for name, tensor in batch.items() if name != "input_ids"}
-                output = stage.model(**_received(carried), **rest)
+                output = stage.model(**_stage_inputs(carried), **rest)
             if isinstance(output, LossSums):
                 result = output
                 continue
-            carried = _sent(output)
+            carried = _sent_tensors(output)
             target = rank_of_stage(self._parallelism, stage.index + 1)
             if target != dist.get_rank(self._group):
                 for tensor in carried:
                     dist.send(tensor.contiguous(), group=self._group, group_dst=target)
         return result
 
-    def _carried_tensors(self, batch: Batch, model: Transformer) -> tuple[Tensor, ...]:
-        """Empty tensors like those that stages pass on for a batch."""
+    def _empty_inputs(self, batch: Batch, model: Transformer) -> tuple[Tensor, ...]:
+        """Empty tensors of the shapes that stages send for a batch."""
         rows, length = batch["input_ids"].shape
-        # Between the matrices, tensor parallelism keeps a part of the sequence on each rank.
+        # Between stages, each rank of a tensor-parallel group holds a part of the sequence.
         size = (length // self._parallelism.tensor_parallel_degree, model.shape.hidden_size)
         hidden = torch.empty(rows, *size, dtype=self._hidden_type, device=batch["input_ids"].device)
         if "mtp_input_ids" not in batch:
@@ -124,7 +124,7 @@ class Pipeline:
         return hidden, hidden.new_empty(rows, batch["mtp_input_ids"].shape[1], *size)
 
     def _schedule_for(self, micro_batches: int, batch: Batch):
-        """The schedule for this many micro-batches of this shape; made anew only when a ramp changes them."""
+        """The schedule for this many micro-batches of this shape; rebuilt only when a batch ramp changes them."""
         key = (micro_batches, *batch["input_ids"].shape)
         if self._schedule is None or self._schedule[0] != key:
             stages = [self._pipeline_stage(stage, batch) for stage in self.stages]
@@ -139,11 +139,11 @@ class Pipeline:
             self._schedule = (key, schedule)
         return self._schedule[1]
 
-    def _pipeline_stage(self, stage: Stage, batch: Batch) -> PipelineStage:
-        """Shapes are stated, because finding them out would run the model once more."""
+    def _pipeline_stage(self, stage: LocalStage, batch: Batch) -> PipelineStage:
+        """The stage for torch's schedules, with given shapes: to infer them it would run the model once more."""
         carried = tuple(
             torch.empty_like(tensor, device="meta").requires_grad_()
-            for tensor in self._carried_tensors(batch, stage.model)
+            for tensor in self._empty_inputs(batch, stage.model)
         )
         is_first, is_last = stage.index == 0, stage.index == self._parallelism.stages - 1
         return PipelineStage(
@@ -157,47 +157,46 @@ class Pipeline:
         )
 
 
-def _adapted(stage: Stage, forward: Callable, arguments: dict[str, Any], finish: Callable) -> Callable:
-    """The model's forward as a schedule calls it: tensors in, tensors out, the rest kept aside."""
+def _adapted(stage: LocalStage, forward: Callable, arguments: dict[str, Any], finish: Callable) -> Callable:
+    """The model's forward as a schedule calls it: tensors in, tensors out. Other results go to ``stage.outputs``."""
 
     def adapted(*received: Tensor, **batch: Tensor):
-        inputs = {"input_ids": received[0]} if stage.index == 0 else _received(received)
+        inputs = {"input_ids": received[0]} if stage.index == 0 else _stage_inputs(received)
         output = forward(**inputs, **batch, **arguments)
-        stage.outputs.append(detached(_figures(output)))
+        # Without the tensors that are sent on, which would stay in memory for the whole step.
+        kept = output if isinstance(output, LossSums) else output._replace(hidden=None, mtp_embeddings=None)
+        stage.outputs.append(detached(kept))
         return finish(output)
 
     return adapted
 
 
-def _figures(output: LossSums | StageOutput) -> LossSums | StageOutput:
-    """What is kept of an output: all but the tensors that are sent on."""
-    return output if isinstance(output, LossSums) else output._replace(hidden=None, ahead=None)
-
-
-def _finish_training(stage: Stage, objective: Callable, auxiliary: Callable) -> Callable:
+def _finish_training(stage: LocalStage, objective: Callable, auxiliary: Callable) -> Callable:
     def finish(output: LossSums | StageOutput):
         if isinstance(output, LossSums):
             return objective(output)
         hidden = output.hidden
         if output.aux_losses.requires_grad:
             hidden = _WithLoss.apply(hidden, auxiliary(output.aux_losses))
-        # A copy: schedules that split backward detach what a stage returns, which a view of its input does not allow.
-        is_passed_on = stage.index > 0 and output.ahead is not None
-        return _sent(output._replace(hidden=hidden, ahead=output.ahead.clone() if is_passed_on else output.ahead))
+        embeddings = output.mtp_embeddings
+        if stage.index > 0 and embeddings is not None:
+            # A copy: schedules that split backward detach the outputs in place, which fails for a view of an input.
+            embeddings = embeddings.clone()
+        return _sent_tensors(output._replace(hidden=hidden, mtp_embeddings=embeddings))
 
     return finish
 
 
-def _sent(output: StageOutput) -> tuple[Tensor, ...]:
-    return (output.hidden,) if output.ahead is None else (output.hidden, output.ahead)
+def _sent_tensors(output: StageOutput) -> tuple[Tensor, ...]:
+    return (output.hidden,) if output.mtp_embeddings is None else (output.hidden, output.mtp_embeddings)
 
 
-def _received(carried: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return dict(zip(("hidden", "ahead"), carried, strict=False))
+def _stage_inputs(carried: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("hidden", "mtp_embeddings"), carried, strict=False))
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its first argument; backward starts a gradient of 1 at the second one, a loss that nothing else leads to."""
+    """Returns a copy of `x`. Backward adds a gradient of 1 for `loss`, which no other output depends on."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:

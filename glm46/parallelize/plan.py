@@ -1,4 +1,4 @@
-"""The order in which a model is made ready for many devices; each line says why it stands where it does."""
+"""The order in which a model is prepared for many devices, with the reason for each place in it."""
 
 import torch
 
@@ -12,20 +12,23 @@ from glm46.parallelize import activation_checkpoint, compile, context, expert, f
 
 
 def parallelize(model: Transformer, meshes: Meshes, config: RunConfig, device: torch.device) -> Transformer:
-    """Make `model`, or the part of it that this rank holds, built on the meta device, ready to train on this rank.
+    """Prepare `model`, or this rank's part of it, for training on this rank.
+
+    Args:
+        model: on the meta device.
 
     Returns:
-        The same model, its parameters sharded over `meshes`, on `device`, with their initial values.
+        The same model with its parameters sharded over `meshes`, on `device`, with initial values.
     """
     model.cast(getattr(torch, config.training.dtype))  # before sharding: the shards are the master weights
     if meshes.expert is not None:
-        expert.apply(model, meshes.expert)  # before compile, which must see how tokens travel
+        expert.apply(model, meshes.expert)  # before compile, which must see the token dispatch
     if meshes.sequence is not None:
-        context.apply(model, meshes.sequence)  # before compile, for the same reason
+        context.apply(model, meshes.sequence)  # before compile, which must see the gather of keys and values
     if meshes.tensor is not None:
-        tensor.apply(model, meshes.tensor)  # after context parallelism: the router's sums go over both
+        tensor.apply(model, meshes.tensor)  # after context parallelism: the router sums over both groups
     if config.compile.enable:
-        # Inside checkpointing: the recomputation runs the compiled code too.
+        # Before checkpointing, so that the recomputation runs compiled code too.
         schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
         compile.apply(
             model,
@@ -35,16 +38,16 @@ def parallelize(model: Transformer, meshes: Meshes, config: RunConfig, device: t
     if config.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
         activation_checkpoint.apply(model, config.activation_checkpoint.mode)
-    # Last of the transforms: it shards what the others made.
+    # Last transform: it shards the parameters that the others have split.
     fsdp.apply(model, meshes, config.parallelism, config.training)
-    model.to_empty(device=device)  # only now does memory exist, and only for what this rank keeps
+    model.to_empty(device=device)  # allocates memory for this rank's shards only
     initialise(model, config.debug.seed)
     return model
 
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Initial value of every parameter and buffer; the same on every layout."""
+    """Fill every parameter and buffer with its initial value, which is the same on every layout."""
     for name, parameter in model.named_parameters():
         fill_parameter(
             local_tensor(parameter),

@@ -1,9 +1,10 @@
 """Tensor parallelism with sequence parallelism: each rank of a group holds a part of every matrix, and between the
 matrices a part of every sequence.
 
-Attention and feed-forward networks gather the sequence, multiply by the first half of their matrices split by outputs
-and by the second half split by inputs, and scatter the sum of the results back to parts of the sequence. Norms, the
-router and the routed experts see this rank's tokens only; to them the ranks are like data-parallel ones.
+Attention and feed-forward networks gather the sequence, multiply by a first half of matrices split by outputs and by a
+second half split by inputs, and reduce-scatter the results back to parts of the sequence. Norms, the router and the
+routed experts see this rank's tokens only, as under data parallelism. Embedding and output head are split by the
+vocabulary: no rank ever holds all logits.
 """
 
 import torch
@@ -24,8 +25,8 @@ from glm46.planner.parameters import find_parameter
 
 
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
-    """Split the matrices of everything but the routed experts over `mesh` and let the sequence be gathered and
-    scattered around them; in place."""
+    """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
+    place."""
     group = mesh.get_group()
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
@@ -49,8 +50,8 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement])))
 
 
-# Each of these takes the forward of a module and gives the one that replaces it. The collectives stay outside of
-# compiled graphs, where autograd functions of ours would be traced into their parts.
+# The following functions take the forward of a module and return its replacement. The collectives stay outside of
+# compiled graphs, which would trace our autograd functions into their parts.
 
 
 def _on_whole_sequences(forward, group: dist.ProcessGroup):

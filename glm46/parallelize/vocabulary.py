@@ -9,27 +9,27 @@ from torch import Tensor, nn
 from glm46 import compat
 from glm46.distributed.collectives import gather_sequence, scatter_sum
 from glm46.model.cross_entropy import HeadForm, VocabularyPart, summed_loss
-from glm46.model.layers import local_part
+from glm46.model.layers import local_weight
 from glm46.model.transformer import OutputHead
 
 
 def vocabulary_parallel_lookup(embedding: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """The forward of an embedding split by rows: ids int64 [B, S], the same on all ranks, to this rank's [B, s, D]."""
+    """Forward of an embedding split by rows: ids int64 [B, S], equal on all ranks, to this rank's [B, s, D]."""
     rank = dist.get_rank(group)
 
     def lookup(ids: Tensor) -> Tensor:
-        weight = local_part(embedding.weight)
+        weight = local_weight(embedding.weight)
         row = ids - rank * weight.shape[0]
-        is_here = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
+        is_local = (row >= 0) & (row < weight.shape[0])
+        found = F.embedding(row.where(is_local, 0), weight) * is_local.unsqueeze(-1)
         return scatter_sum(found, group)
 
     return lookup
 
 
 def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Callable:
-    """The forward of a head split by rows; takes this rank's part of the sequence, and labels of all of it. What its
-    output covers, `summed_loss` and `token_logprobs` say."""
+    """Forward of a head split by rows. It takes this rank's part of the sequence and labels of the whole sequence; see
+    `summed_loss` and `token_logprobs` for its output."""
 
     def gather(x: Tensor) -> Tensor:
         out = x.new_empty(part.ranks, *x.shape)
@@ -39,7 +39,7 @@ def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Call
     part = VocabularyPart(dist.get_rank(group), dist.get_world_size(group), gather)
 
     def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss):
-        whole, weight = gather_sequence(hidden, group), local_part(head.weight)
+        whole, weight = gather_sequence(hidden, group), local_weight(head.weight)
         if labels is None:
             return gather_sequence(F.linear(whole, weight).transpose(1, 2), group).transpose(1, 2)
         return form(whole, weight, labels, part)

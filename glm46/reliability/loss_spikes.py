@@ -11,10 +11,6 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 NOT_FINITE = "loss or gradient norm is not finite"
 
 _MAD_TO_SIGMA = 1.4826
@@ -23,24 +19,6 @@ _SMALLEST_LOSS_SIGMA = 0.01
 """Relative to the loss. On a plateau the deviation approaches zero, and a harmless step would count as a spike."""
 _SMALLEST_NORM_SIGMA = 0.1
 """The same for the logarithm of the norm."""
-
-
-@torch.no_grad()
-def sum_and_share_norm(sums: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum values over all ranks, and average the gradient norm, which makes it bitwise equal on all. Collective.
-
-    Replicas compute the norm separately. If one of them has a NaN, all ranks must get it.
-
-    Args:
-        sums: FP64 [n] of this rank.
-        grad_norm: FP32 scalar.
-
-    Returns:
-        The sums in FP64 [n], and the norm as an FP32 scalar.
-    """
-    packed = torch.cat([sums, grad_norm.double().view(1)])
-    dist.all_reduce(packed)
-    return packed[:-1], (packed[-1] / dist.get_world_size()).float()
 
 
 class SpikeDetector:

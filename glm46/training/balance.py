@@ -1,4 +1,4 @@
-"""Loss-free balancing: after each optimizer step the selection bias moves towards the experts that got too little."""
+"""Loss-free balancing: after each optimizer step the selection bias moves towards experts with too few tokens."""
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ from glm46.model.transformer import Transformer, router_names
 
 
 class ExpertBalance:
-    """The rule, and the moving averages that one of its forms keeps."""
+    """Update rule of the selection biases, and its moving averages."""
 
     def __init__(self, shape: ModelShape, models: list[Transformer], config: MoE, device: torch.device):
-        """``models`` are the model, or the parts of it that are here."""
+        """``models`` are this rank's parts of the model."""
         self.config = config
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
@@ -26,17 +26,17 @@ class ExpertBalance:
 
     @property
     def rows(self) -> list[int]:
-        """Which of them are here."""
+        """Indices of this rank's MoE layers among those of the whole model."""
         return list(self.routers)
 
     @torch.no_grad()
     def update(self, tokens_per_expert: Tensor, rate: float) -> None:
-        """Move the biases once.
+        """Update the biases once.
 
         Args:
-            tokens_per_expert: int64 [MoE layers, E], summed over the micro-batches of the step and over every rank
-                that saw other tokens, so that all copies of a bias move alike.
-            rate: step of the bias.
+            tokens_per_expert: int64 [MoE layers, E], summed over the micro-batches of the step and over all ranks, so
+                that all replicas of a bias stay equal.
+            rate: step size of the bias.
 
         Source: sign, arXiv 2408.15664 algorithm 1; proportional, docs/model.md.
         """
@@ -56,14 +56,55 @@ class ExpertBalance:
                 router.e_score_correction_bias.clamp_(-self.config.bias_clamp, self.config.bias_clamp)
 
     def largest_bias(self, pipeline: dist.ProcessGroup | None) -> float:
-        """Largest size of a bias in the whole model; collective of the ranks of a pipeline, waits for the device."""
+        """Largest absolute bias of the whole model. Collective over `pipeline`; waits for the device."""
         largest = torch.zeros((), device=self._average_counts.device)
         for router in self.routers.values():
             largest = torch.maximum(largest, router.e_score_correction_bias.abs().max())
         if pipeline is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=pipeline)
-        return largest.item()  # sync: a row is for people
+        return largest.item()  # sync: a row of metrics
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold besides the biases, which are buffers of the model."""
+        """Tensors of a checkpoint besides the biases, which are buffers of the model."""
         return {"average_counts": self._average_counts} if self.config.balance == "proportional" else {}
+
+
+def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, float]:
+    """Metrics of the balance of experts in one step.
+
+    Args:
+        tokens_per_expert: int64 [layers, E], kept assignments, summed over all ranks.
+        overflow: int64 [layers], assignments dropped by the capacity.
+
+    Returns:
+        Columns of metrics.jsonl; empty without MoE layers. Ratios are relative to an even share in the same layer;
+        a layer without tokens counts as even.
+    """
+    if tokens_per_expert.numel() == 0:
+        return {}
+    tokens_LE = tokens_per_expert.double()
+    mean_L = tokens_LE.mean(1)
+    # Avoids 0 / 0 in a layer without tokens, where all numerators are 0.
+    share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
+    cv_L = tokens_LE.std(1, correction=0) / share_L
+    is_used_L = mean_L > 0
+    lost, kept = overflow.double().sum(), tokens_LE.sum()
+    values = torch.stack(
+        [
+            cv_L.mean(),
+            cv_L.max(),
+            torch.where(is_used_L, tokens_LE.amax(1) / share_L, 1.0).max(),
+            torch.where(is_used_L, tokens_LE.amin(1) / share_L, 1.0).min(),
+            lost / (lost + kept).clamp(min=1.0),
+            (tokens_LE == 0).sum().double(),
+        ]
+    ).tolist()
+    names = (
+        "expert_balance_cv",
+        "expert_balance_cv_max",
+        "expert_load_max_ratio",
+        "expert_load_min_ratio",
+        "expert_overflow_ratio",
+        "dead_experts",
+    )
+    return dict(zip(names, values, strict=True))

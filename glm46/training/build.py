@@ -1,4 +1,4 @@
-"""Everything a run needs, built in the order in which it depends on each other."""
+"""Builds all parts of a run in the order of their dependencies."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ from glm46.training.balance import ExpertBalance
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run consists of. It holds; the functions of this room act."""
+    """All parts of a run on this rank. It has no behaviour; the functions of this room use it."""
 
     config: RunConfig
     shape: ModelShape
@@ -39,24 +39,24 @@ class Parts:
     tokenizer: Tokenizer
     manifests: dict[str, Manifest]
     models: list[Transformer]
-    """The model, or the parts of it that this rank's pipeline stages hold, in the order of their layers."""
+    """The model, or this rank's pipeline stages of it in the order of their layers."""
     pipeline: Pipeline | None
     """None if this rank has all layers."""
     parameters: dict[str, nn.Parameter]
-    """The shards that this rank keeps, by name. Taken once, when they are made: during a forward the model has the
-    gathered weights in their place."""
+    """This rank's shards by name, taken once after building: during a forward the model's attributes are the gathered
+    weights."""
     optimizer: OptimizerGroup
     balance: ExpertBalance
     checkpoints: CheckpointManager
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """Sequences that all ranks together take in one micro-batch."""
+        """Sequences of one micro-batch over all ranks."""
         return self.config.training.local_batch_size * self.layout.dp_degree
 
     @property
     def dp_rank(self) -> int:
-        """Which of the data-parallel ranks this is: ranks with the same number read the same sequences."""
+        """Data-parallel rank: ranks with the same number read the same sequences."""
         return self.layout.dp_rank(self.process.rank)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -64,9 +64,9 @@ class Parts:
         return {name: buffer for model in self.models for name, buffer in model.named_buffers()}
 
     def stream_fingerprint(self) -> str:
-        """Changes exactly when the same sample number would mean other text."""
+        """Hash of everything that maps sample numbers to text."""
         config = self.config
-        # The depth counts: a row that needs one more token behind it may be one row less of a source.
+        # The depth matters: rows need one more token per depth, so a source can have fewer rows.
         identity: list = [config.debug.seed, config.training.seq_len, self.shape.num_nextn_predict_layers]
         for source in config.data.sources:
             manifest = self.manifests[source.name]
@@ -78,10 +78,10 @@ class Parts:
 
 
 def build(config: RunConfig, process: Process) -> Parts:
-    """Build all parts of a run on this rank; collective.
+    """Build all parts of a run on this rank. Collective.
 
     Raises:
-        UserError: the data, the layout or the checkpoint folder do not fit the configuration.
+        UserError: the data, the layout or the checkpoint folder do not match the configuration.
     """
     layout = resolve_layout(config.parallelism, process.world_size)
     tokenizer, manifests = run_on_all_ranks(lambda: load_text(config))
@@ -90,7 +90,7 @@ def build(config: RunConfig, process: Process) -> Parts:
 
 
 def assemble(config: RunConfig, process: Process, tokenizer: Tokenizer, manifests: dict[str, Manifest]) -> Parts:
-    """`build` once the text is there; collective."""
+    """`build` with the text already loaded. Collective."""
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
     shape, layout = resolve_shape(config.model), resolve_layout(config.parallelism, process.world_size)

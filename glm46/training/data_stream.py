@@ -1,4 +1,4 @@
-"""The micro-batches of a run: stages of sequence length and mixture, one after another, each sample once."""
+"""Micro-batches of a run: stages of sequence length and mixture in order, each sample once."""
 
 import hashlib
 import json
@@ -18,19 +18,19 @@ from glm46.training.build import Parts
 from glm46.training.state import Progress
 
 
-class Portion(NamedTuple):
-    """The text of one optimizer step."""
+class StepBatches(NamedTuple):
+    """Micro-batches of this rank for one optimizer step."""
 
     micro_batches: list[dict[str, Tensor]]
     sequences: int
-    """Samples in it over all ranks; fewer than asked for where a stage ends, and the rest is padding."""
+    """Samples over all ranks. Fewer than requested at the end of a stage; the rest is padding."""
     seq_len: int
     read_seconds: float
-    """What reading it took."""
+    """Time to read them."""
 
 
-class Feed:
-    """Hands out the text step by step. What comes next follows from the progress alone."""
+class DataStream:
+    """Reads the micro-batches step by step. The position depends on `Progress` alone."""
 
     def __init__(self, parts: Parts, report: Report):
         self._parts, self._report = parts, report
@@ -39,19 +39,19 @@ class Feed:
         self._stage: TextStage | None = None
         self._next = -1
 
-    def take(self, progress: Progress, sequences: int) -> Portion:
-        """The next micro-batches of this rank, for a step of so many sequences over all ranks."""
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """Read the next micro-batches of this rank, for a step of `sequences` samples over all ranks."""
         began = time.perf_counter()
         stage = stage_at(self._stages, progress.samples)
         if stage != self._stage or progress.samples != self._next:
             self._open(stage, progress)
         left = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
         rows = self._parts.rows_per_micro_batch
-        # A pipeline's schedule is made for a number of micro-batches; padding fills those that have no sample.
+        # A pipeline schedule needs a fixed number of micro-batches; those without samples are padding.
         count = sequences // rows if self._parts.pipeline is not None else -(-left // rows)
         self._next = progress.samples + left
         micro_batches = [next(self._loader) for _ in range(count)]
-        return Portion(micro_batches, left, stage.seq_len, time.perf_counter() - began)
+        return StepBatches(micro_batches, left, stage.seq_len, time.perf_counter() - began)
 
     def _open(self, stage: TextStage, progress: Progress) -> None:
         config, parts = self._parts.config, self._parts
@@ -87,11 +87,11 @@ class Feed:
             )  # fmt: skip
 
 
-def read(parts: Parts, progress: Progress) -> list[list]:
-    """How many rows of each source this run and the phases before it have read, for the phase after it.
+def rows_read(parts: Parts, progress: Progress) -> list[list]:
+    """Rows of each source that this run and earlier phases have read, for the next phase.
 
     Returns:
-        Lists of source identity, sequence length, the range of documents (two numbers), and rows.
+        Lists of source identity, sequence length, first and last bound of the documents, and number of rows.
     """
     counts = {tuple(entry[:-1]): entry[-1] for entry in progress.read_before}
     for stage in plan_stages(parts.config):
@@ -105,7 +105,7 @@ def read(parts: Parts, progress: Progress) -> list[list]:
 
 
 def rows_before(parts: Parts, stages: list[TextStage], stage: TextStage, read_before: list[list]) -> list[int]:
-    """Rows of each source that earlier stages and phases have read in the rows of this stage."""
+    """Rows of each source that earlier stages and phases have read from the same rows as this stage."""
     counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
     before = []
     for i in range(len(stage.weights)):
@@ -118,14 +118,14 @@ def rows_before(parts: Parts, stages: list[TextStage], stage: TextStage, read_be
 
 
 def _taken(stage: TextStage, samples: int) -> dict[int, int]:
-    """Rows of each source, by its number, in the first samples of a stage."""
+    """Rows of each source, by its index, in the first samples of a stage."""
     chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
     counts = taken(samples, integer_weights([stage.weights[i] for i in chosen]))
     return dict(zip(chosen, counts, strict=True))
 
 
 def _grid(parts: Parts, source: int, stage: TextStage) -> tuple:
-    """What must be equal for rows to be counted on: text, packing and order of the source, and how it is cut."""
+    """Identity of a source's rows: its text, packing and order, sequence length and range of documents."""
     described = parts.config.data.sources[source]
     shards = [shard.sha256 for shard in parts.manifests[described.name].splits["train"].shards]
     facts = [described.name, described.packing, parts.config.debug.seed, parts.shape.num_nextn_predict_layers, shards]

@@ -1,9 +1,8 @@
-"""Loss on documents that were never trained on."""
+"""Validation: loss on held-out documents."""
 
 import math
 
 import torch
-import torch.distributed as dist
 
 from glm46.data.loader import build_validation_loader
 from glm46.data.manifest import Manifest
@@ -12,33 +11,33 @@ from glm46.model.cross_entropy import IGNORE
 from glm46.parallelize.fsdp import release_gathered
 from glm46.training.build import Parts
 from glm46.training.loss import count_drafts
-from glm46.training.step import judge_drafts, to_device
+from glm46.training.named_sums import sum_over_all_ranks
+from glm46.training.step import count_accepted_drafts, to_device
 
 
 @torch.no_grad()
 def evaluate(parts: Parts) -> dict[str, float]:
-    """Validation figures over all held-out text, or the part of it that [validation] steps allows; collective.
+    """Compute validation metrics over all held-out text, or as many batches as [validation] steps allows. Collective.
 
     Returns:
         validation_loss in nats per token, validation_bits_per_byte, and both per source as
-        ``validation_loss/<source>``; mtp_acceptance when there are prediction layers.
+        ``validation_loss/<source>``; validation_mtp_acceptance if there are prediction layers.
     """
     totals = {name: _evaluate_source(parts, manifest) for name, manifest in parts.manifests.items()}
     for model in parts.models:
         release_gathered(model)
+    total = {key: sum(of_source[key] for of_source in totals.values()) for key in next(iter(totals.values()))}
     row: dict[str, float] = {}
-    for name, total in (("", sum(totals.values())), *((f"/{name}", total) for name, total in totals.items())):
-        loss_sum, targets, text_bytes = total[:3].tolist()
-        row[f"validation_loss{name}"] = loss_sum / max(targets, 1)
-        row[f"validation_bits_per_byte{name}"] = loss_sum / math.log(2.0) / max(text_bytes, 1)
-    good_drafts, drafts = sum(totals.values())[3:].tolist()
-    if drafts:
-        row["validation_mtp_acceptance"] = good_drafts / drafts
+    for name, sums in (("", total), *((f"/{name}", of_source) for name, of_source in totals.items())):
+        row[f"validation_loss{name}"] = sums["loss"] / max(sums["targets"], 1)
+        row[f"validation_bits_per_byte{name}"] = sums["loss"] / math.log(2.0) / max(sums["text_bytes"], 1)
+    if total["drafts"]:
+        row["validation_mtp_acceptance"] = total["accepted"] / total["drafts"]
     return row
 
 
-def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
-    """FP64 [5] on the CPU, summed over ranks: loss, targets, bytes of the targets' text, accepted drafts, drafts."""
+def _evaluate_source(parts: Parts, manifest: Manifest) -> dict[str, float]:
+    """Sums over all ranks: loss, targets, text_bytes of the targets, drafts, accepted drafts of depth 1. Collective."""
     config, layout = parts.config, parts.layout
     loader = build_validation_loader(
         manifest,
@@ -52,7 +51,7 @@ def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
     )
     token_bytes = torch.from_numpy(parts.tokenizer.token_bytes())
     loss = torch.zeros((), dtype=torch.float64, device=parts.process.device)
-    good_drafts = torch.zeros((), dtype=torch.float64, device=parts.process.device)
+    accepted = torch.zeros((), dtype=torch.float64, device=parts.process.device)
     targets = text_bytes = drafts = 0
     batches = iter(loader)
     for _ in range(len(loader)):
@@ -64,13 +63,14 @@ def _evaluate_source(parts: Parts, manifest: Manifest) -> torch.Tensor:
             drafts += count_drafts(batch["mtp_labels"])[0]
         arguments = to_device(batch, parts)
         result = parts.models[0](**arguments) if parts.pipeline is None else parts.pipeline.evaluate(arguments)
-        if result is None:  # the loss is known on the last stage of a pipeline only
+        if result is None:  # only the last stage of a pipeline computes the loss
             continue
         loss += result.loss
         if parts.shape.num_nextn_predict_layers:
-            good_drafts += judge_drafts(parts, result, batch)[0]
-    # Every rank that reads the same rows has counted all of them.
-    counts = [count / parts.layout.non_dp_degree for count in (targets, text_bytes, drafts)]
-    total = torch.tensor([loss.item(), *counts[:2], good_drafts.item(), counts[2]], dtype=torch.float64)
-    dist.all_reduce(total)
-    return total
+            accepted += count_accepted_drafts(parts, result, batch)[0]
+    # Counted by every rank that reads the same rows; loss and accepted drafts are not.
+    counts = {"targets": targets, "text_bytes": text_bytes, "drafts": drafts}
+    sums = {name: count / layout.non_dp_degree for name, count in counts.items()}
+    sums |= {"loss": loss.item(), "accepted": accepted.item()}
+    summed = sum_over_all_ranks({name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()})
+    return {name: value.item() for name, value in summed.items()}

@@ -1,4 +1,4 @@
-"""What a person reads when a run ends: a continuation, and where everything is."""
+"""Last message of a run: a continuation of the prompt, and the paths of all outputs."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from glm46.training.build import Parts
 from glm46.training.state import Progress
 
 
-def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
-    """The last message of a run; collective, because the model computes the continuation on all ranks."""
+def final_report(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
+    """The last message of a run. Collective: all ranks compute the continuation."""
     config = parts.config
     folder = Path(config.job.dump_folder)
     checkpoint = folder / config.checkpoint.folder / f"step-{progress.step:06d}"
@@ -23,13 +23,13 @@ def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished
     lines = []
     if not is_finished:
         reason = f"{stop.signal_name} " if stop.signal_name else ""
-        lines.append(f"Stopped by {reason}after step {progress.step}. The same command goes on from here.")
+        lines.append(f"Stopped by {reason}after step {progress.step}. The same command continues from here.")
     elif config.inference.prompt and parts.layout.non_dp_degree > 1:
-        # The ranks hold parts of a sequence or of the layers, which generation does not work with.
+        # Generation does not support ranks with parts of a sequence or of the layers.
         if config.checkpoint.enable:
             lines.append(f"To see text: {module_command()} generate --checkpoint {checkpoint} --prompt '...'")
     elif config.inference.prompt:
-        lines += ["Continuation of the prompt (prompt, then what the model adds):", "", _continuation(parts, stop), ""]
+        lines += ["Continuation of the prompt (prompt, then generated text):", "", _continuation(parts, stop), ""]
     lines += [
         saved,
         f"metrics      {folder / 'metrics.jsonl'}",
@@ -42,10 +42,10 @@ def farewell(parts: Parts, progress: Progress, stop: StopRequest, *, is_finished
 
 def _continuation(parts: Parts, stop: StopRequest) -> str:
     def is_stopped() -> bool:
-        """Whether a signal has reached any rank; collective."""
-        asked = torch.tensor(stop.signal_name is not None, dtype=torch.int32)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)
+        """True if any rank has received a signal. Collective."""
+        requested = torch.tensor(stop.signal_name is not None, dtype=torch.int32)
+        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        return bool(requested)
 
     config, tokenizer = parts.config, parts.tokenizer
     prompt = tokenizer.encode(config.inference.prompt).tolist()

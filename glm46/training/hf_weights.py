@@ -1,4 +1,4 @@
-"""A run that starts from a Hugging Face folder, and one that leaves such a folder behind."""
+"""Load the model of a run from a Hugging Face folder, and save it as one."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from glm46.training.state import Progress
 
 
 def load_weights(parts: Parts, folder: Path) -> None:
-    """Fill weights and expert biases from a Hugging Face folder, on any mesh; collective.
+    """Load weights and expert biases from a Hugging Face folder, on any mesh. Collective.
 
     Raises:
-        UserError: the folder is damaged, or of another model.
+        UserError: the folder is corrupt or belongs to another model.
     """
     tensors = _tensors(parts)
     if not parts.process.is_main:
@@ -32,7 +32,7 @@ def load_weights(parts: Parts, folder: Path) -> None:
 
 
 def save_weights(parts: Parts, progress: Progress) -> Path:
-    """Write the model of this step as a Hugging Face folder under job.dump_folder; collective.
+    """Save the model as a Hugging Face folder under job.dump_folder. Collective.
 
     A run that started from such a folder keeps the fields of its config.json and its choice of copies.
 

@@ -1,4 +1,4 @@
-"""How a run lies on its ranks, for the first message: who shares what, and what each rank holds."""
+"""Layout of a run for the first message: the mesh, and the memory of each rank."""
 
 import torch.distributed as dist
 
@@ -10,11 +10,11 @@ _RANKS_SHOWN = 4
 
 
 def describe_layout(parts: Parts) -> list[str]:
-    """Lines about the mesh and the memory of the ranks; collective."""
+    """Lines about the mesh and the memory of the ranks. Collective."""
     layout = parts.layout
     axes = [
         ("pp", layout.pp, layout.world_size // layout.pp, f"other layers, schedule {_schedule(parts)}"),
-        ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "copies of the same parameters"),
+        ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "replicas of the same parameters"),
         ("dp_shard", layout.dp_shard, layout.ranks_per_dp_rank, "other parts of each parameter, other sequences"),
         ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
         ("tp", layout.tp, 1, "other parts of each matrix, and of the sequence between the matrices"),
@@ -29,12 +29,12 @@ def describe_layout(parts: Parts) -> list[str]:
             ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
     held = [None] * layout.world_size
-    dist.all_gather_object(held, _held(parts))
+    dist.all_gather_object(held, _rank_memory(parts))
     return lines + _memory_lines(held, layout.pp)
 
 
 def whole_role_table(parts: Parts) -> list[RoleRow]:
-    """The optimizer's rules over the parameters of all pipeline stages; collective of the ranks of a pipeline."""
+    """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
     table = parts.optimizer.role_table()
     if parts.meshes.pipeline is None:
         return table
@@ -49,8 +49,8 @@ def _schedule(parts: Parts) -> str:
     return parallelism.pipeline_parallel_schedule + several
 
 
-def _held(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
-    """First and last layer of each stage of this rank, its parameters, their bytes, those of the optimizer's states."""
+def _rank_memory(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
+    """First and last layer of each local stage; number and bytes of local parameters; bytes of optimizer states."""
     layers = [[int(number) for number in model.layers] for model in parts.models]
     parameters = [local_tensor(parameter) for parameter in parts.parameters.values()]
     states = [local_tensor(state) for state in parts.optimizer.state_tensors().values()]
@@ -63,7 +63,7 @@ def _held(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
 
 
 def _memory_lines(held: list, stages: int) -> list[str]:
-    """One line per pipeline rank: its layers, and the least and most that a rank of it holds."""
+    """One line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
     per_stage, lines = len(held) // stages, []
     for stage in range(stages):
         ranks = held[stage * per_stage : (stage + 1) * per_stage]
@@ -74,7 +74,7 @@ def _memory_lines(held: list, stages: int) -> list[str]:
         )
         layers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranks[0][0])
         counts, weights, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
-        # A gradient has the type of its parameter.
+        # Gradients have the dtype of their parameters.
         with_gradients = _span([2 * size for size in weights], 2**20)
         lines.append(
             f"  {where:<12} layers {layers}: {_span(counts)} parameters each, {with_gradients} MiB with gradients, "
@@ -84,6 +84,6 @@ def _memory_lines(held: list, stages: int) -> list[str]:
 
 
 def _span(values: list[int], unit: int = 1) -> str:
-    """The least and the most, once if they are shown alike."""
+    """Format the smallest and the largest value, or one of them if they look the same."""
     shown = [f"{value / unit:,.1f}" if unit > 1 else f"{value:,}" for value in (values[0], values[-1])]
     return shown[0] if shown[0] == shown[1] else f"{shown[0]} to {shown[1]}"

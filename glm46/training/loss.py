@@ -1,5 +1,6 @@
-"""From the sums of one forward pass to the number that backward starts from."""
+"""Token counts of a step, and its loss from the sums of forward passes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,22 +12,22 @@ from glm46.planner.flops import document_half_pairs
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of one optimizer step; global once they are summed over all ranks that read other samples."""
+    """Tokens of one optimizer step: of this rank, or summed over all data-parallel ranks."""
 
     targets: int
     """Labels of the next token."""
-    mtp_targets: tuple[int, ...]
+    mtp_targets: Sequence[int]
     """Labels of each prediction depth."""
-    drafts: tuple[int, ...]
-    """Of these, the ones whose guess the model itself reaches inside the row, see `accepted_drafts`."""
+    drafts: Sequence[int]
+    """Labels of each depth that `accepted_drafts` compares."""
     real: int
     """Tokens that are not padding."""
     half_pairs: int = 0
-    """Twice the pairs of query and key that attention needs, see `planner/flops.py`."""
+    """Twice the pairs of query and key that attention computes, see `planner/flops.py`."""
 
 
 class LossWeights(NamedTuple):
-    """Weights of everything beside the next-token loss."""
+    """Weights of the losses besides the next-token loss."""
 
     mtp: float
     balance: float
@@ -34,7 +35,7 @@ class LossWeights(NamedTuple):
 
 
 def count_tokens(micro_batches: list[dict[str, Tensor]]) -> TokenCounts:
-    """Tokens in this rank's micro-batches of a step; they are still on the CPU, so this waits for no device."""
+    """Count the tokens of this rank's micro-batches, which are on the CPU."""
     targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
     mtp = sum((batch["mtp_labels"] != IGNORE).sum((0, 2)) for batch in micro_batches)
     drafts = [sum(depth) for depth in zip(*(count_drafts(batch["mtp_labels"]) for batch in micro_batches), strict=True)]
@@ -43,8 +44,8 @@ def count_tokens(micro_batches: list[dict[str, Tensor]]) -> TokenCounts:
 
 
 def count_half_pairs(micro_batches: list[dict[str, Tensor]], window: int | None, *, document_mask: bool) -> int:
-    """`TokenCounts.half_pairs` of this rank's micro-batches: of their documents, or of their rows if those are not
-    masked; padding is in neither."""
+    """`TokenCounts.half_pairs` of this rank's micro-batches: pairs within documents, or within rows without document
+    masks. Padding is not counted."""
     total = 0
     for ids in (batch["document_ids"] for batch in micro_batches):
         is_real = ids >= 0
@@ -60,8 +61,8 @@ def count_half_pairs(micro_batches: list[dict[str, Tensor]], window: int | None,
 def objective(sums: LossSums, counts: TokenCounts, weights: LossWeights) -> Tensor:
     """This micro-batch's part of the loss of the whole step.
 
-    Every sum is divided by the *global* count of the whole step, so adding the parts of all micro-batches and ranks
-    gives the mean, however the tokens were spread.
+    Every sum is divided by the *global* count of the step, so that the parts of all micro-batches and ranks add up to
+    the mean, however the tokens are distributed.
     """
     loss = sums.loss / max(counts.targets, 1)
     for depth_loss, targets in zip(sums.mtp_losses, counts.mtp_targets, strict=False):
@@ -70,29 +71,29 @@ def objective(sums: LossSums, counts: TokenCounts, weights: LossWeights) -> Tens
 
 
 def auxiliary_objective(aux_losses: Tensor, counts: TokenCounts, weights: LossWeights) -> Tensor:
-    """The part of `objective` that the auxiliary losses of some layers make, FP32 [2] as in `LossSums`."""
+    """Part of `objective` from the auxiliary losses of some layers, FP32 [2] as in `LossSums`."""
     balance, z = aux_losses / max(counts.real, 1)
     return weights.balance * balance + weights.z * z
 
 
 def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
-    """How often a prediction depth guesses what the model itself says once it gets there.
+    """Count the tokens where a prediction depth agrees with the main model.
 
     Args:
         predictions: int64 [1 + K, B, S], `LossSums.predictions`.
         mtp_labels: int64 [B, K, S].
 
     Returns:
-        int64 [K]: guesses of depth k at i that equal the model's own most likely token at i + k, where that depth has
-        a target inside the row.
+        int64 [K]: predictions of depth k at i that equal the main model's most likely token at i + k, where depth k
+        has a target and i + k is inside the row.
     """
     accepted = []
     for k in range(1, predictions.shape[0]):
-        own, guess = predictions[0, :, k:], predictions[k, :, :-k]
-        accepted.append(((own == guess) & (mtp_labels[:, k - 1, :-k] != IGNORE)).sum())
+        own, draft = predictions[0, :, k:], predictions[k, :, :-k]
+        accepted.append(((own == draft) & (mtp_labels[:, k - 1, :-k] != IGNORE)).sum())
     return torch.stack(accepted) if accepted else predictions.new_zeros(0)
 
 
 def count_drafts(mtp_labels: Tensor) -> list[int]:
-    """Drafts of each depth that `accepted_drafts` judges, for int64 [B, K, S]."""
+    """Drafts of each depth that `accepted_drafts` compares, for labels int64 [B, K, S]."""
     return [int((mtp_labels[:, k, : -(k + 1)] != IGNORE).sum()) for k in range(mtp_labels.shape[1])]

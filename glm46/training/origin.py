@@ -1,4 +1,4 @@
-"""What a run starts from: refused before any rank starts where possible; the keys that a checkpoint differs in."""
+"""Checks of the checkpoint or weights that a run starts from, and the keys in which a checkpoint differs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,16 +22,16 @@ TENSOR_KEYS = (
     *(f"model.{name}" for name in _SHAPE), "training.dtype", "moe.balance", "optimizer.name", "optimizer.router",
     "optimizer.lm_head", "optimizer.state_dtype",
 )  # fmt: skip
-"""Keys that decide which tensors a checkpoint holds, and their shapes and types."""
+"""Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
 TEXT_KEYS = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers")
-"""Keys that decide which text a sample number means."""
+"""Keys that map sample numbers to text."""
 
 
 def refuse_origin(config: RunConfig) -> None:
-    """Look at everything that a run may start from, without a rank and without writing.
+    """Check the checkpoint or weights that a run would start from. Needs no process group and writes nothing.
 
     Raises:
-        UserError: it is absent, or of another kind or model.
+        UserError: they are missing, or of another kind or model.
     """
     checkpoint, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
     if checkpoint.enable and folder.exists() and not folder.is_dir():
@@ -48,7 +48,7 @@ def refuse_origin(config: RunConfig) -> None:
             )
         return
     local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
-    is_local = local is not None and any(local.rglob("step-*"))  # what was not gathered yet
+    is_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
     if not saved and not is_local and checkpoint.initial_load_path is not None:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
 
@@ -58,7 +58,7 @@ def _refuse_initial(config: RunConfig, path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
     if in_hf:
-        from glm46.huggingface.import_weights import check_folder  # loads torch, which the other checks do without
+        from glm46.huggingface.import_weights import check_folder  # imports torch, which the other checks do not need
 
         try:
             check_folder(path, resolve_shape(config.model))
@@ -73,8 +73,7 @@ def _refuse_initial(config: RunConfig, path: Path) -> None:
 
 
 def saved_run(folder: Path) -> RunConfig | None:
-    """The run that a step folder was saved by; None for weights that no run has made, or that this version cannot
-    read."""
+    """Configuration of the run that saved a step folder; None if there is none, or this version cannot read it."""
     try:
         return validate_table(tomli.loads(json.loads((folder / META).read_bytes())["config"]))[0]
     except (OSError, ValueError, KeyError, TypeError):
@@ -82,7 +81,7 @@ def saved_run(folder: Path) -> RunConfig | None:
 
 
 def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[str]:
-    """For each key whose value a step folder was not saved with, one line."""
+    """One line for each key whose value differs from the one that a step folder was saved with."""
     saved = saved_run(folder)
     if saved is None:
         return []
@@ -97,7 +96,7 @@ def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[
 def _values(config: RunConfig) -> Mapping[str, Any]:
     values = dict(_flatten("", config.model_dump()))
     values |= {f"model.{name}": value for name, value in resolve_shape(config.model).model_dump().items()}
-    # A source is its text, wherever it lies.
+    # Sources may move to another path.
     values["data.sources"] = [(source.name, source.weight, source.packing) for source in config.data.sources]
     return values
 

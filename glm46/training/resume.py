@@ -1,7 +1,8 @@
-"""What a checkpoint of a run holds, and how a run starts: anew, from an earlier phase, or where it stopped."""
+"""Contents of a checkpoint, and the three starts of a run: new, from an earlier phase, or resumed."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from glm46.checkpoint.integrity import step_folder
 from glm46.checkpoint.metadata import read_metadata
+from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
@@ -19,17 +21,16 @@ from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.reliability.stop import Diverged
 from glm46.training.build import Parts
-from glm46.training.data_stream import read
+from glm46.training.data_stream import rows_read
 from glm46.training.hf_weights import load_weights
 from glm46.training.origin import TENSOR_KEYS, TEXT_KEYS, differences
-from glm46.training.selection import names_left_out
 from glm46.training.state import Progress
 
 _FAULTS_SHOWN = 3
 
 
 def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
-    """Every tensor that a run must find again, by name; loading writes into these very tensors."""
+    """All tensors of a checkpoint by name. Loading writes into these tensors."""
     model = parts.parameters | parts.buffers()
     named = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
     named |= {f"optimizer.{name}": tensor for name, tensor in parts.optimizer.state_tensors().items()}
@@ -38,7 +39,7 @@ def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
 
 
 def _rng_states(parts: Parts) -> dict[str, Tensor]:
-    """Copies of this rank's generators; the rank is in the name, because they may differ."""
+    """States of this rank's random generators. Names contain the rank, because states may differ between ranks."""
     states = {f"rng.{parts.process.rank}.cpu": torch.get_rng_state()}
     if parts.process.device.type == "cuda":
         states[f"rng.{parts.process.rank}.cuda"] = torch.cuda.get_rng_state(parts.process.device)
@@ -46,25 +47,25 @@ def _rng_states(parts: Parts) -> dict[str, Tensor]:
 
 
 def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
-    """Everything beside the tensors, as JSON."""
+    """JSON content of a checkpoint besides the tensors."""
     return {
         "progress": asdict(progress),
         "config": dump_config(parts.config),
         "stream": parts.stream_fingerprint(),
         TOKENIZER_KEY: parts.tokenizer.fingerprint,
-        "read": read(parts, progress),
+        "read": rows_read(parts, progress),
         "validation": validation,
     }
 
 
 def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
-    """Bring the parts to where the run goes on; collective.
+    """Load the state that the run starts from. Collective.
 
     Returns:
-        The progress, and the checkpoint's meta data, None when the weights are the initial ones.
+        The progress, and the metadata of the checkpoint; None if the run starts from initial or imported weights.
 
     Raises:
-        UserError: the checkpoint does not fit the model, or the data is not the data it was trained on.
+        UserError: the checkpoint does not match the model or the data.
     """
     config = parts.config.checkpoint
     fresh = Progress(curriculum_tokens=parts.config.lr_scheduler.start_tokens)
@@ -81,24 +82,23 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     if config.initial_load_in_hf:
         run_on_all_ranks(lambda: load_weights(parts, path))
         return fresh, None
-    meta = _load(parts, path.resolve(), ignored=_left_out(parts, path.resolve()))
+    meta = _load(parts, path.resolve(), ignored=_names_not_loaded(parts, path.resolve()))
     if not config.initial_load_model_only:
-        # Text that the phase before has read does not come again.
+        # Text that the earlier phase has read is not read again.
         fresh.read_before = meta.get("read", [])
     return fresh, meta
 
 
 def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any]]:
-    """Bring the parts back to the last good checkpoint before a row of skipped steps, or before weights or states went
-    bad. The samples of the row are left out from then on, or those of all steps that may have spoilt the weights.
-    Collective.
+    """Load the last good checkpoint before a row of skipped steps, or before weights or states became non-finite. The
+    samples of that row, or of all steps after the checkpoint, are excluded from then on. Collective.
 
     Raises:
-        Diverged: the run may not, or no more, or there is no such checkpoint.
+        Diverged: rollbacks are disabled, their limit is reached, or there is no earlier checkpoint.
     """
     training = parts.config.training
     parts.checkpoints.abandon_saves()
-    spoilt = parts.checkpoints.not_finite(checkpoint_tensors(parts))
+    non_finite = parts.checkpoints.not_finite(checkpoint_tensors(parts))
     causes = []
     if progress.skipped_in_a_row:
         skipped = counted(progress.skipped_in_a_row, "step")
@@ -106,8 +106,8 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
             f"training.max_skipped_steps = {training.max_skipped_steps}: {skipped} in a row, {progress.bad_since_step} "
             f"to {progress.step}, had a spike or a non-finite loss or gradient norm"
         )
-    if spoilt:
-        causes.append(f"after step {progress.step} {spoilt}")
+    if non_finite:
+        causes.append(f"after step {progress.step} {non_finite}")
     cause = "; ".join(causes)
     if progress.rollbacks >= training.max_rollbacks:
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
@@ -116,22 +116,23 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
     step = parts.checkpoints.newest(before=before) if parts.config.checkpoint.enable else None
     if step is None:
         raise Diverged(
-            *on_first_rank(f"{cause}, and no checkpoint of an earlier step is there to go back to; {Diverged.remedy}")
+            *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
         )
     meta = _load(parts, step)
     earlier = Progress(**meta["progress"])
-    return progress.roll_back(earlier, earlier.samples if spoilt else progress.bad_since_sample), meta
+    first_bad_sample = earlier.samples if non_finite else progress.bad_since_sample
+    return progress.rolled_back_to(earlier, first_bad_sample), meta
 
 
 def _explained(faults: Sequence[str], config: RunConfig, folder: Path) -> list[str]:
-    """The keys behind faults of a load, with a remedy, then the first of the faults: a changed key has hundreds."""
+    """Changed keys that explain the faults of a load, with a remedy, then the first few of the faults."""
     text = "\n".join(faults)
     parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
     keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
     if config.checkpoint.initial_load_path and Path(config.checkpoint.initial_load_path).resolve() == folder:
-        remedy = "restore it, or leave out what does not fit with checkpoint.initial_load_exclude"
+        remedy = "restore it, or exclude what does not match with checkpoint.initial_load_exclude"
     else:
-        remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to take what fits"
+        remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to load what matches"
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
     causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
     return [*causes, *faults[:_FAULTS_SHOWN], *more]
@@ -141,13 +142,13 @@ def _other_text(config: RunConfig, folder: Path) -> str:
     changed = "; ".join(differences(TEXT_KEYS, config, folder))
     return (
         f"{changed or 'data.sources: the shards hold other text than before'}. The checkpoint of {folder} was trained "
-        "on other data, or in another order; restore it, or start anew from its weights: set another job.dump_folder "
-        f"and checkpoint.initial_load_path = {str(folder)!r}"
+        "on other data, or in another order; restore it, or start a new run from its weights: set another "
+        f"job.dump_folder and checkpoint.initial_load_path = {str(folder)!r}"
     )
 
 
-def _left_out(parts: Parts, folder: Path) -> frozenset[str]:
-    """Names of tensors that this run does not take from the step folder of another; the same on all ranks."""
+def _names_not_loaded(parts: Parts, folder: Path) -> frozenset[str]:
+    """Names of tensors that this run does not load from the step folder of another run. Collective."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, list(checkpoint_tensors(parts)))  # stages of a pipeline hold different ones
     metadata, faults = read_metadata(folder)
@@ -155,14 +156,18 @@ def _left_out(parts: Parts, folder: Path) -> frozenset[str]:
         raise UserError(*faults)
     ours = {name for names in held for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    return names_left_out(ours, theirs, parts.config.checkpoint)
+    return names_not_loaded(ours, theirs, parts.config.checkpoint)
 
 
 def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the parts, without the names to ignore, from a step of this run, or from the step folder of another."""
+    """Load all tensors except `ignored` from a step of this run, or from the step folder of another. Collective.
+
+    Returns:
+        The metadata of the checkpoint.
+    """
     tensors = {name: tensor for name, tensor in checkpoint_tensors(parts).items() if name not in ignored}
     load = parts.checkpoints.load if isinstance(source, int) else parts.checkpoints.load_from
-    # Another number of ranks has other generators; nothing that decides a result draws from them.
+    # Optional: another number of ranks has other generators. No result depends on them.
     try:
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
@@ -173,3 +178,44 @@ def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> di
     if f"rng.{rank}.cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"], parts.process.device)
     return meta
+
+
+def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: Checkpoint) -> frozenset[str]:
+    """Names of this run's or the checkpoint's tensors that the [checkpoint] initial_load keys exclude.
+
+    The optimizer state of an excluded weight is excluded too, because it belongs to other values of that weight.
+
+    Args:
+        ours: names of tensors of this run on all ranks, without random generators.
+        theirs: names of tensors of the checkpoint, without random generators.
+
+    Raises:
+        UserError: a pattern matches no name, or nothing remains to load.
+    """
+    names = {*ours, *theirs}
+    faults = [
+        f"checkpoint.{key}: {pattern!r} matches no tensor of this run or of {config.initial_load_path}; "
+        "'python -m glm46 checkpoint show' lists the names"
+        for key in ("initial_load_include", "initial_load_exclude")
+        for pattern in getattr(config, key)
+        if not _matching(names, [pattern])
+    ]
+    if faults:
+        raise UserError(*faults)
+    excluded = _matching(names, config.initial_load_exclude)
+    if config.initial_load_include:
+        excluded |= names - _matching(names, config.initial_load_include)
+    if config.initial_load_model_only:
+        excluded |= {name for name in names if not name.startswith("model.")}
+    weights = tuple(f"optimizer.{name.removeprefix('model.')}." for name in excluded if name.startswith("model."))
+    excluded |= {name for name in names if name.startswith(weights)}
+    if excluded == names:
+        raise UserError(
+            f"checkpoint.initial_load_include, initial_load_exclude: nothing of {config.initial_load_path} is loaded; "
+            "loosen them, or remove initial_load_path"
+        )
+    return frozenset(excluded)
+
+
+def _matching(names: set[str], patterns: Iterable[str]) -> set[str]:
+    return {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}

@@ -1,4 +1,4 @@
-"""When a run saves, and what it does when a save fails: training is worth more than one checkpoint."""
+"""Schedule of checkpoints, and handling of failed saves: training continues without a checkpoint."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ from glm46.training.state import Progress
 
 
 class SaveFailed(UserError):
-    """The last state of a run is not on the disk. Another start may find more space, so it is no refusal."""
+    """The last state of a run could not be saved. The exit code allows a restart, which may find more space."""
 
     exit_code = 1
 
 
 class Saver:
-    """Saves every `[checkpoint] interval` steps, behind training if so configured, and once at the end."""
+    """Saves every `[checkpoint] interval` steps, in the background if configured, and once at the end."""
 
     def __init__(self, parts: Parts, report: Report, progress: Progress, spikes: SpikeDetector):
         self._parts, self._report, self._config = parts, report, parts.config.checkpoint
@@ -31,10 +31,10 @@ class Saver:
         self._saved_step = progress.step
         self._failed_saves = 0
         self._last: SaveOutcome | None = None
-        self.found_ruin = False
-        """Whether a save on this rank found values that are not finite; the ranks agree on it every step."""
+        self.found_non_finite = False
+        """True if a save on this rank found non-finite values. All ranks agree on it in every step."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Columns of metrics.jsonl."""
         if not self._config.enable:
             return {}
@@ -46,11 +46,11 @@ class Saver:
         return row
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
-        """Save if a save is due, and tell how earlier ones ended; collective. A save that fails is reported and the
-        next one tried: the checkpoints before it are untouched."""
+        """Save if a save is due, and report the results of earlier saves. Collective. A failed save is reported; it
+        affects neither earlier checkpoints nor the next save."""
         if not self._config.enable:
             return
-        self._hear_of_saves(progress)
+        self._poll_saves(progress)
         if progress.step % self._config.interval:
             return
         if progress.skipped_in_a_row:
@@ -61,15 +61,15 @@ class Saver:
             try:
                 self._save(progress, validation)
             except CheckpointError as error:
-                self._tell_failure(progress, error)
+                self._report_failure(progress, error)
 
     def finish(self, progress: Progress, validation: dict[str, float]) -> None:
-        """Save the last step, unless that is done, and wait for all saves; collective. A state within a row of skipped
-        steps is saved too, if it is finite: who starts again finds the row as it was.
+        """Save the last step if needed, and wait for all saves. Collective. A finite state is also saved within a row
+        of skipped steps, so that a restart continues the row.
 
         Raises:
-            SaveFailed: the last state of the run is not on the disk.
-            Diverged: it holds values that are not finite.
+            SaveFailed: the last state could not be saved.
+            Diverged: it contains non-finite values.
         """
         if not self._config.enable:
             return
@@ -77,47 +77,47 @@ class Saver:
             if self._saved_step != progress.step:
                 self._save_now(progress, validation)
             try:
-                self._tell(self._parts.checkpoints.close())
+                self._report_saves(self._parts.checkpoints.close())
             except CheckpointError as error:
                 self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
                 self._save_now(progress, validation)
-                self._tell(self._parts.checkpoints.close())
+                self._report_saves(self._parts.checkpoints.close())
         except NotFiniteError as error:
-            fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._way_on()}"
+            fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._remedy()}"
             raise Diverged(*on_first_rank(fault)) from None
         except CheckpointError as error:
-            raise SaveFailed(*on_first_rank(f"step {progress.step} is not saved. {error}; {self._way_on()}")) from None
+            raise SaveFailed(*on_first_rank(f"step {progress.step} is not saved. {error}; {self._remedy()}")) from None
 
-    def _way_on(self) -> str:
+    def _remedy(self) -> str:
         folder = self._parts.checkpoints.folder
         newest = max(complete_steps(folder), default=0)
-        where = f"goes on from the checkpoint of step {newest}" if newest else "starts anew, no step is saved"
+        where = f"continues from the checkpoint of step {newest}" if newest else "starts from step 0, no step is saved"
         return f"job.dump_folder = {self._parts.config.job.dump_folder!r}: the same command {where}"
 
-    def _hear_of_saves(self, progress: Progress) -> None:
-        # Ranks may learn of an ended save a step apart: what it says must not keep one of them from the next, which is
-        # collective, or the others wait for it for ever.
+    def _poll_saves(self, progress: Progress) -> None:
+        # Ranks may see the end of a save one step apart. Its failure must not keep a rank from the next save, which is
+        # collective: the others would hang.
         try:
-            self._tell(self._parts.checkpoints.poll())
+            self._report_saves(self._parts.checkpoints.poll())
         except CheckpointError as error:
-            self._tell_failure(progress, error)
+            self._report_failure(progress, error)
 
     def _save(self, progress: Progress, validation: dict[str, float]) -> None:
         if self._config.async_mode == "disabled":
             self._save_now(progress, validation)
-        elif self._parts.checkpoints.save_in_background(**self._content(progress, validation)):
+        elif self._parts.checkpoints.save_in_background(**self._snapshot(progress, validation)):
             self._saved_step = progress.step
         else:
             self._report.message(
-                f"step {progress.step}: not saved, the save before is still being written; a larger "
-                "checkpoint.interval, or a faster disk, avoids this"
+                f"step {progress.step}: not saved, the previous save is still being written; "
+                "raise checkpoint.interval, or use a faster disk"
             )
 
     def _save_now(self, progress: Progress, validation: dict[str, float]) -> None:
-        self._tell([self._parts.checkpoints.save(**self._content(progress, validation))])
+        self._report_saves([self._parts.checkpoints.save(**self._snapshot(progress, validation))])
         self._saved_step = progress.step
 
-    def _content(self, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
+    def _snapshot(self, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
         return {
             "step": progress.step,
             "tensors": checkpoint_tensors(self._parts),
@@ -126,12 +126,12 @@ class Saver:
             "is_good": not progress.skipped_in_a_row,
         }
 
-    def _tell_failure(self, progress: Progress, error: CheckpointError) -> None:
+    def _report_failure(self, progress: Progress, error: CheckpointError) -> None:
         self._failed_saves += 1
-        self.found_ruin |= isinstance(error, NotFiniteError)
+        self.found_non_finite |= isinstance(error, NotFiniteError)
         self._report.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
 
-    def _tell(self, outcomes: list[SaveOutcome]) -> None:
+    def _report_saves(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
             self._last = outcome
             self._report.log(

@@ -1,38 +1,38 @@
-"""How far a run has come: the few numbers that, with weights and optimizer states, are everything a resume needs."""
+"""Progress of a run: the counters that a resume needs besides tensors."""
 
 from dataclasses import dataclass, field, replace
 
 
 @dataclass
 class Progress:
-    """Counters of a run; all of them are the same on every rank. A checkpoint holds them as they are."""
+    """Counters of a run, equal on all ranks. A checkpoint stores all fields under these names."""
 
     step: int = 0
     """Optimizer steps made, skipped ones included."""
     tokens: int = 0
-    """Tokens of this run that were trained on, padding and skipped steps included: the clock of its budget."""
+    """Tokens of this run, padding and skipped steps included: the clock of the budget."""
     curriculum_tokens: int = 0
     """Tokens since the start of the curriculum, earlier phases included: the clock of every schedule."""
     samples: int = 0
     """Global number of the next sample to read."""
     skipped_steps: int = 0
-    """Steps skipped for a spike, or a loss or gradient that is not finite."""
+    """Steps skipped because of a spike or a non-finite loss or gradient norm."""
     skipped_in_a_row: int = 0
-    """Of these, the last ones without a good step between."""
+    """Consecutive skipped steps up to now."""
     bad_since_step: int = 0
-    """The first step of this row."""
+    """First step of the last row of skipped steps."""
     bad_since_sample: int = 0
-    """The first sample of that step."""
+    """First sample of that step."""
     window_loss_sum: float = 0.0
-    """Loss of the good steps since the last row of metrics, summed over their targets."""
+    """Loss of the good steps since the last row of metrics, summed over targets."""
     window_targets: int = 0
     """Targets of these steps."""
     rollbacks: int = 0
-    """How often the run went back to a checkpoint."""
-    left_out: list[list[int]] = field(default_factory=list)
-    """Ranges of sample numbers that are not read: first, and the one behind the last."""
+    """Number of rollbacks to an earlier checkpoint."""
+    excluded_samples: list[list[int]] = field(default_factory=list)
+    """Ranges [first, end) of sample numbers that are not read."""
     read_before: list[list] = field(default_factory=list)
-    """What earlier phases have read of sources, as `Feed.read` gives it."""
+    """Rows that earlier phases have read of each source, see `data_stream.rows_read`."""
 
     def advance(self, *, sequences: int, seq_len: int, was_skipped: bool) -> None:
         """Count one optimizer step."""
@@ -46,29 +46,28 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
 
     def add_loss(self, loss_sum: float, targets: int) -> None:
-        """Count the loss of a good step towards the mean of the next row of metrics."""
+        """Add the loss of a good step to the mean of the next row of metrics."""
         self.window_loss_sum += loss_sum
         self.window_targets += targets
 
     def take_mean_loss(self) -> float | None:
-        """Mean loss per target since the last call, which starts the next window; None without a good step."""
+        """Return the mean loss per target since the last call, or None without a good step, and restart it."""
         loss_sum, targets = self.window_loss_sum, self.window_targets
         self.window_loss_sum, self.window_targets = 0.0, 0
         return loss_sum / targets if targets else None
 
-    def pass_over(self, sequences: int) -> None:
-        """Go on behind any range that is left out and that the next `sequences` would touch."""
-        for first, end in sorted(self.left_out):
+    def skip_excluded(self, sequences: int) -> None:
+        """Advance past all excluded ranges that the next `sequences` samples overlap."""
+        for first, end in sorted(self.excluded_samples):
             if self.samples < end and first < self.samples + sequences:
                 self.samples = end
 
-    def roll_back(self, earlier: "Progress", first_bad_sample: int) -> "Progress":
-        """The progress of an earlier checkpoint, with the samples from the first bad one to here left out."""
-        bad = [first_bad_sample, self.samples]
+    def rolled_back_to(self, earlier: "Progress", first_bad_sample: int) -> "Progress":
+        """The progress of an earlier checkpoint, with the samples from the first bad one up to now excluded."""
         return replace(
             earlier,
             skipped_steps=self.skipped_steps,
             skipped_in_a_row=0,
             rollbacks=self.rollbacks + 1,
-            left_out=[*self.left_out, bad],
+            excluded_samples=[*self.excluded_samples, [first_bad_sample, self.samples]],
         )

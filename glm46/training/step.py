@@ -1,6 +1,5 @@
-"""One optimizer step, from micro-batches to moved weights."""
+"""One optimizer step, from micro-batches to updated weights."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,32 +12,33 @@ from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, StageOutput, detached
 from glm46.planner.schedule import schedule_value
-from glm46.reliability.loss_spikes import NOT_FINITE, sum_and_share_norm
+from glm46.reliability.loss_spikes import NOT_FINITE
 from glm46.training.build import Parts
 from glm46.training.loss import LossWeights, TokenCounts, accepted_drafts, auxiliary_objective, objective
+from glm46.training.named_sums import sum_over_all_ranks, to_host
 
 
 class StepOutcome(NamedTuple):
-    """What a step did, over all ranks. Tensors stay on the device until a logging step reads them."""
+    """Result of a step, over all ranks."""
 
     loss_sum: float
-    """Summed over the step's targets; as all sums here."""
+    """Sum over the targets of the step, as the next three."""
     mtp_loss_sums: Tensor
-    """FP64 [K]."""
+    """FP64 [K] on the CPU."""
     aux_loss_sums: Tensor
-    """FP64 [2]: balance loss, z-loss."""
+    """FP64 [2] on the CPU: balance loss, z-loss."""
     accepted: Tensor
-    """FP64 [K]: drafts of each prediction depth that the model itself agrees with."""
+    """FP64 [K] on the CPU: accepted drafts of each prediction depth, see `accepted_drafts`."""
     tokens_per_expert: Tensor
-    """int64 [MoE layers, E]."""
+    """int64 [MoE layers, E] on the device."""
     overflow: Tensor
-    """int64 [MoE layers]."""
-    grad_norm: Tensor
-    """FP32 scalar, before clipping."""
+    """int64 [MoE layers] on the device."""
+    grad_norm: float
+    """Before clipping."""
     fault: str | None
-    """Why the step was skipped, and nothing changed; None if it was made."""
-    judged_at: float
-    """When that was known, by `own_clock`."""
+    """Reason why the step was skipped and nothing changed; None if it was made."""
+    ready_at: float
+    """Time at which the gradients were known, by `own_clock`."""
 
 
 def train_step(
@@ -47,16 +47,17 @@ def train_step(
     counts: TokenCounts,
     clock: int,
     lr_factor: float,
-    judge: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
+    find_fault: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepOutcome:
-    """Train on the micro-batches of one step; collective.
+    """Train on the micro-batches of one step. Collective.
 
     Args:
-        micro_batches: this rank's, as docs/data.md describes them.
+        micro_batches: of this rank, see docs/data.md.
         counts: tokens of the whole step over all ranks.
-        clock: tokens of the curriculum seen before this step; every schedule is read there.
+        clock: tokens of the curriculum before this step; the argument of all schedules.
         lr_factor: learning rate relative to its peak.
-        judge: says of mean loss and gradient norm why the step must be skipped. Figures that are not finite always are.
+        find_fault: returns the reason to skip the step from its mean loss and gradient norm, or None. Non-finite values
+            always skip the step.
     """
     moe = parts.config.moe
     weights = LossWeights(
@@ -72,25 +73,33 @@ def train_step(
         objective=lambda sums: objective(sums, counts, weights),
         auxiliary=lambda aux_losses: auxiliary_objective(aux_losses, counts, weights),
     )
-    sums, counters = _figures(parts, outputs, micro_batches)
-    sums, grad_norm = sum_and_share_norm(sums, global_grad_norm(parameters, parts.meshes.pipeline))
-    dist.all_reduce(counters)
+    local_norm = global_grad_norm(parameters, parts.meshes.pipeline).double()
+    sums = sum_over_all_ranks(_local_sums(parts, outputs, micro_batches) | {"grad_norm": local_norm})
+    # The mean of the ranks' norms: replicas may differ in the last bits, but all ranks must clip and decide alike.
+    sums["grad_norm"] /= dist.get_world_size()
+    grad_norm = sums["grad_norm"].float()
+    counters = sum_over_all_ranks(_local_counters(parts, outputs))
 
-    # sync: whether to step must be known before the weights change; the numbers are the same on every rank.
-    figures = [*sums.tolist(), grad_norm.item()]
-    judged_at = own_clock()
-    is_finite = all(map(math.isfinite, figures))
-    fault = judge(figures[0] / max(counts.targets, 1), figures[-1]) if is_finite else NOT_FINITE
-    experts = parts.shape.n_routed_experts
-    tokens_per_expert, overflow = counters[:, :experts], counters[:, experts]
+    # sync: the decision must be known before the weights change. The values are equal on all ranks.
+    host = to_host(sums)
+    ready_at = own_clock()
+    is_finite = all(bool(value.isfinite().all()) for value in host.values())
+    loss_sum, norm = host["loss"].item(), host["grad_norm"].float().item()
+    fault = find_fault(loss_sum / max(counts.targets, 1), norm) if is_finite else NOT_FINITE
     if fault is None:
         scale_gradients(parameters, (parts.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         parts.optimizer.step(lr_factor)
-        parts.balance.update(tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
-    depths = parts.shape.num_nextn_predict_layers
-    _, mtp_loss_sums, aux_loss_sums, accepted = sums.split([1, depths, 2, depths])
+        parts.balance.update(counters["tokens_per_expert"], schedule_value(moe.bias_update_rate, clock))
     return StepOutcome(
-        figures[0], mtp_loss_sums, aux_loss_sums, accepted, tokens_per_expert, overflow, grad_norm, fault, judged_at
+        loss_sum=loss_sum,
+        mtp_loss_sums=host["mtp_losses"],
+        aux_loss_sums=host["aux_losses"],
+        accepted=host["accepted"],
+        tokens_per_expert=counters["tokens_per_expert"],
+        overflow=counters["overflow"],
+        grad_norm=norm,
+        fault=fault,
+        ready_at=ready_at,
     )
 
 
@@ -101,16 +110,16 @@ def forward_backward(
     objective: Callable[[LossSums], Tensor],
     auxiliary: Callable[[Tensor], Tensor],
 ) -> list[list[LossSums | StageOutput]]:
-    """Gradients of the micro-batches of a step.
+    """Compute the gradients of the micro-batches of a step. Collective.
 
     Args:
         batches: arguments of the model that differ by micro-batch.
-        arguments: those that do not.
-        objective: what backward starts from, for the output of one micro-batch; called in their order.
-        auxiliary: its part that a pipeline stage adds which has not the head, see `auxiliary_objective`.
+        arguments: arguments of the model that all micro-batches share.
+        objective: the loss to differentiate for the output of one micro-batch; called in their order.
+        auxiliary: the loss to differentiate on pipeline stages without the head, see `auxiliary_objective`.
 
     Returns:
-        For each pipeline stage of this rank, or for the whole model, what it gave for each micro-batch.
+        For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch.
     """
     if parts.pipeline is not None:
         return parts.pipeline.train(batches, arguments, objective, auxiliary)
@@ -123,7 +132,7 @@ def forward_backward(
 
 
 def routing_options(parts: Parts, clock: int) -> RoutingOptions:
-    """What [moe] asks of the routers at this point of the curriculum."""
+    """Routing options of [moe] at this point of the curriculum."""
     moe = parts.config.moe
     temperature = None
     if moe.router_temperature != 1.0:
@@ -137,13 +146,13 @@ def routing_options(parts: Parts, clock: int) -> RoutingOptions:
 
 
 def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
-    """The arguments of the model out of a batch of the loader, on this rank's device."""
+    """Arguments of the model from a batch of the loader: this rank's part of the sequences, on its device."""
     names = ["input_ids", "positions", "labels"]
     if parts.config.data.document_mask:
         names.append("document_ids")
     if parts.shape.num_nextn_predict_layers:
         names += ["mtp_input_ids", "mtp_labels"]
-    # Not left to the document ids: without document masks the model does not get them, and padding stays padding.
+    # Passed explicitly: without document masks the model gets no document ids, but padding stays padding.
     arguments = {name: batch[name] for name in names} | {"is_real": batch["document_ids"] >= 0}
     if parts.meshes.sequence is not None:
         arguments = parts.meshes.sequence.cut(arguments, parts.shape.sliding_window)
@@ -151,9 +160,9 @@ def to_device(batch: dict[str, Tensor], parts: Parts) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Tensor:
-    """`accepted_drafts` over the whole rows of a batch of the loader; FP64 [K]. Every rank of the last pipeline stage
-    that reads the rows counts its share of them, so that the sum over all ranks counts each once."""
+def count_accepted_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Tensor:
+    """`accepted_drafts` over whole rows of a batch of the loader, FP64 [K], divided by the ranks that count the same
+    rows, so that the sum over all ranks counts each draft once. Collective under context parallelism."""
     if "mtp_labels" not in batch:
         return result.mtp_losses.new_zeros(0, dtype=torch.float64)
     predictions, labels = result.predictions, batch["mtp_labels"].to(result.predictions.device)
@@ -164,24 +173,31 @@ def judge_drafts(parts: Parts, result: LossSums, batch: dict[str, Tensor]) -> Te
 
 
 @torch.no_grad()
-def _figures(
+def _local_sums(
     parts: Parts, outputs: list[list[LossSums | StageOutput]], micro_batches: list[dict[str, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """This rank's part of what is summed over a step: FP64 [1 + K + 2 + K] and int64 [MoE layers, E + 1]."""
-    depths, experts, device = parts.shape.num_nextn_predict_layers, parts.shape.n_routed_experts, parts.process.device
-    sums = torch.zeros(1 + 2 * depths + 2, dtype=torch.float64, device=device)
-    loss, mtp_losses, aux_losses, accepted = sums.split([1, depths, 2, depths])
+) -> dict[str, Tensor]:
+    """This rank's part of the sums over a step, FP64: loss [], mtp_losses [K], aux_losses [2], accepted [K]."""
+    depths = parts.shape.num_nextn_predict_layers
+    shapes = {"loss": (), "mtp_losses": (depths,), "aux_losses": (2,), "accepted": (depths,)}
+    sums = {
+        name: torch.zeros(shape, dtype=torch.float64, device=parts.process.device) for name, shape in shapes.items()
+    }
     for output in (output for of_stage in outputs for output in of_stage):
-        aux_losses += output.aux_losses
+        sums["aux_losses"] += output.aux_losses
     for output, batch in zip(outputs[-1], micro_batches, strict=True):
         if isinstance(output, LossSums):
-            loss += output.loss
-            mtp_losses += output.mtp_losses
-            accepted += judge_drafts(parts, output, batch)
-    here = [
-        sum(torch.cat([output.tokens_per_expert, output.overflow.unsqueeze(1)], dim=1) for output in of_stage)
-        for of_stage in outputs
-    ]
-    counters = torch.zeros(parts.balance.layers, experts + 1, dtype=torch.int64, device=device)
-    counters[parts.balance.rows] = torch.cat(here)
-    return sums, counters
+            sums["loss"] += output.loss
+            sums["mtp_losses"] += output.mtp_losses
+            sums["accepted"] += count_accepted_drafts(parts, output, batch)
+    return sums
+
+
+@torch.no_grad()
+def _local_counters(parts: Parts, outputs: list[list[LossSums | StageOutput]]) -> dict[str, Tensor]:
+    """This rank's part of the counts over a step, int64: tokens_per_expert [MoE layers, E], overflow [MoE layers]."""
+    layers, device = parts.balance.layers, parts.process.device
+    tokens = torch.zeros(layers, parts.shape.n_routed_experts, dtype=torch.int64, device=device)
+    overflow = torch.zeros(layers, dtype=torch.int64, device=device)
+    tokens[parts.balance.rows] = torch.cat([sum(output.tokens_per_expert for output in stage) for stage in outputs])
+    overflow[parts.balance.rows] = torch.cat([sum(output.overflow for output in stage) for stage in outputs])
+    return {"tokens_per_expert": tokens, "overflow": overflow}

@@ -1,4 +1,4 @@
-"""The figures of a step, and the first lines of a run, as a person and a plot want them."""
+"""Rows of training metrics, and the first message of a run."""
 
 import difflib
 import math
@@ -8,13 +8,13 @@ import torch
 
 from glm46.config.loader import dump_config
 from glm46.data.corpus import describe_sources
-from glm46.observe.balance import balance_metrics
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.planner.budget import budget_tokens
 from glm46.planner.parameters import count_parameters
 from glm46.planner.schedule import learning_rate_factor, schedule_value
+from glm46.training.balance import balance_metrics
 from glm46.training.build import Parts
 from glm46.training.layout_report import describe_layout, whole_role_table
 from glm46.training.loss import TokenCounts
@@ -22,16 +22,16 @@ from glm46.training.state import Progress
 from glm46.training.step import StepOutcome
 
 _LARGEST_EXPONENT = 700.0
-"""exp of more is infinite in FP64."""
+"""Larger exponents overflow FP64."""
 
 
-class Figures:
-    """Makes the rows of metrics; owns what is measured between two of them."""
+class StepMetrics:
+    """Computes rows of training metrics, and measures throughput and hardware between them."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
         compute_type = getattr(torch, parts.config.training.mixed_precision_param)
-        self.meter = ThroughputMeter(
+        self.throughput = ThroughputMeter(
             device_peak_flops(parts.process.device, compute_type),
             parts.process.world_size,
         )
@@ -40,8 +40,8 @@ class Figures:
     def training_row(
         self, progress: Progress, outcome: StepOutcome, counts: TokenCounts, lr_factor: float
     ) -> dict[str, Any]:
-        """One row of training figures; reads the step's tensors, so it waits for the device. Starts the next window of
-        the mean loss."""
+        """One row of training metrics. Collective over the ranks of a pipeline. Waits for the device, and restarts the
+        mean loss and the throughput."""
         config = self._parts.config
         loss = outcome.loss_sum / max(counts.targets, 1)
         clock = progress.curriculum_tokens
@@ -52,7 +52,7 @@ class Figures:
             "batch_tokens": counts.real,
             "loss": loss,
             "perplexity": math.exp(min(loss, _LARGEST_EXPONENT)),
-            "grad_norm": outcome.grad_norm.item(),
+            "grad_norm": outcome.grad_norm,
             "lr": config.optimizer.lr * lr_factor,
             "skipped_steps": progress.skipped_steps,
             "balance_loss": outcome.aux_loss_sums[0].item() / max(counts.real, 1),
@@ -68,7 +68,7 @@ class Figures:
             row["mtp_loss_weight"] = schedule_value(config.mtp.loss_weight, clock)
         row["expert_bias_max"] = self._parts.balance.largest_bias(self._parts.meshes.pipeline)
         row |= balance_metrics(outcome.tokens_per_expert.cpu(), outcome.overflow.cpu())
-        return row | self.meter.read() | self._hardware.read()
+        return row | self.throughput.read() | self._hardware.read()
 
 
 def _mtp_columns(outcome: StepOutcome, counts: TokenCounts) -> dict[str, float]:
@@ -82,8 +82,8 @@ def _mtp_columns(outcome: StepOutcome, counts: TokenCounts) -> dict[str, float]:
     return columns
 
 
-def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None) -> str:
-    """The first message of a run: what is trained, on what, from where; collective."""
+def start_report(parts: Parts, progress: Progress, meta: dict[str, Any] | None) -> str:
+    """The first message of a run. Collective."""
     config, count = parts.config, count_parameters(parts.shape)
     lines = [
         f"{config.job.description}",
@@ -106,7 +106,10 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
                 f"finished     the budget of {budget:,} tokens is spent, so no step is trained; "
                 "raise training.tokens, or training.steps, to go on"
             )
-        lines += [f"left out     samples {first} to {end - 1}, after skipped steps" for first, end in progress.left_out]
+        lines += [
+            f"excluded     samples {first} to {end - 1}, after skipped steps"
+            for first, end in progress.excluded_samples
+        ]
         lines += _config_changes(meta["config"], dump_config(config))
     else:
         lines.append(f"start        from {config.checkpoint.initial_load_path or 'initial weights'}")
@@ -116,7 +119,7 @@ def describe_start(parts: Parts, progress: Progress, meta: dict[str, Any] | None
 
 
 def _config_changes(before: str, now: str) -> list[str]:
-    """Lines of the resolved configuration that differ from the checkpoint's."""
+    """Lines of the resolved configuration that differ from the checkpoint."""
     difference = difflib.ndiff(before.splitlines(), now.splitlines())
     changed = [f"  {line}" for line in difference if line[:2] in ("- ", "+ ")]
     return ["changed      since the checkpoint was saved:", *changed] if changed else []

@@ -119,14 +119,14 @@ def work(rank: int, config, hang: str, victim: int, moment: Path) -> int:
             HANGS[hang]()
         return original(*arguments)
 
-    def take(feed, *arguments):
+    def next_batches(stream, *arguments):
         if step == SILENT_STEP - 1 and rank == victim and hang == "no text":
             moment.write_text(str(time.monotonic()))
             time.sleep(1000)
-        return read(feed, *arguments)
+        return read(stream, *arguments)
 
-    read = trainer.Feed.take
-    trainer.train_step, trainer.Feed.take = train_step, take
+    read = trainer.DataStream.next
+    trainer.train_step, trainer.DataStream.next = train_step, next_batches
     return trainer.train(config)
 
 

@@ -328,7 +328,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
         counts = count_tokens([make_batch(step, layout.document_mask)])
         outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
         gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
-        figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm.item()))
+        figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm))
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
 
 

@@ -87,7 +87,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(make_config, start, number)
         os.kill(process.pid, number)
     output = end(process)
     assert process.returncode == (130 if number == signal.SIGINT else 75), output
-    assert "Traceback" not in output and "goes on from here" in output, output
+    assert "Traceback" not in output and "continues from here" in output, output
     stopped = losses(config)[-1][0]
     saved = [int(p.name[5:]) for p in (Path(config.job.dump_folder) / "checkpoint").glob("step-*")]
     assert saved == [stopped]

@@ -217,7 +217,7 @@ def test_an_unknown_metric_is_our_bug(tmp_path):
         report.train(_row(1, lozz=1.0))
     with pytest.raises(KeyError, match="not split"):
         report.train(_row(1, **{"lr/wiki": 1.0}))
-    with pytest.raises(AssertionError, match="no plain number"):
+    with pytest.raises(AssertionError, match="not a plain number"):
         report.train(_row(1, perplexity="12"))
     report.close()
     assert _steps(tmp_path) == []

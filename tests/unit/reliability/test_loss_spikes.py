@@ -63,10 +63,10 @@ def test_a_bad_step_never_enters_the_window_and_the_window_is_saved():
     assert again.to_meta() == before
 
 
-def test_excluded_ranges_are_skipped():
-    progress = Progress(samples=4, left_out=[[20, 24], [8, 16], [16, 18]])
+def test_excluded_samples_are_skipped():
+    progress = Progress(samples=4, excluded_samples=[[20, 24], [8, 16], [16, 18]])
     for sequences, sample in ((4, 4), (6, 24), (6, 24)):  # the jump of 6 to 18 would touch the third range
-        progress.pass_over(sequences)
+        progress.skip_excluded(sequences)
         assert progress.samples == sample
 
 
@@ -78,7 +78,7 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
     """Steps that read a bad sample have a loss that is not finite; returns the samples of the applied steps."""
     original, read = trainer.train_step, []
 
-    def judged(parts, micro_batches, *arguments):
+    def poisoned_step(parts, micro_batches, *arguments):
         numbers = [int(n) for batch in micro_batches for n in batch["sample_numbers"]]
         if set(numbers) & set(bad):
             batches = [batch | {"labels": batch["labels"].clone()} for batch in micro_batches]
@@ -88,11 +88,11 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
             read.append(numbers)
         return outcome
 
-    monkeypatch.setattr(trainer, "train_step", judged)
+    monkeypatch.setattr(trainer, "train_step", poisoned_step)
     return read
 
 
-def test_a_sustained_spike_rolls_back_and_skips_its_samples(make_config, monkeypatch):
+def test_a_sustained_spike_rolls_back_and_excludes_its_samples(make_config, monkeypatch):
     read = poison_samples(monkeypatch, range(8, 14))
     config = make_config(
         training={"steps": 10, "max_skipped_steps": 1, "max_rollbacks": 1},
@@ -104,11 +104,11 @@ def test_a_sustained_spike_rolls_back_and_skips_its_samples(make_config, monkeyp
     assert [row["step"] for row in rows(config)] == list(range(1, 11))
     assert rows(config)[-1]["skipped_steps"] == 3
     log = (Path(config.job.dump_folder) / "log.txt").read_text()
-    assert "step 6 skipped: loss spikes; samples 10 to 11" in log and "left out     samples 8 to 11" in log
-    # A resumed run skips these samples too.
+    assert "step 6 skipped: loss spikes; samples 10 to 11" in log and "excluded     samples 8 to 11" in log
+    # A resumed run excludes them too.
     folder = Path(config.job.dump_folder) / "checkpoint"
     meta = json.loads((folder / "step-000010" / "meta.json").read_text())
-    assert meta["progress"]["left_out"] == [[8, 12]] and meta["progress"]["rollbacks"] == 1
+    assert meta["progress"]["excluded_samples"] == [[8, 12]] and meta["progress"]["rollbacks"] == 1
     assert len(meta["spikes"]["losses"]) == 9
 
 

@@ -1,12 +1,16 @@
 """The selection bias moves as its two sources say, and balances a router that starts lopsided."""
 
+import math
+
+import pytest
 import torch
 
 from glm46.config.moe import MoE
 from glm46.config.presets import PRESETS
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
-from glm46.training.balance import ExpertBalance
+from glm46.observe.metrics import find_metric
+from glm46.training.balance import ExpertBalance, balance_metrics
 
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(hidden_size=32, num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, vocab_size=64)
@@ -69,3 +73,37 @@ def test_biases_even_out_a_lopsided_router():
     # The sign rule circles around balance within one step of its rate: far closer than it began, never exactly there.
     assert first.std() / first.mean() > 0.2
     assert last.std() / last.mean() < 0.05
+
+
+def test_an_even_load_has_no_deviation():
+    metrics = balance_metrics(torch.full((3, 8), 25), torch.zeros(3, dtype=torch.int64))
+    assert metrics == {
+        "expert_balance_cv": 0.0,
+        "expert_balance_cv_max": 0.0,
+        "expert_load_max_ratio": 1.0,
+        "expert_load_min_ratio": 1.0,
+        "expert_overflow_ratio": 0.0,
+        "dead_experts": 0.0,
+    }
+    for name in metrics:
+        find_metric(name)
+
+
+def test_an_uneven_load():
+    tokens = torch.tensor([[10, 10, 10, 10], [0, 0, 20, 60]])
+    metrics = balance_metrics(tokens, torch.tensor([0, 30]))
+    # Second layer: mean 20, deviations -20, -20, 0, 40, variance (400 + 400 + 0 + 1600) / 4.
+    cv = math.sqrt(600) / 20
+    assert metrics["expert_balance_cv"] == pytest.approx(cv / 2, rel=1e-12)
+    assert metrics["expert_balance_cv_max"] == pytest.approx(cv, rel=1e-12)
+    assert metrics["expert_load_max_ratio"] == 3.0
+    assert metrics["expert_load_min_ratio"] == 0.0
+    assert metrics["dead_experts"] == 2.0
+    assert metrics["expert_overflow_ratio"] == pytest.approx(30 / 150, rel=1e-12)
+
+
+def test_layers_without_tokens_and_models_without_experts():
+    idle = balance_metrics(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert all(math.isfinite(value) for value in idle.values())
+    assert (idle["expert_balance_cv"], idle["expert_load_max_ratio"], idle["dead_experts"]) == (0.0, 1.0, 4.0)
+    assert balance_metrics(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)) == {}

@@ -16,7 +16,7 @@ from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.planner.budget import budget_tokens, plan_budget
 from glm46.planner.curriculum import plan_stages
 from glm46.prepare.sharding import SplitWriter
-from glm46.training.data_stream import Feed, read
+from glm46.training.data_stream import DataStream, rows_read
 from glm46.training.state import Progress
 from glm46.training.trainer import train
 
@@ -61,7 +61,7 @@ def staged_run(make_config, two_sources):
 
 
 def parts_of(config, manifests, ranks=1, rank=0, rows=1):
-    """What a feed looks at of the parts of a run."""
+    """Parts of a run as far as DataStream reads them."""
     config = config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": rows})})
     layout = SimpleNamespace(dp_degree=ranks)
     return SimpleNamespace(
@@ -84,18 +84,21 @@ def samples(batches):
 
 def stream(config, manifests, plan):
     """All samples of a run whose steps are (ranks, rows, micro-batches, resumes) in turn, and its progress."""
-    progress, found, feeds, last, step = Progress(), {}, [], None, 0
+    progress, found, streams, last, step = Progress(), {}, [], None, 0
     while progress.tokens < config.training.tokens:
         ranks, rows, micro_batches, resumes = plan[step % len(plan)]
         if resumes or (ranks, rows) != last:
-            feeds = [
-                Feed(parts_of(config, manifests, ranks, r, rows), SimpleNamespace(message=str)) for r in range(ranks)
+            streams = [
+                DataStream(parts_of(config, manifests, ranks, r, rows), SimpleNamespace(message=str))
+                for r in range(ranks)
             ]
         last = (ranks, rows)
-        portions = [feed.take(progress, ranks * rows * micro_batches) for feed in feeds]
-        here = samples(batch for portion in portions for batch in portion.micro_batches)
+        batches_of_ranks = [stream_of_rank.next(progress, ranks * rows * micro_batches) for stream_of_rank in streams]
+        here = samples(batch for batches in batches_of_ranks for batch in batches.micro_batches)
         first = progress.samples
-        progress.advance(sequences=portions[0].sequences, seq_len=portions[0].seq_len, was_skipped=False)
+        progress.advance(
+            sequences=batches_of_ranks[0].sequences, seq_len=batches_of_ranks[0].seq_len, was_skipped=False
+        )
         assert sorted(here) == list(range(first, progress.samples)), "each sample of a step on one rank"
         found |= here
         step += 1
@@ -164,19 +167,19 @@ def test_planned_tokens_are_those_that_are_read(reference):
     assert plan_budget(batches, 1).step_tokens is None and plan_budget(config, 1).tokens == 4_000
 
 
-def test_the_next_phase_goes_on_behind_what_was_read(reference, two_sources):
+def test_the_next_phase_continues_after_what_was_read(reference, two_sources):
     config, manifests, expected = reference
     _, progress = stream(config, manifests, [(1, 2, 2, False)])
-    entries = read(parts_of(config, manifests), progress)
+    entries = rows_read(parts_of(config, manifests), progress)
     assert len(json.dumps(entries)) <= 1_024 * len(two_sources)
     kinds = {(name.split(":")[0], length): rows for name, length, _, _, rows in entries}
     assert set(kinds) == {("a", 16), ("b", 16), ("a", 32), ("b", 32)} and sum(kinds.values()) == progress.samples
     later = Progress(read_before=entries)
-    one = Feed(parts_of(config, manifests), SimpleNamespace(message=str)).take(later, 1).micro_batches[0]
+    one = DataStream(parts_of(config, manifests), SimpleNamespace(message=str)).next(later, 1).micro_batches[0]
     assert one["input_ids"][0].tolist() != expected[0]["input_ids"]
     # Counted on from there, whatever comes after.
     later.samples = 10
-    assert sum(entry[-1] for entry in read(parts_of(config, manifests), later)) == progress.samples + 10
+    assert sum(entry[-1] for entry in rows_read(parts_of(config, manifests), later)) == progress.samples + 10
 
 
 @pytest.mark.slow

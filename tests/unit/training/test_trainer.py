@@ -192,7 +192,7 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, m
     monkeypatch.setattr(trainer, "train_step", interrupted)
     assert train(config) == 75
     assert [row["step"] for row in training_rows(config)] == [1]
-    assert "goes on from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert "continues from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
     monkeypatch.setattr(trainer, "train_step", original)
     assert train(config) == 0
     assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
@@ -286,7 +286,7 @@ def test_weights_that_go_bad_send_the_run_back_and_leave_its_text_out(make_confi
     )  # fmt: skip
     spoil(monkeypatch, after_step=4)
     assert train(config) == 0
-    assert "left out     samples 4 to 7" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert "excluded     samples 4 to 7" in (Path(config.job.dump_folder) / "log.txt").read_text()
     assert saved_steps(config) == [2, 4, 6, 8]
 
 
@@ -408,7 +408,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
             train(config)
     (fault,) = caught.value.faults
     assert caught.value.exit_code == 1 and "No space left on device" in fault
-    assert "goes on from the checkpoint of step 2" in fault
+    assert "continues from the checkpoint of step 2" in fault
     assert [1, 2] <= [row["step"] for row in training_rows(config)] <= [1, 2, 3, 4]  # what fits into the last page
     (mount / "filler").unlink()
     assert train(config) == 0
