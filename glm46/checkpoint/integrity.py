@@ -11,10 +11,12 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from glm46.distributed.ranks import Ranks
 from glm46.files.durable import FileRecord, create_durably, hash_file
+
+if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
+    from glm46.distributed.ranks import Ranks
 
 MANIFEST = "manifest.json"
 META = "meta.json"
@@ -132,7 +134,7 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
     return []
 
 
-def verify_folder(path: Path, step: int | None, ranks: Ranks) -> list[str]:
+def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> list[str]:
     """All faults of a checkpoint, one line each, equal on all ranks; empty when it is whole. Collective.
 
     Rank 0 makes the quick checks; each rank then hashes its share of the files.

@@ -203,7 +203,7 @@ def test_recipe_keys_are_checked_all_at_once(tmp_path):
     faults = "\n".join(caught.value.faults)
     assert len(caught.value.faults) == 4
     for part in (
-        f"{file}: output: required, but absent (Folder to make",
+        f"{file}: output: required, but absent (Folder to write",
         f"{file}: holdout: unknown key; did you mean 'held_out'?",
         f"{file}: filter = \"poetry\": expected one of 'none', 'prose'",
         "command line: held_out = 2: must be less than 1 (Share of the documents",
