@@ -35,7 +35,7 @@ def test_a_hung_rank_is_found_named_and_ended(server):
             assert f"rank {victim} on {host} is blocking the others: {doing}, step 30, in" in row["said"], row
         assert f"rank {other} on {host} waits: {waiting}, step 30, after gloo:" in row["said"], row
         assert {"hang.txt", f"stacks-rank{other}.txt", f"flight-rank{other}.json"} <= row["files"].keys(), row
-        assert ("in take" if row["hang"] == "no text" else "in train_step") in row["stacks"], (
+        assert ("in next" if row["hang"] == "no text" else "in train_step") in row["stacks"], (
             row
         )  # the victim's own, even where its interpreter is blocked
 
