@@ -35,6 +35,7 @@ class _Save(threading.Thread):
             self.result = error
         except BaseException as error:  # such as SystemExit; the stage of the save has sent it to the other ranks
             self.result = CheckpointError(describe_fault(self._rank, f"saving step {self._step}", error))
+            raise  # prints the traceback of a bug; nothing waits for this thread but `ended`
         finally:
             self.ended.set()
 
