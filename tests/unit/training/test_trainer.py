@@ -442,7 +442,7 @@ def test_a_phase_takes_what_its_patterns_say_and_no_more(make_config, tmp_path):
             {"initial_load_exclude": ["model.mtp.7.*"]},
             "initial_load_exclude: 'model.mtp.7.\\*' matches no tensor of this",
         ),
-        ({"initial_load_exclude": ["*"]}, "nothing of .* is taken"),
+        ({"initial_load_exclude": ["*"]}, "nothing of .* is loaded"),
     ):
         with pytest.raises(UserError, match=reason):
             start("wrong", **keys)
