@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,16 @@ class Watchdog:
         self._step_began += time.monotonic() - began
         self._since = time.monotonic()
         self._is_watched = True
+
+    def check_store(self) -> None:
+        """End this rank as cut off if the store does not answer. Call it in the handler of an error.
+
+        Ranks that cannot reach the store end one by one, and each breaks the connections of the others. A rank that
+        gets such an error before its own time limit ends with the same code, so that the launcher restarts the run.
+        """
+        if self._shortest and self._store is not None and _within(_CALL_SECONDS, self._store.check, [_ALARM]) is None:
+            traceback.print_exc()
+            self._end_alone(time.monotonic() - self._answered_at)
 
     def limit_seconds(self) -> float:
         """Time without progress that counts as a hang: five times the 99th percentile of the last step times.

@@ -92,6 +92,9 @@ def train(config: RunConfig, stop: StopRequest | None = None) -> int:
                 return _train_from(parts, progress, meta, stop, watchdog)
             except _RollbackNeeded:
                 progress, meta = resume.roll_back(parts, progress)
+    except RuntimeError:  # of torch.distributed, perhaps
+        watchdog.check_store()
+        raise
     finally:
         watchdog.close()
         stop.restore()

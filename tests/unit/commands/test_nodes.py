@@ -48,7 +48,7 @@ def test_pbs_lists_a_host_once_for_each_process(tmp_path):
         ({"NNODES": "two"}, "NNODES = 'two': expected a number"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "node 2 of 2"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "without MASTER_ADDR"),
-        (SLURM | {"SLURM_JOB_NODELIST": "$(reboot)"}, "SLURM_JOB_NODELIST = '$(reboot)'"),
+        (SLURM | {"SLURM_JOB_NODELIST": "$(reboot)"}, "'$(reboot)': cannot be parsed; set MASTER_ADDR, NNODES"),
         (SLURM | {"MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
         (SLURM | {"MASTER_PORT": "99999"}, "MASTER_PORT = 99999: must be between 1 and 65535"),
         (SLURM | {"MASTER_PORT": "0"}, "MASTER_PORT = 0"),
