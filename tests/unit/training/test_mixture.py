@@ -43,7 +43,7 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     assert list(manifests) == ["library", "packages", "headers", "prose"]
     assert all(manifest.splits["validation"].documents for manifest in manifests.values())
     # Real text holds duplicates, and not all package documentation is prose.
-    skipped = [line for line in lines if line.startswith("skipped, ")]
+    skipped = [line for line in "\n".join(lines).splitlines() if line.startswith("skipped, ")]
     assert {"duplicate" in line for line in skipped} == {True, False}, skipped
     assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
