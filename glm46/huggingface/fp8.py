@@ -11,7 +11,6 @@ Scales are powers of two. A dequantised weight is then exact in BF16 and FP32, a
 bytes. This costs no precision: E4M3 has the same relative step in every binade of its normal range.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.files.tensor_file import Box
-from glm46.huggingface.names import HFNames
+from glm46.huggingface.names import HFEntry, HFNames, HFPart
 
 CONFIG_KEY = "quantization_config"
 ERRORS_FILE = "quantization_errors.json"
@@ -33,16 +32,6 @@ _ROUNDS_TO_LARGEST = 464.0
 and this, its rounded value does too, so quantising again finds the same scale."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16)
 _IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
-_FAMILIES = (
-    "self_attn[.][qkv]_proj",
-    "self_attn[.]o_proj",
-    "mlp[.](gate|up|down)_proj",
-    "mlp[.]experts[.].*_proj",
-    "mlp[.]shared_experts[.].*_proj",
-)
-"""Projections that servers fuse or multiply in one kernel: all of a family are in FP8, or none."""
-_HEAD_REPEAT = ".shared_head.head.weight"
-"""GLM-4.5-FP8 and GLM-4.5-Air-FP8 store this repeat of the head in FP8, but the head itself in BF16."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +61,8 @@ def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
     experts, except families with a size that is not a multiple of the block."""
     if scheme is None:
         return frozenset()
-    unfit = _unfit_families(names, scheme)
-    return frozenset(name for name in names.places if _family(name) not in (None, *unfit))
-
-
-def _family(hf_name: str) -> str | None:
-    if not hf_name.endswith("_proj.weight"):
-        return None
-    return next((one for one in _FAMILIES if re.fullmatch(f".*{one}[.]weight", hf_name)), None)
+    without = {None, *_unfit_families(names, scheme)}
+    return frozenset(name for name, (entry, _) in names.places.items() if entry.row.fp8_family not in without)
 
 
 def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
@@ -88,8 +71,8 @@ def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
     if scheme.block is None:
         return []
     unfit = set()
-    for name, (_, part) in names.places.items():
-        family = _family(name)
+    for entry, part in names.places.values():
+        family = entry.row.fp8_family
         if family is not None and any(size % step for size, step in zip(part.hf_shape, scheme.block, strict=True)):
             unfit.add(family)
     return sorted(unfit)
@@ -102,7 +85,7 @@ def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
         UserError: no projection of this model fits the scheme.
     """
     unfit = _unfit_families(names, scheme)
-    if len(unfit) == len(_FAMILIES):
+    if not quantised_names(names, scheme):
         raise UserError(
             f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; use fp8-channel"
         )
@@ -161,8 +144,9 @@ def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
     )
 
 
-def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], list[str]]:
-    """Names of the tensors that are scales, and the faults of scales and FP8 weights.
+def scale_faults(scheme: Scheme, records: Mapping[str, Any], names: HFNames) -> tuple[set[str], list[str]]:
+    """Names of the tensors that are scales, and the faults of scales and FP8 weights. Tensors that are not part of the
+    model are not judged here.
 
     Args:
         records: Hugging Face name -> record with `dtype` and `shape`.
@@ -172,7 +156,8 @@ def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], 
         if record.dtype != torch.float8_e4m3fn:
             continue
         scale = records.get(name + scheme.suffix)
-        if not (_family(name) or name.endswith(_HEAD_REPEAT)) or len(record.shape) != 2:
+        is_refused = name in names.places and not _may_be_fp8(*names.places[name])
+        if is_refused or len(record.shape) != 2:
             faults.append(f"tensor {name} is FP8; only projections and shared_head.head may be")
         elif scale is None:
             faults.append(f"tensor {name} is FP8, but {name}{scheme.suffix} is missing")
@@ -183,6 +168,11 @@ def scale_faults(scheme: Scheme, records: Mapping[str, Any]) -> tuple[set[str], 
             )
         scales.add(name + scheme.suffix)
     return scales, faults
+
+
+def _may_be_fp8(entry: HFEntry, part: HFPart) -> bool:
+    """GLM-4.5-FP8 and GLM-4.5-Air-FP8 store the repeat of the head in FP8, but the head itself in BF16."""
+    return entry.row.fp8_family is not None or (part.is_repeat and entry.name == "lm_head.weight")
 
 
 def quantise(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,8 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
     # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
     found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
     scheme = scheme_of(raw, str(folder / CONFIG))
-    scales, faults = scale_faults(scheme, {name: record for name, (_, record) in found.items()}) if scheme else ((), [])
+    records = {name: record for name, (_, record) in found.items()}
+    scales, faults = scale_faults(scheme, records, names) if scheme else ((), [])
     faults += names.name_faults(name for name in found if name not in scales)
     unfit: list[str] = []
     for name, (_, record) in found.items():

@@ -1,12 +1,12 @@
 """The one table of the model's parameters: name, Hugging Face name, shape, initial value, optimizer, sharding.
 
 Each fact about a parameter is stated here once, and the rooms read it: the planner counts with it, `model/init.py`
-fills by it, `optim/roles.py` and `parallelize/tensor.py` assign by it. It needs no torch, so that planning is fast. A
-test holds the rows equal to the parameters and buffers of the model.
+fills by it, `optim/roles.py` and `parallelize/tensor.py` assign by it, `huggingface/names.py` and `huggingface/fp8.py`
+convert by it. It needs no torch, so that planning is fast. A test holds the rows equal to the parameters and buffers of
+the model.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -25,8 +25,8 @@ class Parameter:
     name: str
     """Our name inside the part."""
     hf_names: tuple[str, ...]
-    """Hugging Face names inside the part; ``E`` is an expert's index. Several names are equal blocks of rows that we
-    fuse into one tensor; Muon updates each block as a matrix of its own."""
+    """Hugging Face names inside the part; whole names for embedding and head. ``E`` is an expert's index. Several names
+    are equal blocks of rows that we fuse into one tensor; Muon updates each block as a matrix of its own."""
     dims: str
     """Dimensions of our tensor, outermost first, as keys of `dimensions`."""
     group: str
@@ -41,9 +41,11 @@ class Parameter:
     """True for routed experts, which expert parallelism shards along their first dimension."""
     needs: str | None = None
     """Key of the shape without which the parameter does not exist."""
+    hf_repeat: str | None = None
+    """Hugging Face name inside an MTP layer under which GLM-4.5 and GLM-4.5-Air repeat the tensor."""
     fp8_family: str | None = None
-    """Projections that inference servers fuse or multiply in sequence: a family is in FP8 as a whole or not at all.
-    None: never in FP8. In the main model the same rows are the targets of adapters."""
+    """Pattern of the modules that inference servers fuse or multiply in sequence: such a family is in FP8 as a whole or
+    not at all. None: never in FP8. In the main model the same rows are the targets of adapters."""
 
     @property
     def is_decayed(self) -> bool:
@@ -73,6 +75,11 @@ class Parameter:
         """Elements that one token uses."""
         numel = self.numel(shape)
         return numel * shape.num_experts_per_tok // shape.n_routed_experts if self.is_expert else numel
+
+    def hf_shape(self, shape: ModelShape) -> tuple[int, ...]:
+        """Shape of each Hugging Face tensor that ours is made of."""
+        whole = self.shape(shape)
+        return (whole[1] // self.row_blocks, *whole[2:]) if self.is_expert else whole
 
     def hf_tensors(self, shape: ModelShape) -> int:
         """Tensors of a Hugging Face checkpoint that ours is made of: each expert's matrices are apart there."""
@@ -123,7 +130,8 @@ def _bias(name: str, dims: str) -> Parameter:
 
 
 def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Parameter, ...]:
-    by_outputs = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=group, **options)
+    family = prefix.replace(".", "[.]") + "[.](gate|up|down)_proj"
+    by_outputs = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, **options)
     return (
         _same(part, f"{prefix}.gate_proj.weight", **by_outputs),
         _same(part, f"{prefix}.up_proj.weight", **by_outputs),
@@ -131,12 +139,22 @@ def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Param
     )
 
 
-_QKV = dict(group="attention", tensor_dim=0, fp8_family="attention inputs")
-_EXPERT = dict(is_expert=True, fp8_family="experts")
+_QKV = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj")
+_O = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
+_EXPERT = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
 _SELECTION_BIAS = "e_score_correction_bias"
 
 PARAMETERS = (
-    _same("embedding", "embed_tokens.weight", "V D", "embedding", optimizer="adamw", tensor_dim=0),
+    Parameter(
+        "embedding",
+        "embed_tokens.weight",
+        ("model.embed_tokens.weight",),
+        "V D",
+        "embedding",
+        "adamw",
+        tensor_dim=0,
+        hf_repeat="embed_tokens.weight",
+    ),
     _norm("layer", "input_layernorm.weight", "D"),
     _norm("layer", "post_attention_layernorm.weight", "D"),
     _same("layer", "self_attn.q_proj.weight", "H D", **_QKV),
@@ -145,7 +163,7 @@ PARAMETERS = (
     _bias("self_attn.k_proj.bias", "K"),
     _same("layer", "self_attn.v_proj.weight", "K D", **_QKV),
     _bias("self_attn.v_proj.bias", "K"),
-    _same("layer", "self_attn.o_proj.weight", "D H", "attention", tensor_dim=1, fp8_family="attention output"),
+    _same("layer", "self_attn.o_proj.weight", "D H", **_O),
     _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
     _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),
     *_swiglu("dense", "mlp", "I", "dense feed-forward"),
@@ -162,8 +180,10 @@ PARAMETERS = (
     ),
     Parameter("moe", "mlp.experts.down", ("mlp.experts.E.down_proj.weight",), "E D F", "experts down", **_EXPERT),
     *_swiglu("moe", "mlp.shared_experts", "S", "shared experts", needs="n_shared_experts"),
-    _norm("head", "norm.weight", "D"),
-    _same("head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0),
+    _norm("head", "norm.weight", "D", "model.norm.weight"),
+    _same(
+        "head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0, hf_repeat="shared_head.head.weight"
+    ),
     _norm("mtp", "enorm.weight", "D"),
     _norm("mtp", "hnorm.weight", "D"),
     _norm("mtp", "norm.weight", "D", "shared_head.norm.weight"),
@@ -207,30 +227,6 @@ def mtp_layer(shape: ModelShape) -> list[Parameter]:
     return part_rows(shape, "mtp", "layer", "moe")
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """Tensors of one name and shape inside one part of a Hugging Face checkpoint."""
-
-    name: str
-    """Hugging Face name inside the part; ``E`` is an expert's index."""
-    shape: tuple[int, ...]
-    count: int
-    """How many there are: one, or one for each expert."""
-
-
-def hf_kinds(rows: Iterable[Parameter], shape: ModelShape) -> list[TensorKind]:
-    """The tensors of a Hugging Face checkpoint that these rows are made of."""
-    kinds = []
-    for row in rows:
-        first, *others = row.shape(shape)
-        if row.is_expert:
-            dims = (others[0] // row.row_blocks, *others[1:])
-            kinds += [TensorKind(name, dims, first) for name in row.hf_names]
-        else:
-            kinds.append(TensorKind(row.hf_names[0], (first, *others), 1))
-    return kinds
-
-
 def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
     """Number of dense, of expert and of MTP layers."""
     dense = min(shape.first_k_dense_replace, shape.num_hidden_layers)
@@ -238,11 +234,12 @@ def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
 
 
 def named_rows(shape: ModelShape) -> dict[str, Parameter]:
-    """Every parameter and buffer of the model by its full name."""
+    """Every parameter and buffer of the model by its full name, in the order of the model."""
     dense, moe, mtp = layer_counts(shape)
-    prefixes = [("", part_rows(shape, "embedding", "head"))]
+    prefixes = [("", part_rows(shape, "embedding"))]
     prefixes += [(f"layers.{index}.", dense_layer(shape)) for index in range(dense)]
     prefixes += [(f"layers.{dense + index}.", moe_layer(shape)) for index in range(moe)]
+    prefixes.append(("", part_rows(shape, "head")))
     for index in range(mtp):
         prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}

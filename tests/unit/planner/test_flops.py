@@ -5,7 +5,7 @@ import pytest
 from glm46.config.presets import PRESETS
 from glm46.optim.newton_schulz import newton_schulz_flops
 from glm46.planner.flops import attention_flops, training_flops, training_flops_per_token
-from glm46.planner.parameters import dense_layer, hf_kinds, layer_counts, moe_layer, mtp_layer
+from glm46.planner.parameters import dense_layer, layer_counts, moe_layer, mtp_layer
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
 
@@ -58,8 +58,8 @@ def muon_flops(shape) -> int:
     """Of one update of every matrix but embedding and head, each expert's three matrices on their own."""
     layers = zip(layer_counts(shape), (dense_layer, moe_layer, mtp_layer), strict=True)
     rows = [row for count, rows_of in layers for row in rows_of(shape) * count]
-    kinds = [kind for kind in hf_kinds(rows, shape) if len(kind.shape) == 2]
-    return sum(kind.count * newton_schulz_flops(*kind.shape, 5) for kind in kinds)
+    matrices = [row for row in rows if row.is_matrix]
+    return sum(row.hf_tensors(shape) * newton_schulz_flops(*row.hf_shape(shape), 5) for row in matrices)
 
 
 def test_muon_of_the_published_sizes():

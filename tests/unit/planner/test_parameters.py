@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from glm46.config.presets import PRESETS
-from glm46.huggingface.fp8 import _FAMILIES
 from glm46.model.transformer import Transformer
 from glm46.planner.parameters import (
     PARAMETERS,
     count_parameters,
     dense_layer,
     find_parameter,
-    hf_kinds,
     moe_layer,
     named_rows,
 )
@@ -63,19 +61,17 @@ def test_a_name_without_a_row_is_an_error(name):
         find_parameter(name)
 
 
-def test_fp8_families_are_those_of_the_exporter():
-    families = {}
+def test_an_fp8_family_is_the_pattern_of_its_own_names_and_of_no_others():
+    families = {row.fp8_family for row in PARAMETERS} - {None}
+    assert len(families) == 5
     for row in PARAMETERS:
         for name in row.hf_names:
-            matching = [family for family in _FAMILIES if re.fullmatch(family + "[.]weight", name)]
-            assert len(matching) == (row.fp8_family is not None), name
-            if matching:
-                families.setdefault(row.fp8_family, set()).add(matching[0])
-    assert all(len(found) == 1 for found in families.values()) and len(families) == len(_FAMILIES)
+            matching = [family for family in families if re.fullmatch(family + "[.]weight", name)]
+            assert matching == ([row.fp8_family] if row.fp8_family else []), name
 
 
 def _sum(rows, shape):
-    return sum(kind.count for kind in hf_kinds(rows, shape)), sum(row.numel(shape) for row in rows)
+    return sum(row.hf_tensors(shape) for row in rows), sum(row.numel(shape) for row in rows)
 
 
 @pytest.mark.parametrize("flavor", ["GLM-4.5", "GLM-4.6"])
