@@ -3,14 +3,8 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from glm46.config.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from glm46.config.schema import SectionRows
 
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
@@ -27,8 +21,6 @@ VERBS = {
     "init": "write the shipped TOML files and their schema",
 }
 """Help of each verb. The function of the verb ``plan`` is `glm46.commands.plan.plan_command`, and so on."""
-
-_ARRAYS_OF_TABLES = ("data.sources", "data.stages")
 
 
 def config_parser(verb: str) -> argparse.ArgumentParser:
@@ -119,24 +111,18 @@ def print_keys() -> None:
     """Print each section of a config with its keys: values and default on one line, the meaning below it."""
     # Only the help needs them; the packages may be missing, which `cli.main` reports.
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
     from glm46.config.schema import describe_keys
 
     # Without rich's highlighting of numbers and paths: bold is a key, dim is a type.
     console = Console(highlight=False)
     for section in describe_keys():
-        _print_section(console, section)
-
-
-def _print_section(console: "Console", section: "SectionRows") -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
-    header = f"[[{section.name}]]" if section.name in _ARRAYS_OF_TABLES else f"[{section.name}]"
-    console.print()
-    console.print(Text.assemble((header, "bold green"), "  ", section.meaning))
-    for row in section.rows:
-        default = row.default if row.default in ("required", "absent") else f"default {row.default}"
-        title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
-        console.print(Padding(title, (0, 0, 0, 2), expand=False))
-        console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))
+        console.print()
+        console.print(Text.assemble((section.header, "bold green"), "  ", section.meaning))
+        for row in section.rows:
+            default = row.default if row.default in ("required", "absent") else f"default {row.default}"
+            title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
+            console.print(Padding(title, (0, 0, 0, 2), expand=False))
+            console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))

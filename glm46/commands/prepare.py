@@ -13,7 +13,7 @@ from glm46.config.loader import load_config
 from glm46.config.overrides import key_parts
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.text_recipe import TextRecipe
-from glm46.config.validation import translate, without_lists
+from glm46.config.validation import translate
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: not valid TOML: {error}") from error
     try:
-        recipe = TextRecipe.model_validate(without_lists(table | stated))
+        recipe = TextRecipe.model_validate(table | stated)
         faults = list(stated_keys_have_an_effect(recipe))
     except ValidationError as error:
         faults = translate(error, TextRecipe)

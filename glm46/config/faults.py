@@ -4,7 +4,6 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import date, datetime, time
 from typing import Any
 
 _LONGEST_VALUE = 60
@@ -53,20 +52,3 @@ def show(value: Any) -> str:
     else:
         text = str(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
-
-
-def show_type(value: Any) -> str:
-    """The name that TOML gives to the type of a value, with its article."""
-    # bool before int and datetime before date: Python derives one from the other.
-    for kind, name in (
-        (bool, "a boolean"),
-        (int, "an integer"),
-        (float, "a float"),
-        (str, "a string"),
-        ((list, tuple), "an array"),
-        (dict, "a table"),
-        ((datetime, date, time), "a date or time"),
-    ):
-        if isinstance(value, kind):
-            return name
-    raise AssertionError(f"TOML has no type {type(value).__name__}")

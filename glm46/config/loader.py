@@ -7,7 +7,6 @@ are reported at once, each with its origin.
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tomli
 import tomli_w
@@ -15,7 +14,7 @@ import tomli_w
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError
 from glm46.config.faults import Fault, nearest
-from glm46.config.overrides import apply_overrides, dotted, key_parts, parse_overrides
+from glm46.config.overrides import apply_overrides, dotted, key_parts, parse_overrides, take_out
 from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
@@ -40,7 +39,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | 
     for idle in idle_keys(config):
         # The command line may switch off a feature whose keys the file sets.
         if _any_touches([idle.switch], overridden) and not _any_touches([dotted(idle.place)], overridden):
-            _take_out(table, idle.place)
+            take_out(table, idle.place)
     config, invalid = validate_table(table)
     faults += invalid
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
@@ -56,19 +55,8 @@ def dump_config(config: RunConfig) -> str:
     are faults when set, are skipped."""
     table = config.model_dump(exclude_none=True)
     for idle in idle_keys(config):
-        _take_out(table, idle.place)
+        take_out(table, idle.place)
     return tomli_w.dumps(table)
-
-
-def _take_out(table: dict, place: Sequence[str | int]) -> None:
-    """Remove a key if the table has it."""
-    *path, last = place
-    outer: Any = table
-    for part in path:
-        if isinstance(outer, dict) and part not in outer:
-            return
-        outer = outer[part]
-    outer.pop(last, None)
 
 
 def _read(path: Path) -> dict:

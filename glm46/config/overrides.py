@@ -40,11 +40,11 @@ def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]
         if not token.startswith("--") or not _KEY.fullmatch(name):
             faults.append(Fault((), f"{show(token)}: expected --section.key value; quote a value that has spaces"))
         elif equals:
-            overrides.append(Override(name, _ABSENT if text == "" else _literal(text)))
+            overrides.append(Override(name, _ABSENT if text == "" else literal(text)))
         elif not remaining or remaining[0].startswith("--"):
             faults.append(Fault((), f"--{name}: no value given; write --{name} VALUE", doubtful=(name,)))
         else:
-            overrides.append(Override(name, _literal(remaining.pop(0))))
+            overrides.append(Override(name, literal(remaining.pop(0))))
     return overrides, faults
 
 
@@ -72,7 +72,19 @@ def dotted(parts: Sequence[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def _literal(text: str) -> Any:
+def take_out(table: dict, place: Sequence[str | int]) -> None:
+    """Remove the key at a place; nothing happens if the table does not have it."""
+    outer: Any = table
+    for part in place[:-1]:
+        if isinstance(outer, dict) and part not in outer:
+            return
+        outer = outer[part]
+    if place:
+        outer.pop(place[-1], None)
+
+
+def literal(text: str) -> Any:
+    """A text as a TOML value; a string if it is not one."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -93,18 +105,15 @@ def _apply(table: dict, override: Override) -> Fault | None:
         if not _holds(place, part):
             return _no_such_place(override.key, path[: depth + isinstance(part, str)], place)
         place = place[part]
-    if isinstance(place, dict) and isinstance(last, str):
-        if override.value is _ABSENT:
-            place.pop(last, None)
-        else:
-            place[last] = override.value
-        return None
-    if not _holds(place, last):
+    is_key = isinstance(place, dict) and isinstance(last, str)
+    if not is_key and not _holds(place, last):
         return _no_such_place(override.key, path, place)
-    if override.value is _ABSENT:
-        del place[last]
-    else:
+    if override.value is not _ABSENT:
         place[last] = override.value
+    elif is_key:
+        place.pop(last, None)
+    else:
+        del place[last]
     return None
 
 

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 
 class Section(BaseModel):
@@ -17,6 +26,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _freeze(cls, value: Any) -> Any:
+        return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    """Arrays as tuples: frozen sections hold tuples, for which strict mode takes no list."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -55,14 +74,20 @@ LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
 
 
-def _ascending(schedule: "float | tuple[tuple[int, float], ...]") -> "float | tuple[tuple[int, float], ...]":
-    if isinstance(schedule, tuple):
-        tokens = [point[0] for point in schedule]
-        if not tokens or tokens != sorted(tokens) or tokens[0] < 0:
-            raise ValueError("a schedule is a number, or points [tokens, value] with tokens >= 0 in ascending order")
-    return schedule
+def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    # One message instead of one for each branch of the union.
+    try:
+        schedule = validate(value)
+        tokens = [point[0] for point in schedule] if isinstance(schedule, tuple) else [0]
+        if tokens and tokens == sorted(tokens) and tokens[0] >= 0:
+            return schedule
+    except ValidationError:
+        pass
+    raise ValueError(
+        "a schedule is a finite number, or points [[tokens, value], ...] with integer tokens >= 0 in ascending order"
+    )
 
 
-Schedule = Annotated[float | tuple[tuple[int, float], ...], AfterValidator(_ascending)]
+Schedule = Annotated[float | tuple[tuple[int, float], ...], WrapValidator(_check_schedule)]
 """A number, or points ``[[tokens, value], ...]`` joined by straight lines over the tokens seen since the start of the
 curriculum. Two points with the same token count make a jump; outside the points the nearest value holds."""

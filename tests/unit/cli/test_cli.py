@@ -61,8 +61,8 @@ def test_schema_is_json(capsys):
 def test_faults_are_printed_one_per_line_and_the_exit_code_is_two(capsys):
     assert main(["train", "--config", DEBUG, "--training.seq_len", "1", "--optimizer.lr", "high"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: command line: training.seq_len = 1: must be at least 2 (Tokens per sequence)",
-        'error: command line: optimizer.lr = "high": expected a number, got a string',
+        "error: command line: training.seq_len = 1: must be greater than or equal to 2 (Tokens per sequence)",
+        'error: command line: optimizer.lr = "high": must be a valid number (Peak learning rate)',
     ]
 
 

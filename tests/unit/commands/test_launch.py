@@ -185,6 +185,6 @@ def test_one_command_passes_overrides_on():
     end = start("--training.seq_len", "1", "--trainin.steps", "3", NGPU="2")
     assert end.returncode == 2
     assert end.stderr.splitlines() == [
-        "error: command line: training.seq_len = 1: must be at least 2 (Tokens per sequence)",
+        "error: command line: training.seq_len = 1: must be greater than or equal to 2 (Tokens per sequence)",
         "error: command line: trainin: unknown key; did you mean 'training'?",
     ]

@@ -12,7 +12,7 @@ from glm46.config.loader import dump_config, load_config
 from glm46.config.model import Model
 from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import RunConfig
-from glm46.config.validation import holds_schedule, section_of
+from glm46.config.validation import section_of
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _NUMBERS = st.floats(min_value=1e-12, max_value=1e12) | st.sampled_from([0.1, 0.3, 1e-8, 5e-324, 1.5])
@@ -47,7 +47,8 @@ def sections(draw, section):
     table = {}
     for name, field in section.model_fields.items():
         if section_of(field) is None and draw(st.booleans()):
-            table[name] = draw(_SCHEDULES if holds_schedule(field) else _values(field.annotation))
+            is_schedule = "tuple[tuple[int, float], ...]" in str(field.annotation)
+            table[name] = draw(_SCHEDULES if is_schedule else _values(field.annotation))
     return table
 
 

@@ -120,11 +120,13 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
          "spaces"),
         (["--trainin.seq_len", "64"], "command line: trainin: unknown key; did you mean 'training'?"),
         (["--training.seqlen", "64"], "command line: training.seqlen: unknown key; did you mean 'seq_len'?"),
-        (["--training.seq_len", "x"], 'command line: training.seq_len = "x": expected an integer, got a string'),
+        (
+            ["--training.seq_len", "x"],
+            'command line: training.seq_len = "x": must be a valid integer (Tokens per sequence)',
+        ),
         (
             ["--compile.enable", "True"],
-            'command line: compile.enable = "True": expected true or false, got a string; write true without quotes, '
-            "in lower case",
+            'command line: compile.enable = "True": must be a valid boolean; write true without quotes',
         ),
         (
             ["--data.sources[2].weight", "1"],
@@ -140,7 +142,7 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
             ["--data[0].x", "1"],
             "command line: data[0].x: data is not an array in the file; set the whole value of data instead",
         ),
-        (["--training", "3"], "command line: training = 3: expected a table, got an integer"),
+        (["--training", "3"], "command line: training = 3: must be a table"),
     ],
 )  # fmt: skip
 def test_mistake_on_the_command_line_is_said_to_be_there(tokens, message, file):

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_key_is_described_with_values_and_meaning():
-    rows = {(section.name, row.key): row for section in describe_keys() for row in section.rows}
+    rows = {(section.header.strip("[]"), row.key): row for section in describe_keys() for row in section.rows}
     for name, field in RunConfig.model_fields.items():
         for key, inner in section_of(field).model_fields.items():
             if section_of(inner) is None:
                 assert rows[name, key].meaning.endswith((".", "?")), f"{name}.{key}: the documentation is no sentence"
                 assert rows[name, key].values and rows[name, key].default
     assert rows["data.sources", "weight"].values == "number > 0"
-    assert rows["training", "global_batch_size"].values == "number or [[tokens, value], ...]"
+    assert rows["training", "global_batch_size"].values == "number or [[integer, number], ...]"
     assert rows["training", "seq_len"].default == "4096"
     assert rows["optimizer", "ns_steps"].values == "integer >= 1 < 100"
     assert rows["model", "flavor"].default == "required"

@@ -205,7 +205,7 @@ def test_recipe_keys_are_checked_all_at_once(tmp_path):
     for part in (
         f"{file}: output: required, but absent (Folder to write",
         f"{file}: holdout: unknown key; did you mean 'held_out'?",
-        f"{file}: filter = \"poetry\": expected one of 'none', 'prose'",
+        f"{file}: filter = \"poetry\": must be 'none' or 'prose'",
         "command line: held_out = 2: must be less than 1 (Share of the documents",
     ):
         assert part in faults
