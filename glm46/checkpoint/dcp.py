@@ -6,9 +6,11 @@ flushed (DCP syncs ``.metadata`` before), and checks of coverage, shapes and dty
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from os import PathLike, fsync
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from glm46.checkpoint.metadata import METADATA, check_metadata, read_metadata
+from glm46.checkpoint.metadata import METADATA, check_metadata, read_checked_metadata
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, FileRecord
 from glm46.files.tensor_file import WRITE_BYTES
@@ -183,12 +185,9 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[
     if ranks.size == 1:
         return
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    owners: dict[str, int] = {}
     with ranks.stage("comparing replicated tensors") as stage:
-        stage.value = sorted(plain)
-    for names in stage.values:
-        for name in names:
-            owners[name] = owners.get(name, 0) + 1
+        stage.value = list(plain)
+    owners = Counter(chain(*stage.values))
     with ranks.stage("comparing replicated tensors") as stage:
         stage.value = {
             name: _fingerprint(tensor if staged is None else staged[name])
@@ -248,10 +247,8 @@ def read_tensors(
         CheckpointError: on all ranks, when reading failed on any of them.
     """
     with ranks.stage("reading metadata") as stage:
-        metadata, faults = read_metadata(folder)
-        if metadata is not None:
-            faults = check_metadata(folder, metadata, files) or _name_faults(folder, tensors, metadata, optional)
-        stage.value = faults, sorted(tensors)
+        metadata, faults = read_checked_metadata(folder, files)
+        stage.value = faults or _name_faults(folder, tensors, metadata, optional), sorted(tensors)
     faults = sorted({fault for found, _ in stage.values for fault in found})
     if faults:
         return faults

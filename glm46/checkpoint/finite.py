@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from glm46.checkpoint.metadata import check_metadata, read_metadata
+from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.ranks import CheckpointError, Ranks
@@ -55,8 +55,7 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
         files: the files of the checkpoint, verified.
     """
     with ranks.stage(f"reading the values of {folder}") as stage:
-        metadata, faults = read_metadata(folder)
-        faults = faults if metadata is None else check_metadata(folder, metadata, files)
+        metadata, faults = read_checked_metadata(folder, files)
         stage.value = faults, [] if faults else _stored_names(folder, metadata, ranks)
     faults = sorted({fault for found, _ in stage.values for fault in found})
     names = sorted(name for _, found in stage.values for name in found)

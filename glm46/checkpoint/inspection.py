@@ -17,9 +17,9 @@ from glm46.checkpoint.integrity import (
     step_folder,
     step_of,
 )
-from glm46.checkpoint.metadata import check_metadata, read_metadata
+from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.config.errors import UserError
-from glm46.distributed.ranks import Ranks
+from glm46.distributed.ranks import ALONE
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
     if read_contents and not faults:
         faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
         if not faults:
-            faults = stored_not_finite(path, records, Ranks(rank=0, size=1, group=None))
+            faults = stored_not_finite(path, records, ALONE)
     meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
     return CheckpointSummary(
         path=path,
@@ -106,14 +106,11 @@ def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
     if body is None:
         raise UserError(*faults)
     records = records_of(body)
-    metadata = None
     faults = check_files(path, body) or [
         fault for name in (META, ".metadata") for fault in check_hash(path / name, records[name])
     ]
     if not faults:
-        metadata, faults = read_metadata(path)
-    if metadata is not None:
-        faults = check_metadata(path, metadata, records)
+        metadata, faults = read_checked_metadata(path, records)
     if faults:
         raise UserError(*faults)
     tensors = []

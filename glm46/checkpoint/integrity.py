@@ -134,8 +134,8 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
     return []
 
 
-def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> list[str]:
-    """All faults of a checkpoint, one line each, equal on all ranks; empty when it is whole. Collective.
+def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest's body, and all faults of a checkpoint, one line each, equal on all ranks. Collective.
 
     Rank 0 makes the quick checks; each rank then hashes its share of the files.
 
@@ -148,7 +148,7 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> list[str]:
             stage.value = quick_faults(path, step)
     body, faults = stage.values[0]
     if faults:
-        return faults
+        return body, faults
     with ranks.stage(f"verifying {path}") as stage:
         largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
         mine = largest_first[ranks.rank :: ranks.size]
@@ -156,4 +156,4 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> list[str]:
         with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
             checked = pool.map(lambda item: check_hash(path / item[0], item[1]), mine)
             stage.value = [fault for faults in checked for fault in faults]
-    return [fault for faults in stage.values for fault in faults]
+    return body, [fault for faults in stage.values for fault in faults]

@@ -13,17 +13,9 @@ from glm46.checkpoint.background import BackgroundSaver
 from glm46.checkpoint.dcp import read_tensors
 from glm46.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
 from glm46.checkpoint.gathering import NodeFolder, gather
-from glm46.checkpoint.integrity import (
-    META,
-    published_steps,
-    read_manifest,
-    records_of,
-    step_folder,
-    step_of,
-    verify_folder,
-)
+from glm46.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
 from glm46.checkpoint.publish import Retention, repair, set_aside
-from glm46.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, save_now
+from glm46.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, encode_meta, save_now
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 
@@ -62,7 +54,7 @@ class CheckpointManager:
         node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
         self._target = SaveTarget(self.folder, rule, node)
         self._background = BackgroundSaver()
-        self._verified: set[int] = set()
+        self._verified: dict[int, dict[str, Any]] = {}
         self._in_use: set[int] = set()
         self._branch_point: int | None = None
 
@@ -92,22 +84,13 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._wait_for_save()
-        self._set_aside_newer()
-        with self._ranks.stage("writing meta as JSON"):
-            snapshot = Snapshot.of(step, tensors, meta, validation_loss, is_good)
-        self._verified.discard(step)
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
         size = save_now(self._target, snapshot, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
     def save_in_background(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: dict[str, Any],
-        *,
-        validation_loss: float | None = None,
-        is_good: bool = True,
+        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **options: Any
     ) -> bool:
         """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
 
@@ -120,11 +103,9 @@ class CheckpointManager:
         """
         if self._is_any_rank_saving():
             return False
-        self._set_aside_newer()
+        snapshot = self._begin(step, tensors, meta, **options)
         with self._ranks.stage("copying tensors to host memory"):
-            snapshot = Snapshot.of(step, tensors, meta, validation_loss, is_good)
             self._background.stage(tensors)
-        self._verified.discard(step)
         self._background.start(self._target, snapshot, frozenset(self._in_use))
         return True
 
@@ -180,7 +161,7 @@ class CheckpointManager:
                 stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
         bad: list[str] = []
         for step in reversed(stage.values[0]):
-            faults = self._verify(step)
+            _, faults = self._verify(step)
             if not faults:
                 return step
             bad += faults
@@ -218,9 +199,10 @@ class CheckpointManager:
             CheckpointError: on all ranks, when reading failed on any of them.
         """
         self._wait_for_save()
-        if faults := self._verify(step):
+        body, faults = self._verify(step)
+        if faults:
             raise UserError(*faults)
-        meta = self._fill(step_folder(self.folder, step), step, tensors, optional, ignored)
+        meta = self._fill(step_folder(self.folder, step), body, tensors, optional, ignored)
         self._in_use = {step}
         self._branch_point = step
         return meta
@@ -230,32 +212,40 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
         path = Path(path)
-        if faults := self._faults(path, step_of(path)):
+        body, faults = self._verify_folder(path, step_of(path))
+        if faults:
             raise UserError(*faults)
-        return self._fill(path, step_of(path), tensors, optional, ignored)
+        return self._fill(path, body, tensors, optional, ignored)
 
     def _fill(
         self,
         path: Path,
-        step: int | None,
+        body: dict[str, Any],
         tensors: Mapping[str, Tensor],
         optional: Sequence[str],
         ignored: Sequence[str],
     ) -> dict[str, Any]:
-        with self._ranks.stage("reading the manifest") as stage:
-            if self._ranks.is_first:
-                stage.value = read_manifest(path, step)
-        body, faults = stage.values[0]
-        if body is not None:
-            faults = read_tensors(
-                path, tensors, records_of(body), optional=optional, ranks=self._ranks, ignored=ignored
-            )
-        if faults:
+        files = records_of(body)
+        if faults := read_tensors(path, tensors, files, optional=optional, ranks=self._ranks, ignored=ignored):
             raise UserError(*faults)
         with self._ranks.stage("reading meta") as stage:
             if self._ranks.is_first:
                 stage.value = json.loads((path / META).read_bytes())
         return stage.values[0]
+
+    def _begin(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        validation_loss: float | None = None,
+        is_good: bool = True,
+    ) -> Snapshot:
+        """The content of a save that starts now. Collective."""
+        self._set_aside_newer()
+        self._verified.pop(step, None)
+        with self._ranks.stage("writing meta as JSON"):
+            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good)
 
     def _is_any_rank_saving(self) -> bool:
         """Whether a background save is running on some rank. Collective."""
@@ -279,21 +269,18 @@ class CheckpointManager:
                         _LOG.warning("%s: belongs to a branch that this run has left; it can be deleted", aside)
         self._branch_point = None
 
-    def _verify(self, step: int) -> list[str]:
+    def _verify(self, step: int) -> tuple[dict[str, Any] | None, list[str]]:
         if step in self._verified:
-            return []
-        faults = self._faults(step_folder(self.folder, step), step)
+            return self._verified[step], []
+        body, faults = self._verify_folder(step_folder(self.folder, step), step)
         if not faults:
-            self._verified.add(step)
-        return faults
+            self._verified[step] = body
+        return body, faults
 
-    def _faults(self, path: Path, step: int | None) -> list[str]:
-        """The faults of a checkpoint. Checks its values too, unless the manifest says that the save has. Collective."""
-        faults = verify_folder(path, step, self._ranks)
-        with self._ranks.stage("reading the manifest") as stage:
-            if self._ranks.is_first and not faults:
-                stage.value = read_manifest(path, step)[0]
-        body = stage.values[0]
-        if faults or body.get("finite", False):
-            return faults
-        return stored_not_finite(path, records_of(body), self._ranks)
+    def _verify_folder(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+        """The manifest and the faults of a checkpoint. Checks its values too, unless the manifest says that the save
+        has. Collective."""
+        body, faults = verify_folder(path, step, self._ranks)
+        if not faults and not body.get("finite", False):
+            faults = stored_not_finite(path, records_of(body), self._ranks)
+        return body, faults

@@ -64,6 +64,13 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
     return metadata, []
 
 
+def read_checked_metadata(folder: Path, files: Mapping[str, FileRecord]) -> tuple[Metadata | None, list[str]]:
+    """As `read_metadata`, for metadata that fits the files of its checkpoint; see `check_metadata`."""
+    metadata, faults = read_metadata(folder)
+    faults = faults or check_metadata(folder, metadata, files)
+    return None if faults else metadata, faults
+
+
 def check_metadata(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
     """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records."""
     try:

@@ -22,6 +22,11 @@ LATEST = "latest"
 _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
 
 
+def draft_folder(folder: Path, step: int) -> Path:
+    """The folder that a save of a step works in."""
+    return step_folder(folder, step).with_suffix(".tmp")
+
+
 def open_draft(folder: Path, step: int) -> Path:
     """Make an empty folder for a save to work in, and remove what interrupted saves of any step have left.
 
@@ -33,7 +38,7 @@ def open_draft(folder: Path, step: int) -> Path:
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
-    draft = step_folder(folder, step).with_suffix(".tmp")
+    draft = draft_folder(folder, step)
     draft.mkdir()
     return draft
 

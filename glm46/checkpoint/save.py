@@ -16,7 +16,7 @@ from glm46.checkpoint.finite import refuse_not_finite
 from glm46.checkpoint.gathering import NodeFolder, gather
 from glm46.checkpoint.integrity import complete_steps, read_manifest, step_folder, verify_folder
 from glm46.checkpoint.metadata import METADATA
-from glm46.checkpoint.publish import Retention, open_draft, publish, remove, steps_to_remove
+from glm46.checkpoint.publish import Retention, draft_folder, open_draft, publish, remove, steps_to_remove
 from glm46.distributed.ranks import CheckpointError, Ranks
 from glm46.files.durable import create_durably
 
@@ -28,26 +28,10 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Tensor]
     meta: bytes
-    """JSON, encoded when the save is requested, because the trainer changes the values afterwards."""
-    validation_loss: float | None
-    is_good: bool
+    """From `encode_meta`, when the save is requested, because the trainer changes the values afterwards."""
+    validation_loss: float | None = None
+    is_good: bool = True
     """Whether the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: dict[str, Any],
-        validation_loss: float | None,
-        is_good: bool = True,
-    ) -> "Snapshot":
-        """A snapshot with ``meta`` encoded.
-
-        Raises:
-            TypeError: ``meta`` holds values that JSON cannot hold.
-        """
-        return cls(step, dict(tensors), json.dumps(meta, indent=1).encode() + b"\n", validation_loss, is_good)
 
     def facts(self, world_size: int, *, is_finite: bool) -> dict[str, Any]:
         """The fields of the manifest besides the files, for people and for retention.
@@ -63,6 +47,15 @@ class Snapshot:
             "good": self.is_good,
             "finite": is_finite,
         }
+
+
+def encode_meta(meta: dict[str, Any]) -> bytes:
+    """The content of ``meta.json``.
+
+    Raises:
+        TypeError: ``meta`` holds values that JSON cannot hold.
+    """
+    return json.dumps(meta, indent=1).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -104,55 +97,43 @@ def save_now(
     with ranks.stage(f"saving step {snapshot.step}"):  # for a rank that fails between the stages inside
         refuse_not_finite(snapshot.tensors if staged is None else staged, ranks)
         if target.node is None:
-            size = _save_shared(target.folder, snapshot, ranks, staged)
+            size = _write(target.folder, ranks.is_first, snapshot, ranks, staged)
         else:
-            size = _save_locally(target.node, snapshot, ranks, staged)
+            size = _write(target.node.path, target.node.is_leader, snapshot, ranks, staged)
             gather(target.node, target.folder, ranks)
         _remove_old(target, snapshot.step, ranks, in_use)
     return size
 
 
-def _save_shared(folder: Path, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
-    with ranks.stage("making the checkpoint folder") as stage:
-        if ranks.is_first:
-            stage.value = open_draft(folder, snapshot.step)
-    draft = stage.values[0]
-    try:
-        files = write_tensors(draft, snapshot.tensors, ranks, staged)
-        with ranks.stage("publishing"):
-            if ranks.is_first:
-                publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ranks.size, is_finite=True))
-    except CheckpointError:
-        if ranks.is_first:  # no rank writes any more; a full disk gets its space back
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return sum(record.bytes for record in files.values())
+def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
+    """Write and publish a checkpoint; on local disks, each node its part. Collective.
 
-
-def _save_locally(node: NodeFolder, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
-    """Write and publish this node's part of a checkpoint on its local disk. Collective.
+    Args:
+        folder: the folder of step folders that this rank sees.
+        is_leader: True on one of the ranks that see the same folder, on rank 0 in any case.
 
     Returns:
         The bytes of all files, over all nodes.
     """
-    with ranks.stage("making the node-local folder"):
-        if node.is_leader:
-            open_draft(node.path, snapshot.step)
-    draft = step_folder(node.path, snapshot.step).with_suffix(".tmp")
+    draft = draft_folder(folder, snapshot.step)
+    with ranks.stage("making the checkpoint folder") as made:
+        made.value = is_leader
+        if is_leader:
+            open_draft(folder, snapshot.step)
     try:
         files = write_tensors(draft, snapshot.tensors, ranks, staged)
         with ranks.stage("reading the index") as stage:
             if ranks.is_first:
-                facts = snapshot.facts(ranks.size, is_finite=True)
-                stage.value = (draft / METADATA).read_bytes(), snapshot.meta, facts
+                index = (draft / METADATA).read_bytes() if sum(made.values) > 1 else None
+                stage.value = index, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
         index, meta, facts = stage.values[0]
-        with ranks.stage("publishing on the local disk"):
-            if node.is_leader:
+        with ranks.stage("publishing"):
+            if is_leader:
                 if not ranks.is_first:
                     create_durably(draft / METADATA, [index])
                 publish(draft, snapshot.step, files, meta, facts)
     except CheckpointError:
-        if node.is_leader:
+        if is_leader:  # no rank writes any more; a full disk gets its space back
             shutil.rmtree(draft, ignore_errors=True)
         raise
     return sum(record.bytes for record in files.values())
@@ -168,7 +149,7 @@ def _remove_old(target: SaveTarget, saved: int, ranks: Ranks, in_use: Collection
             stage.value = steps_to_remove(losses, target.rule, in_use, doubtful)
     old = stage.values[0]
     # A disk can lose data that it has accepted: old checkpoints stay until the new one was read back.
-    if old and (faults := verify_folder(step_folder(folder, saved), saved, ranks)):
+    if old and (faults := verify_folder(step_folder(folder, saved), saved, ranks)[1]):
         raise CheckpointError(*faults)
     with ranks.stage("removing old checkpoints"):
         if ranks.is_first:

@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 
 from glm46.checkpoint.dcp import write_tensors
-from glm46.checkpoint.integrity import (
-    META,
-    published_steps,
-    read_manifest,
-    records_of,
-    step_folder,
-    step_of,
-    verify_folder,
-)
-from glm46.checkpoint.metadata import check_metadata, read_metadata
+from glm46.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
+from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.checkpoint.publish import open_draft, publish
-from glm46.checkpoint.save import Snapshot
+from glm46.checkpoint.save import Snapshot, encode_meta
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.errors import UserError
-from glm46.distributed.ranks import Ranks
+from glm46.distributed.ranks import ALONE
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -50,20 +42,14 @@ class StepTensors(Mapping[str, Tensor]):
         self._folder = folder
         if known := published_steps(folder):
             raise UserError(f"{folder}: holds steps; give one of them, such as {step_folder(folder, known[-1])}")
-        faults = verify_folder(folder, step_of(folder.absolute()), Ranks(rank=0, size=1, group=None))
+        body, faults = verify_folder(folder, step_of(folder.absolute()), ALONE)
+        if not faults:
+            self._metadata, faults = read_checked_metadata(folder, records_of(body))
         if faults:
             raise UserError(*faults)
-        body, _ = read_manifest(folder, step_of(folder.absolute()))
         self.meta: dict[str, Any] = json.loads((folder / META).read_bytes())
-        metadata, faults = read_metadata(folder)
-        if metadata is not None:
-            faults = check_metadata(folder, metadata, records_of(body))
-        if faults:
-            raise UserError(*faults)
-        self._metadata = metadata
-        self._names = [
-            name.removeprefix(MODEL_PREFIX) for name in metadata.state_dict_metadata if name.startswith(MODEL_PREFIX)
-        ]
+        names = self._metadata.state_dict_metadata
+        self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.stored(name)
@@ -154,15 +140,14 @@ def write_model(
     Raises:
         CheckpointError: writing failed; nothing is published.
     """
-    ranks = Ranks(rank=0, size=1, group=None)
     stored = {MODEL_PREFIX + name: kind for name, kind in kinds.items()}
     meta_tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in stored.items()}
-    snapshot = Snapshot.of(0, meta_tensors, meta, None)
+    snapshot = Snapshot(0, meta_tensors, encode_meta(meta))
     draft = open_draft(folder, snapshot.step)
     try:
         with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
-            files = write_tensors(draft, meta_tensors, ranks, made, file_per_tensor=True)
-        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ranks.size, is_finite=False))
+            files = write_tensors(draft, meta_tensors, ALONE, made, file_per_tensor=True)
+        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ALONE.size, is_finite=False))
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -72,6 +72,10 @@ class Ranks:
         return CollectiveStage(self, name)
 
 
+ALONE = Ranks(rank=0, size=1, group=None)
+"""One process by itself, even while others run."""
+
+
 class CollectiveStage:
     """Work that succeeds or fails on all ranks. Set ``value`` inside; ``values`` holds those of all ranks afterwards.
 
