@@ -1,17 +1,19 @@
 """Reader and writer for the header of safetensors files, without torch.
 
 A file is eight bytes (length of the header, little-endian), the header (JSON: name -> dtype, shape, first and last
-byte), then the data. The library `safetensors` does not expose the offsets of tensors, which are needed here to read
-only the bytes that a process uses. Source: github.com/huggingface/safetensors.
+byte), then the data. Headers are read by the library `safetensors`; offsets follow from its order of the tensors. It
+writes only whole files, from tensors in memory, so headers of files that are written in pieces are made here.
+Source: github.com/huggingface/safetensors.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from glm46.config.errors import UserError
 
@@ -20,9 +22,6 @@ ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of an element, by dtype."""
-
-_LONGEST_HEADER = 100_000_000
-"""In bytes; the limit of the library."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +72,19 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
         UserError: the file is missing, truncated, or not in this format.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise UserError(
-                    f"{path}: not a safetensors file, or truncated ({size} bytes, header of {length}); {remedy}"
-                )
-            content = json.loads(file.read(length))
-            metadata = content.pop("__metadata__", {})
-            entries = {name: _entry(described, 8 + length) for name, described in content.items()}
+        with path.open("rb") as file, safe_open(path, "np") as described:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            entries = {}
+            for name in described.offset_keys():  # the library has checked that there is no hole between them
+                tensor = described.get_slice(name)
+                entries[name] = HeaderEntry(tensor.get_dtype(), tuple(tensor.get_shape()), start)
+                start += entries[name].nbytes
+            return entries, described.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: header is corrupt ({type(error).__name__}: {error}); {remedy}") from error
-    end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != end:
-            raise UserError(
-                f"{path}: tensor {name} starts at byte {entry.start}, the one before it ends at {end}; {remedy}"
-            )
-        end += entry.nbytes
-    if end != size:
-        raise UserError(f"{path}: {size} bytes where its header says {end}; it is truncated or damaged; {remedy}")
-    return entries, metadata
-
-
-def _entry(described: dict[str, Any], first: int) -> HeaderEntry:
-    start, end = described["data_offsets"]
-    entry = HeaderEntry(described["dtype"], tuple(described["shape"]), first + start)
-    if any(type(number) is not int or number < 0 for number in (*entry.shape, start, end)):
-        raise ValueError(f"{described} has a size that is not a non-negative integer")
-    if end - start != entry.nbytes:
-        raise ValueError(f"{described} has {end - start} bytes")
-    return entry
+    except (OSError, SafetensorError, KeyError) as error:
+        size = path.stat().st_size
+        raise UserError(
+            f"{path}: not a safetensors file, or its header is corrupt, or it is truncated or damaged ({size} bytes; "
+            f"{type(error).__name__}: {error}); {remedy}"
+        ) from error
