@@ -5,6 +5,7 @@ from pathlib import Path
 import tomli
 import torch
 
+from glm46.checkpoint.finite import describe, names_not_finite
 from glm46.checkpoint.integrity import MANIFEST, published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
@@ -67,6 +68,8 @@ def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
     raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
+    if names := names_not_finite(own):
+        raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     return model, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
 
 

@@ -17,6 +17,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from glm46 import cli
 
+EXIT_SECONDS = "TEST_EXIT_SECONDS"
+"""A variable: seconds that a rank takes from the end of its command to its exit."""
+
 
 class ForkedRank:
     """What torchrun uses of `subprocess.Popen`."""
@@ -42,7 +45,9 @@ class ForkedRank:
 
     def _run(self, args: tuple[str, ...]) -> int:
         ForkedRank.prepare(int(os.environ["RANK"]))
-        return cli.main(args[args.index("glm46") + 1 :])
+        code = cli.main(args[args.index("glm46") + 1 :])
+        time.sleep(float(os.environ.get(EXIT_SECONDS, 0)))
+        return code
 
     def poll(self) -> int | None:
         if self.returncode is None:

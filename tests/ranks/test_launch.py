@@ -13,6 +13,7 @@ import pytest
 
 from glm46.config.loader import dump_config
 from glm46.training.trainer import train
+from tests.ranks.forked_launch import EXIT_SECONDS
 from tests.ranks.server import Forked, Server
 
 ROOT = Path(__file__).parents[2]
@@ -205,11 +206,18 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(make_config, start):
-    """As `srun` passes it on, which then takes the highest code."""
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(slow, make_config, start):
+    """As `srun` passes it on, which then takes the highest code. The ranks of one node exit later than the launcher of
+    the other one, which may hold the store."""
     config = make_config(training={"steps": 100_000}, checkpoint={"interval": 100_000})
     names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    nodes = [start.by_fork(config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
+    nodes = [
+        start.by_fork(
+            config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank), EXIT_SECONDS: str(2 * (rank == slow))}
+        )
+        for rank in range(2)
+    ]
     wait_for_step(config, 2, nodes[0])
     for node in nodes:
         os.kill(node.pid, signal.SIGUSR1)

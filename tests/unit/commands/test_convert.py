@@ -205,7 +205,7 @@ def test_progress_counts_every_byte(trained, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_weights_that_are_not_finite_are_neither_exported_nor_imported(value, trained, tmp_path, capsys):
+def test_weights_that_are_not_finite_are_neither_exported_nor_imported_nor_run(value, trained, tmp_path, capsys):
     good, bad = "layers.1.mlp.experts.down", "model.layers.1.mlp.experts.2.down_proj.weight"
     model = trained[1]
     tensors = {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
@@ -219,6 +219,9 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_imported(value, tr
         assert main([*to_hf, "--dtype", dtype]) == 2
         error = capsys.readouterr().err
         assert bad in error and "NaN or infinite" in error and "earlier step" in error
+    assert main(["generate", "--prompt", "x", "--checkpoint", str(step)]) == 2
+    error = capsys.readouterr().err
+    assert f"{step}: {good} holds values that are not finite" in error and "earlier step" in error
     to_hf[3] = str(trained[0])
     assert main([*to_hf, "--dtype", "float32"]) == 0
     weights = load_file(tmp_path / "out/model.safetensors")
