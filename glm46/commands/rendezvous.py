@@ -20,19 +20,23 @@ _RETRY_SECONDS = 0.2
 
 
 def rendezvous_options(nodes: Nodes, processes: int, start: int) -> list[str]:
-    """Options of torchrun for the n-th start: processes of this node, and the address of the first node."""
+    """Options of torchrun for the n-th start: processes of this node, and the address of the first node.
+
+    The rendezvous is static: after the start no launcher needs the store, which is in the launcher of the first node.
+    The launchers of torchrun's other rendezvous ask it all the time: they end their ranks when the first launcher exits
+    a moment earlier, and wait for as long as nodes may take to join when the network to it is cut.
+    """
     options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
         return [*options, "--local-addr=localhost"]
-    seconds = _seconds(start)
-    options += [
-        "--rdzv-backend=c10d",
+    return [
+        *options,
+        "--rdzv-backend=static",
+        f"--node-rank={nodes.rank}",
         f"--rdzv-endpoint={nodes.host}:{_port(nodes, start)}",
         f"--rdzv-id={nodes.job}",
-        f"--rdzv-conf=is_host={int(nodes.rank == 0)},join_timeout={seconds},read_timeout={seconds}",
+        f"--rdzv-conf=timeout={_seconds(start)}",
     ]
-    # Several nodes on one machine, for a trial: its host name may not resolve.
-    return [*options, f"--local-addr={nodes.host}"] if nodes.host in ("localhost", "127.0.0.1") else options
 
 
 def require_free_port(nodes: Nodes, start: int) -> None:

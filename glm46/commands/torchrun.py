@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from glm46.reliability.stop import (
@@ -30,8 +30,6 @@ _SAVE_SECONDS = 600
 """Time for ranks to save and exit after a signal, before they are killed."""
 _EXIT_SECONDS = 3
 """Time for ranks to exit after a second signal, before they are killed."""
-_WITHOUT_STORE_SECONDS = 30
-"""Time for ranks to exit by themselves after the launcher of the first node has exited, before torchrun ends them."""
 
 
 class End(NamedTuple):
@@ -97,6 +95,7 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
     Args:
         options: of torchrun, see `rendezvous_options`.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
@@ -109,9 +108,8 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
     # interrupts, and a second signal would end it while ranks save.
     arguments.signals_to_handle = ""
     try:
-        with _keeping_exit_codes():
-            run(arguments)
-    except RendezvousError as error:
+        run(arguments)
+    except (RendezvousError, DistError) as error:
         cause = f"rendezvous failed: node 0 left or a node did not join: {error}"
         print(f"error: {cause}", file=sys.stderr)
         return End(EXIT_FAILED_RANK, cause)
@@ -129,38 +127,6 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
         is_final = failure.exitcode in (EXIT_USER_ERROR, EXIT_DIVERGED)  # Another start would end in the same way.
         return End(failure.exitcode if is_final else EXIT_FAILED_RANK, cause)
     return End(0)
-
-
-@contextmanager
-def _keeping_exit_codes() -> Iterator[None]:
-    """Make torchrun wait for the exit codes of its ranks when the store of the rendezvous is gone.
-
-    Torchrun asks this store ten times a second whether a node wants to join, and ends its ranks if it gets no answer.
-    The store is in the launcher of the first node, which exits as soon as its own ranks have saved; the ranks of the
-    other nodes may exit a moment later.
-    """
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    ask, gone_at = DynamicRendezvousHandler.num_nodes_waiting, None
-
-    def num_nodes_waiting(handler: DynamicRendezvousHandler) -> int:
-        nonlocal gone_at
-        if gone_at is not None and time.monotonic() - gone_at < _WITHOUT_STORE_SECONDS:
-            return 0
-        try:
-            return ask(handler)
-        except RendezvousError:
-            if gone_at is not None:
-                raise
-            gone_at = time.monotonic()
-            return 0
-
-    DynamicRendezvousHandler.num_nodes_waiting = num_nodes_waiting
-    try:
-        yield
-    finally:
-        DynamicRendezvousHandler.num_nodes_waiting = ask
 
 
 def describe_exit(exit_code: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from glm46.config.loader import dump_config
 from glm46.training.trainer import train
-from tests.ranks.forked_launch import EXIT_SECONDS
+from tests.ranks.forked_launch import EXIT_SECONDS, children_of
 from tests.ranks.server import Forked, Server
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +224,25 @@ def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(slow, make_
     outputs = [end(node) for node in nodes]
     assert [node.returncode for node in nodes] == [75, 75], outputs
     assert "Traceback" not in "".join(outputs)
+
+
+def test_a_node_ends_when_the_first_node_answers_no_more(make_config, start):
+    """As after a cut of the network: neither the ranks nor the launcher of the first node answer, and no connection is
+    reset."""
+    config = make_config(training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0})
+    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    nodes = [start.by_fork(config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
+    wait_for_step(config, 30, nodes[0])
+    first = [nodes[0].pid, *children_of(nodes[0].pid)]
+    for process in first:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        output = end(nodes[1], 60)
+        assert nodes[1].returncode == 76 and "rank 0" in output, output
+    finally:
+        for process in first:
+            os.kill(process, signal.SIGKILL)
+        nodes[0].wait(10)
 
 
 def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
