@@ -141,7 +141,9 @@ def _deduplication(texts: Sequence[str], folder: Path) -> list[Result]:
         Duplicates([folder / "piece"], 10**9, folder).take(len(documents))
 
     return [
-        Result("find duplicates (MinHash, sorting)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0)
+        Result(
+            "find duplicates (MinHash, equal hashes)", sum(map(len, documents)) / _timed(work) / 1e6, "M tokens/s", 2.0
+        )
     ]
 
 

@@ -37,8 +37,8 @@ class Recipe(Section):
     """exact: keep the first of equal texts. near: also of similar texts, by MinHash over runs of tokens."""
 
     deduplicate_memory_mb: int = Field(1024, ge=16)
-    """Memory in MB for finding duplicates, for any number of documents; the rest is on the disk of the output. The
-    result does not depend on it."""
+    """Memory in MB for finding duplicates, for any number of documents; less memory takes longer. The result does not
+    depend on it."""
 
     verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"] = "none"
     """Skip documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this language;

@@ -1,10 +1,10 @@
 """Find duplicate documents in memory that does not grow with their number.
 
-All steps are sorts, on disk where the memory setting is too small. Documents with equal keys are linked to the first of
-them. Links of similar documents are then rearranged by the alternating large-star and small-star steps of Kiveris et
-al. 2014 (Connected Components in MapReduce and Beyond), until each document is linked to the first of its component.
+The keys of all documents are read several times, each time for another part of the possible keys, as many as fit into
+memory. Groups of similar documents are joined in a table of the first known document of each group, a mapped file.
 """
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,13 +13,12 @@ import numpy as np
 from glm46.data.shards import SHARD_REMEDY
 from glm46.files.array_file import map_arrays
 from glm46.prepare.document_hashes import BANDS
-from glm46.prepare.sorting import SortedRecords, differ_from_last
 
-# Sorts that hold memory at once: one being read, one being filled, one waiting to be read.
-_SORTS_AT_ONCE = 3
+# Bytes that `links` and the reader of its results need per key that is held: measured, then rounded up.
+_KEY_BYTES = 200
 
-NewSort = Callable[[int], SortedRecords]
-"""Makes an empty `SortedRecords` with the given number of columns."""
+Keys = Callable[[], Iterable[np.ndarray]]
+"""Returns one or more keys of all documents in order, in arrays uint64 [keys, n]; called once for each reading."""
 
 
 class Duplicates:
@@ -30,125 +29,104 @@ class Duplicates:
 
         Args:
             pieces: files of `make_part`; similar documents are searched only if they hold ``bands``.
-            memory_bytes: memory that this object may hold at any time.
-            folder: for temporary files: about 32 bytes per document, and as many per duplicate.
+            memory_bytes: memory that this object may hold at any time, besides mapped files.
+            folder: for mapped files without a name, 8 bytes per document.
+
+        Raises:
+            OSError: the disk is full.
         """
 
-        def new_sort(columns: int) -> SortedRecords:
-            return SortedRecords(columns, memory_bytes // _SORTS_AT_ONCE, folder)
+        def tensors(name: str) -> Iterator[np.ndarray]:
+            return (map_arrays(piece, SHARD_REMEDY)[0][name] for piece in pieces)
 
-        equal = new_sort(1)
-        for documents, _ in links((map_arrays(piece, SHARD_REMEDY)[0]["hashes"].T for piece in pieces), new_sort):
-            equal.add([documents])
-        self._equal = _SortedNumbers(block[0] for block in equal)
-        self._similar = _SortedNumbers(iter(()))
+        capacity, documents = memory_bytes // _KEY_BYTES, sum(map(len, tensors("hashes")))
+        self._equal, self._similar = numbers_on_disk(documents, folder), numbers_on_disk(documents, folder)
+        for later, firsts in links(lambda: (hashes.T for hashes in tensors("hashes")), documents, capacity):
+            self._equal[later] = firsts
         if pieces and "bands" in map_arrays(pieces[0], SHARD_REMEDY)[0]:
-            self._similar = _SortedNumbers(similar(lambda band: _band(pieces, band), new_sort))
+            for band in range(BANDS):
+                keys = lambda band=band: (bands[band : band + 1] for bands in tensors("bands"))  # noqa: E731
+                for later, firsts in links(keys, documents, capacity):
+                    join(self._similar, later, firsts)
         self._next = 0
 
     def take(self, documents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which of the next ``documents`` equal an earlier one, and which are similar to one; bool each."""
-        first, self._next = self._next, self._next + documents
-        return self._equal.take(first, self._next), self._similar.take(first, self._next)
+        """Return which of the next ``documents`` equal an earlier one, and which are similar to one, directly or
+        through others; bool each."""
+        here = slice(self._next, self._next + documents)
+        self._next += documents
+        numbers = np.arange(here.start, here.stop)
+        return self._equal[here] != numbers, self._similar[here] != numbers
 
 
-def similar(band: Callable[[int], Iterable[np.ndarray]], new_sort: NewSort) -> Iterator[np.ndarray]:
-    """Yield the numbers of documents that are similar to an earlier one, directly or through others; ascending, uint64.
+def numbers_on_disk(count: int, folder: Path | None) -> np.ndarray:
+    """The numbers from 0 on in a mapped file, uint32 [count]. The system deletes the file with the process.
+
+    The file is written before it is mapped: a write to a mapped page for which the disk has no room kills the process.
+    """
+    if not count:
+        return np.empty(0, np.uint32)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for start in range(0, count, 2**16):
+            file.write(np.arange(start, min(start + 2**16, count), dtype=np.uint32).data)
+        file.flush()
+        return np.memmap(file, np.uint32, "r+", shape=(count,)).view(np.ndarray)
+
+
+def links(keys: Keys, documents: int, capacity: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield documents that have the keys of an earlier one, and the first with those keys; uint64 [n] each, unordered.
 
     Args:
-        band: returns one band of all documents in order, in arrays uint64 [n]; called for one band at a time.
+        capacity: keys to hold at once. Many documents with equal keys need no more than one.
     """
-    edges = new_sort(2)
-    for number in range(BANDS):
-        for documents, firsts in links((values[None] for values in band(number)), new_sort):
-            _add_both_ways(edges, documents, firsts)
-    moved = 1
-    while moved:
-        moved, edges = _star_steps(edges, new_sort)
-    for document, other in edges:
-        # Each duplicate has one edge to an earlier document: the first of its component.
-        yield document[other < document]
+    capacity = max(capacity, 1)
+    # A quarter of the room is for keys that turn out to be known.
+    readings = max(1, -(-4 * documents // (3 * capacity)))
+    for reading in range(readings):
+        held, start = [], 0
+        for block in keys():
+            numbers = np.arange(start, start + block.shape[1], dtype=np.uint64)
+            chosen = block[0] % np.uint64(readings) == reading
+            held.append(np.concatenate((block[:, chosen], numbers[None, chosen])))
+            start += len(numbers)
+            if sum(records.shape[1] for records in held) > capacity:
+                known, later, firsts = _known(held)
+                held = [known]
+                yield later, firsts
+        if held:
+            yield _known(held)[1:]
 
 
-def links(keys: Iterable[np.ndarray], new_sort: NewSort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield every document that has the key of an earlier one, and the first with that key; uint64 [n] each, unordered.
+def _known(held: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first record with each key, the documents of all other records, and the first document with their
+    key. The last row of the records holds the documents."""
+    records = np.concatenate(held, axis=1)
+    records = records[:, np.lexsort(records[::-1])]
+    is_first = np.ones(records.shape[1], bool)
+    is_first[1:] = (records[:-1, 1:] != records[:-1, :-1]).any(axis=0)
+    firsts = records[-1, is_first][np.cumsum(is_first) - 1]
+    return records[:, is_first], records[-1, ~is_first], firsts[~is_first]
+
+
+def join(firsts: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
+    """Join the groups of documents pair by pair.
 
     Args:
-        keys: of all documents in order, uint64 [columns, n] each.
+        firsts: for each document an earlier one of its group, or itself if it is the first; changed in place.
+        one, other: integers [n], the pairs.
     """
-    records, first = None, 0
-    for block in keys:
-        records = records or new_sort(len(block) + 1)
-        stop = first + block.shape[1]
-        records.add([*block, np.arange(first, stop, dtype=np.uint64)])
-        first = stop
-    for _, documents, firsts in _with_firsts(records or ()):
-        later = documents != firsts
-        if later.any():
-            yield documents[later], firsts[later]
+    while len(one):
+        one, other = _first_of_group(firsts, one), _first_of_group(firsts, other)
+        apart = one != other
+        one, other = np.maximum(one, other)[apart], np.minimum(one, other)[apart]
+        # Of several groups to join, the earliest wins; the next round joins the others.
+        np.minimum.at(firsts, one, other)
 
 
-def _star_steps(edges: SortedRecords, new_sort: NewSort) -> tuple[int, SortedRecords]:
-    """One large-star and one small-star step. ``edges`` and the result hold each edge in both directions.
-
-    Returns:
-        The number of edges that were moved, and the new edges.
-    """
-    moved, large, small = 0, new_sort(2), new_sort(2)
-    # Large star: link the later neighbours of each document to the first document around it.
-    for (document,), other, lowest in _with_firsts(edges):
-        behind = other > document
-        document, other, lowest = document[behind], other[behind], lowest[behind]
-        lowest = np.minimum(document, lowest)
-        moved += int((lowest != document).sum())
-        large.add([other, lowest])
-    # Small star: link the earlier neighbours, and the document itself, to the first of them.
-    for (document,), other, lowest in _with_firsts(large):
-        is_lowest = other == lowest
-        moved += len(is_lowest) - int(is_lowest.sum())
-        _add_both_ways(small, np.where(is_lowest, document, other), lowest)
-    return moved, small
-
-
-def _add_both_ways(edges: SortedRecords, one: np.ndarray, two: np.ndarray) -> None:
-    edges.add([one, two])
-    edges.add([two, one])
-
-
-def _with_firsts(blocks: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield keys and values of sorted records, and for each the value of the first record with its key.
-
-    The last column of a block holds the values, the columns before it the keys.
-    """
-    last: tuple[np.ndarray, np.uint64] | None = None
-    for block in blocks:
-        keys, values = block[:-1], block[-1]
-        starts = np.concatenate(([0], np.flatnonzero(differ_from_last(keys)) + 1))
-        firsts = np.repeat(values[starts], np.diff(starts, append=len(values)))
-        if last is not None and np.array_equal(keys[:, 0], last[0]):
-            firsts[: starts[1] if len(starts) > 1 else None] = last[1]
-        last = keys[:, -1].copy(), firsts[-1]
-        yield keys, values, firsts
-
-
-def _band(pieces: Sequence[Path], band: int) -> Iterator[np.ndarray]:
-    for piece in pieces:
-        yield map_arrays(piece, SHARD_REMEDY)[0]["bands"][band]
-
-
-class _SortedNumbers:
-    """Ascending numbers, read range by range."""
-
-    def __init__(self, blocks: Iterator[np.ndarray]):
-        self._blocks, self._rest = blocks, np.empty(0, np.uint64)
-
-    def take(self, first: int, stop: int) -> np.ndarray:
-        """Return which numbers of the next range are present, bool [stop - first]."""
-        found = np.zeros(stop - first, bool)
-        while True:
-            count = int(np.searchsorted(self._rest, np.uint64(stop)))
-            found[self._rest[:count].astype(np.int64) - first] = True
-            self._rest = self._rest[count:]
-            if len(self._rest) or (block := next(self._blocks, None)) is None:
-                return found
-            self._rest = block
+def _first_of_group(firsts: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    while True:
+        nearer = firsts[documents]
+        further = firsts[nearer]
+        if np.array_equal(nearer, further):
+            return nearer
+        firsts[documents] = further

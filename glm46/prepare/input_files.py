@@ -18,7 +18,7 @@ from glm46.config.errors import UserError
 # Prefix of an embedded source among the input patterns.
 BUILTIN = "builtin:"
 
-_PACKAGE_FOR_SUFFIX = {".zst": "zstandard", ".parquet": "pyarrow"}
+_PYARROW_SUFFIXES = (".zst", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             faults.append(f"{key} = '{pattern}': matches no file; give a file, a folder or a glob{hint}")
         # Several links may lead to one file; reading it twice would only produce duplicates.
         found.update({file.resolve(): file for file in files})
-    for suffix, package in _PACKAGE_FOR_SUFFIX.items():
+    for suffix in _PYARROW_SUFFIXES:
         needs = [file for file in found if file.suffix.lower() == suffix]
-        if needs and importlib.util.find_spec(package) is None:
-            faults.append(f"{needs[0]}: reading {suffix} needs {package}; pip install 'glm46[data]'")
+        if needs and importlib.util.find_spec("pyarrow") is None:
+            faults.append(f"{needs[0]}: reading {suffix} needs pyarrow; pip install 'glm46[data]'")
     if faults:
         raise UserError(*faults)
     return sorted(found)

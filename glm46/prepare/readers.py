@@ -143,51 +143,17 @@ def _open(file: Path):
     if _suffix(file) == ".gz":
         return gzip.open(file, "rb")
     if _suffix(file) == ".zst":
-        return io.BufferedReader(_ZstdReader(file), 1 << 20)
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), 1 << 20)
     return file.open("rb")
-
-
-class _ZstdReader(io.RawIOBase):
-    """Raw stream of a .zst file that raises EOFError if the file is truncated; zstandard's own stream just ends."""
-
-    def __init__(self, file: Path):
-        import zstandard
-
-        self._handle, self._new_frame = file.open("rb"), zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._waiting, self._in_frame = self._new_frame(), b"", False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._waiting:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._in_frame = self._new_frame(), False
-            data = data or self._handle.read(1 << 17)
-            if not data:
-                if self._in_frame:
-                    raise EOFError("the file ends inside a frame")
-                return 0
-            self._in_frame = True
-            self._waiting = self._frame.decompress(data)
-        count = min(len(buffer), len(self._waiting))
-        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
-        return count
-
-    def close(self) -> None:
-        self._handle.close()
-        super().close()
 
 
 def _archive_errors(file: Path) -> tuple[type[Exception], ...]:
     """Return the exceptions that reading a damaged archive raises."""
-    if _suffix(file) == ".zst":
-        import zstandard
-
-        return (zstandard.ZstdError, EOFError)
-    # zlib.error has no other public base.
-    return (gzip.BadGzipFile, EOFError, gzip.zlib.error) if _suffix(file) == ".gz" else ()
+    # zlib.error has no other public base; pyarrow raises a plain OSError.
+    errors = {".gz": (gzip.BadGzipFile, EOFError, gzip.zlib.error), ".zst": (OSError,)}
+    return errors.get(_suffix(file), ())
 
 
 def _read_whole(file: Path) -> bytes:

@@ -16,8 +16,7 @@ from glm46.prepare.document_hashes import (
     ngram_hashes,
 )
 from glm46.prepare.documents import MIDDLE, PREFIX, SUFFIX, encode_document, json_fault, prose_fault, python_fault
-from glm46.prepare.duplicates import similar
-from glm46.prepare.sorting import SortedRecords
+from glm46.prepare.duplicates import join, links
 
 
 def document(rng, length=600):
@@ -38,10 +37,11 @@ def jaccard(a, b):
 
 def similar_kept(documents):
     bands = np.array([band_hashes(d) for d in documents]).T.reshape(BANDS, len(documents))
-    keep = np.ones(len(documents), bool)
-    for numbers in similar(lambda band: [bands[band]], lambda columns: SortedRecords(columns, 2**20, None)):
-        keep[numbers] = False
-    return keep.tolist()
+    firsts = np.arange(len(documents), dtype=np.uint32)
+    for band in bands:
+        for later, first in links(lambda band=band: [band[None]], len(documents), 100):
+            join(firsts, later, first)
+    return (firsts == np.arange(len(documents))).tolist()
 
 
 def test_ngram_hashes_depend_on_order_and_content():

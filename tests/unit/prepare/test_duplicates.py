@@ -1,4 +1,4 @@
-"""Duplicates equal those of the plain algorithm, within the memory setting, with sorts on disk."""
+"""Duplicates equal those of the plain algorithm, within the memory setting, in one reading and in many."""
 
 import subprocess
 import sys
@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.files.array_file import write_arrays
-from glm46.prepare import sorting
+from glm46.prepare import duplicates as duplicates_module
 from glm46.prepare.document_hashes import BANDS
-from glm46.prepare.duplicates import Duplicates, similar
-from glm46.prepare.sorting import SortedRecords
+from glm46.prepare.duplicates import Duplicates, join, links, numbers_on_disk
 
 
 def first_occurrences(hashes):
@@ -35,18 +34,20 @@ def first_of_similar(bands):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.data(), st.integers(1, 3), st.sampled_from([4, 9, 64]), st.integers(1, 6))
-def test_records_come_out_sorted_and_once(data, columns, capacity, fan_in):
+@given(st.data(), st.integers(1, 2), st.sampled_from([1, 4, 9, 64]), st.integers(1, 9))
+def test_every_document_with_a_known_key_is_linked_once_to_the_first(data, columns, capacity, block):
     numbers = st.integers(0, 3) | st.integers(0, 2**64 - 1)
     rows = data.draw(st.lists(st.tuples(*[numbers] * columns), max_size=60))
-    records = SortedRecords(columns, 0, None)
-    records._capacity = capacity
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorting, "_FAN_IN", fan_in + 1)
-        for start in range(0, len(rows), 7):
-            records.add(np.array(rows[start : start + 7], np.uint64).T)
-        out = [tuple(row) for block in records for row in block.T.tolist()]
-    assert out == sorted(set(rows))
+    keys = np.array(rows, np.uint64).reshape(-1, columns).T
+    found = [
+        pair
+        for later, firsts in links(
+            lambda: (keys[:, i : i + block] for i in range(0, len(rows), block)), len(rows), capacity
+        )
+        for pair in zip(later.tolist(), firsts.tolist(), strict=True)
+    ]
+    expected = [(number, rows.index(row)) for number, row in enumerate(rows) if rows.index(row) < number]
+    assert sorted(found) == expected
 
 
 def write_pieces(folder, hashes, bands, cuts):
@@ -62,7 +63,7 @@ def write_pieces(folder, hashes, bands, cuts):
 
 @pytest.mark.parametrize("seed, groups", [(0, 3), (1, 300), (2, 1_500), (3, 30_000)])
 @pytest.mark.parametrize("capacity", [300, 10**6])
-def test_duplicates_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed, groups, capacity):
+def test_duplicates_are_those_of_the_plain_algorithm(tmp_path, seed, groups, capacity):
     rng, documents = np.random.default_rng(seed), 4_000
     hashes = rng.integers(0, 2, (documents, 2)).astype(np.uint64) * 7 + rng.integers(0, groups, (documents, 1)).astype(
         np.uint64
@@ -71,9 +72,8 @@ def test_duplicates_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed
     bands = rng.integers(0, 2**63, (BANDS, documents)).astype(np.uint64)
     shared = rng.random((BANDS, documents)) < 0.08
     bands[shared] = rng.integers(0, groups, int(shared.sum()))
-    monkeypatch.setattr(SortedRecords, "__init__", _with_capacity(capacity))
     pieces = write_pieces(tmp_path, hashes, bands, [1, 900, 900, 3_500])
-    duplicates = Duplicates(pieces, 0, tmp_path)
+    duplicates = Duplicates(pieces, capacity * duplicates_module._KEY_BYTES, tmp_path)
     taken = [duplicates.take(n) for n in (1, 899, 0, 2_600, 500)]
     equal, alike = (np.concatenate(parts) for parts in zip(*taken, strict=True))
     assert np.array_equal(~equal, first_occurrences(hashes))
@@ -83,16 +83,6 @@ def test_duplicates_are_those_of_the_plain_algorithm(tmp_path, monkeypatch, seed
         assert 0 < expected.sum() < documents
 
 
-def _with_capacity(capacity):
-    original = SortedRecords.__init__
-
-    def init(self, columns, memory_bytes, folder):
-        original(self, columns, memory_bytes, folder)
-        self._capacity = capacity
-
-    return init
-
-
 def test_a_chain_of_documents_ends_at_its_first():
     documents = 5_000
     bands = np.arange(BANDS * documents, dtype=np.uint64).reshape(BANDS, documents) + np.uint64(documents)
@@ -100,8 +90,18 @@ def test_a_chain_of_documents_ends_at_its_first():
     # Neighbours in the chain share a key, of one band and of another in turn.
     for place in range(documents - 1):
         bands[place % 2, order[place : place + 2]] = place
-    found = similar(lambda band: [bands[band]], lambda columns: SortedRecords(columns, 100_000, None))
-    assert np.concatenate(list(found)).tolist() == list(range(1, documents))
+    firsts = numbers_on_disk(documents, None)
+    for band in bands:
+        for later, first in links(lambda band=band: [band[None]], documents, 1_000):
+            join(firsts, later, first)
+    assert np.flatnonzero(firsts != np.arange(documents)).tolist() == list(range(1, documents))
+
+
+def test_a_chain_in_one_step_ends_at_its_first():
+    firsts = np.arange(5_000, dtype=np.uint32)
+    order = np.random.default_rng(0).permutation(5_000)
+    join(firsts, order[1:], order[:-1])
+    assert np.flatnonzero(firsts == np.arange(5_000)).tolist() == [0]
 
 
 def test_without_bands_only_equal_texts_are_duplicates(tmp_path):
@@ -132,7 +132,8 @@ def tensors(piece, remedy=""):
     return [{"bands": bands, "hashes": np.ascontiguousarray(bands[:2].T)}]
 import glm46.prepare.duplicates as module
 module.map_arrays = tensors
-next(iter(module.links([np.zeros((1, 9), np.uint64)], lambda n: module.SortedRecords(n, 10**4, folder))))
+for pair in module.links(lambda: [np.zeros((1, 9), np.uint64)], 9, 9):
+    module.join(module.numbers_on_disk(9, folder), *pair)
 tensors(0)
 before = peak()
 found = Duplicates([str(i) for i in range(documents // PIECE)], memory, folder)

@@ -17,7 +17,7 @@ from glm46.data.manifest import load_manifest
 from glm46.data.packing import TokenStream
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.tokenizer_files import tokenizer_files
-from glm46.prepare import duplicates, parts, sharding, sorting
+from glm46.prepare import duplicates, parts, sharding
 from glm46.prepare.pipeline import prepare_text
 from tests.small_run import call_here
 
@@ -112,9 +112,8 @@ def test_neither_the_memory_for_duplicates_nor_interruptions_change_a_byte(folde
     monkeypatch.setattr(parts, "PIECE_BYTES", 8_000)
     roomy = prepare(tmp_path, "roomy", name="s")
     assert roomy.dropped["near duplicate"] > 20 and roomy.dropped["exact duplicate"] > 100
-    # Memory for a few records: everything is sorted on disk, in many runs.
-    monkeypatch.setattr(sorting, "_PER_RECORD", 10**6)
-    monkeypatch.setattr(sorting, "_FAN_IN", 4)
+    # Memory for a few keys: they are read many times.
+    monkeypatch.setattr(duplicates, "_KEY_BYTES", 10**6)
     read, calls = sharding.map_arrays, []
     for stop in (3, 40, 300):
 

@@ -14,7 +14,7 @@ from glm46.prepare.readers import BadDocument, Document, parts_of, read_part
 
 TEXTS = ["one\nline", "größe 中", "  x  ", "a" * 5_000, *(f"text {i} " * (i % 40 + 1) for i in range(300))]
 
-needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
+needs_zstd = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
 needs_parquet = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
 
 
@@ -37,9 +37,9 @@ def texts_of(documents):
 
 
 def write_zstd(file, data):
-    import zstandard
+    import pyarrow
 
-    file.write_bytes(zstandard.compress(data))
+    file.write_bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
 
 
 def write_parquet(file, texts):
