@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from glm46.benchmark.data_speed import real_texts
 from glm46.benchmark.model_speed import Workload, build_ours
 from glm46.benchmark.peer import build_peer
-from glm46.benchmark.rounds import timed_rounds
-from glm46.benchmark.text_speed import documents
+from glm46.benchmark.rounds import interleaved
 from glm46.config.errors import UserError
 from glm46.inference.generation import Generation
 from glm46.inference.loading import load_for_inference
@@ -81,13 +81,9 @@ def generation_speed(
     given = {name: contestant.run(work.new_tokens) for name, contestant in contestants.items()}
     if any(rows != given[OURS] for rows in given.values()):
         raise UserError("benchmark: the contestants give different tokens, so their times are not comparable")
-    names = list(contestants)
-    for number in timed_rounds(rounds, report):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            contestant = contestants[name]
-            contestant.first.append(_timed(contestant.run, 1))
-            contestant.rest.append(_timed(contestant.run, work.new_tokens) - contestant.first[-1])
+    for contestant in interleaved(list(contestants.values()), rounds, report):
+        contestant.first.append(_timed(contestant.run, 1))
+        contestant.rest.append(_timed(contestant.run, work.new_tokens) - contestant.first[-1])
     lines = _report(work, contestants)
     if speculative:
         generation = _ours(ours, prompts, work.new_tokens, speculative=True)[1]
@@ -105,7 +101,7 @@ def _model_and_prompts(work: Decoding, prediction_layers: int) -> tuple[Transfor
         size = (work.batch, work.prompt_tokens)
         return ours, torch.randint(0, ours.shape.vocab_size, size, generator=generator)
     ours, tokenizer = load_for_inference(work.folder, tokenizer=None, dtype=torch.float32, device=cpu)
-    ids = torch.from_numpy(tokenizer.encode("".join(documents(_TEXT_BYTES))).astype("int64"))
+    ids = torch.from_numpy(tokenizer.encode("".join(real_texts(_TEXT_BYTES))).astype("int64"))
     apart = len(ids) // work.batch
     if apart < work.prompt_tokens:
         raise UserError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from glm46.benchmark.peer import build_peer
-from glm46.benchmark.rounds import timed_rounds
+from glm46.benchmark.rounds import interleaved
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
@@ -123,14 +123,12 @@ def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Cal
         contestant.peak_bytes = _peak_of_step(work.device, contestant, before)
         contestant.model.zero_grad(set_to_none=True)
     _require_equal(losses, _LOSS_TOLERANCE[work.dtype])
-    for number in timed_rounds(rounds, report):
-        turn = number % len(contestants)
-        for contestant in contestants[turn:] + contestants[:turn]:
-            start = time.perf_counter()
-            contestant.step()
-            contestant.seconds.append(time.perf_counter() - start)
-            # Gradients of one contestant must not take memory or cache from the next.
-            contestant.model.zero_grad(set_to_none=True)
+    for contestant in interleaved(contestants, rounds, report):
+        start = time.perf_counter()
+        contestant.step()
+        contestant.seconds.append(time.perf_counter() - start)
+        # Gradients of one contestant must not take memory or cache from the next.
+        contestant.model.zero_grad(set_to_none=True)
     return contestants
 
 

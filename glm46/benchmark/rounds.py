@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SECONDS = 60.0
 """Time of all rounds if their number is not stated; at least `_FEWEST` rounds run."""
@@ -27,3 +30,10 @@ def timed_rounds(
         if stated is None:
             total = min(max(int(SECONDS / max(seconds, 1e-9)), _FEWEST, done), _MOST)
         report(f"round {done} of {total}, {seconds:.1f} s each, {(total - done) * seconds:.0f} s left")
+
+
+def interleaved(contestants: list[T], stated: int | None, report: Callable[[str], None]) -> Iterator[T]:
+    """Yield every contestant once per round of `timed_rounds`, in an order that rotates from round to round."""
+    for number in timed_rounds(stated, report):
+        turn = number % len(contestants)
+        yield from contestants[turn:] + contestants[:turn]

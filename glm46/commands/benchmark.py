@@ -11,8 +11,7 @@ from pathlib import Path
 from glm46.benchmark.data_speed import DataWorkload, data_speed
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import SECONDS
-from glm46.benchmark.text_speed import tokenizer_speed
-from glm46.commands.options import positive
+from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
@@ -30,16 +29,16 @@ def benchmark_command(argv: Sequence[str]) -> int:
         Exit code.
     """
     parser = _parser()
-    for part in [list(argv)] if argv else [["model"], ["data"], ["tokenizer"]]:
+    for part in [list(argv)] if argv else [["model"], ["data"]]:
         arguments = parser.parse_args(part)
         arguments.run(arguments)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m glm46 benchmark", allow_abbrev=False)
-    kinds = parser.add_subparsers(title="what", metavar="model|generate|data|tokenizer|checkpoint", required=True)
-    model = kinds.add_parser("model", help="training step against transformers on the same weights", allow_abbrev=False)
+def _parser() -> VerbParser:
+    parser = verb_parser("benchmark")
+    kinds = parser.add_subparsers(title="what", metavar="model|generate|data|checkpoint", required=True)
+    model = kinds.add_parser("model", help="training step against transformers on the same weights")
     model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
     model.add_argument("--batch", type=positive, default=4, help="sequences")
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="contestant, repeatable; absent: all that are installed, on a CPU without the compiled one",
     )
     model.set_defaults(run=_model)
-    generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers", allow_abbrev=False)
+    generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
     weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
@@ -66,17 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
-    data = kinds.add_parser("data", help="from text to batches, each figure beside its goal", allow_abbrev=False)
+    data = kinds.add_parser("data", help="from text to batches, each figure beside its goal")
     data.add_argument("--batch", type=positive, default=4, help="sequences of a batch")
     data.add_argument("--seq-len", type=positive, default=4096, help="tokens of each")
     data.add_argument("--rounds", type=positive, default=7, help="timed rounds")
     data.add_argument("--megabytes", type=positive, default=32, help="of text to tokenise and prepare")
     data.add_argument("--shard-tokens", type=positive, default=20_000_000, help="of made-up text to read")
     data.set_defaults(run=_data)
-    tokenizer = kinds.add_parser("tokenizer", help="against Hugging Face tokenizers", allow_abbrev=False)
-    tokenizer.add_argument("--rounds", type=positive, help=f"timed rounds; {_FITTING}")
-    tokenizer.set_defaults(run=lambda arguments: _print(tokenizer_speed(arguments.rounds, _progress)))
-    checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load", allow_abbrev=False)
+    checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load")
     checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
     checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
     checkpoint.add_argument("--rounds", type=positive, help=f"timed saves; {_FITTING}")

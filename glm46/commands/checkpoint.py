@@ -10,7 +10,7 @@ from pathlib import Path
 from glm46.checkpoint.inspection import CheckpointSummary, contents, summarise
 from glm46.checkpoint.integrity import step_folder
 from glm46.checkpoint.publish import Retention, remove, steps_to_remove
-from glm46.commands.options import positive
+from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
 
 _EXIT_DAMAGED = 1
@@ -31,18 +31,18 @@ def checkpoint_command(argv: Sequence[str]) -> int:
     return arguments.run(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m glm46 checkpoint", allow_abbrev=False)
+def _parser() -> VerbParser:
+    parser = verb_parser("checkpoint")
     kinds = parser.add_subparsers(title="what", metavar="list|verify|show|prune", required=True)
-    listing = kinds.add_parser("list", help="steps, tokens, loss, size, complete or why not", allow_abbrev=False)
-    verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest", allow_abbrev=False)
+    listing = kinds.add_parser("list", help="steps, tokens, loss, size, complete or why not")
+    verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest")
     for parser_of, read_contents in ((listing, False), (verify, True)):
         parser_of.add_argument("folder", type=Path, help="the checkpoint folder of a run, or one step folder")
         parser_of.set_defaults(run=_list, read_contents=read_contents)
-    show = kinds.add_parser("show", help="meta and tensors of one checkpoint", allow_abbrev=False)
+    show = kinds.add_parser("show", help="meta and tensors of one checkpoint")
     show.add_argument("folder", type=Path, help="a step folder")
     show.set_defaults(run=_show)
-    prune = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes", allow_abbrev=False)
+    prune = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes")
     prune.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")
     prune.add_argument("--keep-latest-k", type=positive, required=True, help="newest ones that stay")
     prune.add_argument("--keep-every", type=positive, default=0, help="multiples of this step stay")

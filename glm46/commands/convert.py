@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
+from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.model import Model, ModelShape
@@ -49,10 +50,10 @@ def convert_command(argv: Sequence[str]) -> int:
         raise UserError(f"{error.filename or arguments.output}: {error.strerror}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m glm46 convert", allow_abbrev=False)
+def _parser() -> VerbParser:
+    parser = verb_parser("convert")
     kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf", required=True)
-    export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder", allow_abbrev=False)
+    export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder")
     export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     export.add_argument("--output", type=Path, required=True, help="new folder")
     export.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--mtp-copies", action="store_true", help=duplicates)
     export.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
     export.set_defaults(run=_to_hf)
-    load = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder", allow_abbrev=False)
+    load = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder")
     load.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
     load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")

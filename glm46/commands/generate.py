@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
 from glm46.data.tokenizer import Tokenizer
@@ -53,8 +54,8 @@ def generate_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m glm46 generate", allow_abbrev=False)
+def _parser() -> VerbParser:
+    parser = verb_parser("generate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="Hugging Face folder")
     source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")

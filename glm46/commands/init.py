@@ -1,11 +1,10 @@
 """``python -m glm46 init``: write the shipped TOML files and their schema, for an installation without a checkout."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import glm46
-from glm46.commands.options import parse_without_overrides
+from glm46.commands.options import verb_parser
 from glm46.config.errors import UserError
 
 _PACKAGE = Path(glm46.__path__[0])
@@ -15,13 +14,13 @@ def init_command(argv: Sequence[str]) -> int:
     """Write the files and print their paths; returns the exit code.
 
     Raises:
-        UserError: a key is overridden, or `write_configs` refuses the folder.
+        UserError: `write_configs` refuses the folder.
     """
-    parser = argparse.ArgumentParser(prog="python -m glm46 init", allow_abbrev=False)
+    parser = verb_parser("init")
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("train_configs"), help="train_configs, if not given"
     )
-    folder = parse_without_overrides(parser, argv).folder
+    folder = parser.parse_args(argv).folder
     written = write_configs(folder)
     print("\n".join(f"wrote {path}" for path in written) or f"{folder} has them all")
     return 0

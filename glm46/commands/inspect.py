@@ -1,12 +1,16 @@
 """``python -m glm46 inspect``: verify a folder of shards and show rows of it as text."""
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from glm46.data.inspect_source import describe, show_rows
-from glm46.data.manifest import load_manifest
-from glm46.data.tokenizer import load_tokenizer
+import numpy as np
+
+from glm46.commands.options import verb_parser
+from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.mixing import permute
+from glm46.data.packing import TokenStream
+from glm46.data.shards import open_shard
+from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def inspect_command(argv: Sequence[str]) -> int:
@@ -15,9 +19,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: the folder is not a source, is damaged, or was made with another tokenizer.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m glm46 inspect", allow_abbrev=False, description="Verify a folder of shards and show its text.",
-    )  # fmt: skip
+    parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
     parser.add_argument("folder", type=Path, help="a folder that prepare has made")
     parser.add_argument("--rows", type=int, default=2, help="rows to show as text, picked at random")
     parser.add_argument("--seq_len", type=int, default=512, help="tokens per row")
@@ -32,3 +34,51 @@ def inspect_command(argv: Sequence[str]) -> int:
     for line in show_rows(manifest, tokenizer, **sizes):
         print(line)
     return 0
+
+
+def describe(folder: Path) -> Iterator[str]:
+    """Yield lines about a source: totals, document lengths, skipped documents. Checks the hash of every shard.
+
+    Raises:
+        UserError: the folder is not a source, or is damaged.
+    """
+    manifest = load_manifest(folder, full=True)
+    yield f"{manifest.source} in {folder}, every shard verified"
+    yield f"tokenizer {manifest.tokenizer[:12]}…, ids below {manifest.vocab_size}, documents end with {manifest.eos_id}"
+    for name, split in manifest.splits.items():
+        if not split.documents:
+            yield f"{name}: empty"
+            continue
+        yield (
+            f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text "
+            f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), {len(split.shards)} shards"
+        )
+        files = [manifest.folder / shard.file for shard in split.shards]
+        lengths = np.concatenate([np.diff(open_shard(file).doc_ends, prepend=0) for file in files])
+        marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
+        yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
+    for reason, number in manifest.dropped.items():
+        yield f"skipped, {reason}: {number:,}"
+
+
+def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
+    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads them.
+
+    Raises:
+        UserError: the shards were made with another tokenizer.
+    """
+    manifest.require_tokenizer(tokenizer.fingerprint)
+    split = manifest.splits["train"]
+    stream, count = TokenStream(manifest.folder, split, manifest.vocab_size), max(1, split.tokens // seq_len)
+    for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
+        tokens = np.empty(seq_len, np.int64)
+        used, pieces = stream.read(row * seq_len, tokens)
+        ends = np.concatenate([np.empty(0, np.int64), *pieces]).tolist()
+        yield f"── row {row} of {count}: tokens {row * seq_len:,} to {row * seq_len + used:,}"
+        start = 0
+        for number, end in enumerate([*ends, *([used] if not ends or ends[-1] < used else [])]):
+            is_end = end in ends
+            state = "ends here, its last position has no target" if is_end else "continues after the row"
+            yield f"   document {number}, {end - start} tokens, {state}"
+            yield tokenizer.decode(tokens[start : end - is_end])
+            start = end

@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.errors import UserError
-
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
     "train": "train in this process; launch and torchrun start one for each rank",
@@ -23,19 +21,30 @@ VERBS = {
 """Help of each verb. The function of the verb ``plan`` is `glm46.commands.plan.plan_command`, and so on."""
 
 
-def config_parser(verb: str) -> argparse.ArgumentParser:
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb or of one of its kinds: options cannot be abbreviated."""
+
+    def __init__(self, **options):
+        super().__init__(**{"allow_abbrev": False} | options)
+
+
+def verb_parser(verb: str, **options) -> VerbParser:
+    """The parser of a verb that has its own options."""
+    return VerbParser(prog=f"python -m glm46 {verb}", **options)
+
+
+def config_parser(verb: str) -> VerbParser:
     """Parser of a verb that reads a config: ``--config FILE``, and ``--help`` that also prints every key.
 
     Parse with `parse_with_overrides`.
     """
     meaning = VERBS[verb]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m glm46 {verb}",
+    parser = verb_parser(
+        verb,
         description=f"{meaning[0].upper()}{meaning[1:]}.",
         epilog="Any key of the file can be stated again as --section.key VALUE; VALUE is read as TOML, a bare word is "
         "a string, and --section.key= takes the key out of the file.",
         usage=f"python -m glm46 {verb} --config FILE [options] [--section.key VALUE ...]",
-        allow_abbrev=False,
         add_help=False,
     )
     parser.add_argument("--help", "-h", action=_KeysHelp)
@@ -47,36 +56,12 @@ def parse_with_overrides(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """The options of a verb, and the tokens that override keys of its config (see `load_config`)."""
-    tokens, overrides = split_overrides(argv)
-    return parser.parse_args(tokens), tuple(overrides)
-
-
-def parse_without_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a verb that reads no config.
-
-    Raises:
-        UserError: an option overrides a key.
-    """
-    tokens, overrides = split_overrides(argv)
-    if overrides:
-        verb = parser.prog.rpartition(" ")[2]
-        raise UserError(f"command line: {overrides[0]}: the verb {verb} reads no config; remove the option")
-    return parser.parse_args(tokens)
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate ``--section.key value`` from the verb's own options: only overrides have a dot in their name."""
-    own, overrides, remaining = [], [], list(argv)
-    while remaining:
-        token = remaining.pop(0)
-        name = token.partition("=")[0]
-        if not (token.startswith("--") and "." in name):
-            own.append(token)
-            continue
-        overrides.append(token)
-        if "=" not in token and remaining and not remaining[0].startswith("--"):
-            overrides.append(remaining.pop(0))
-    return own, overrides
+    arguments, overrides = parser.parse_known_args(argv)
+    # Every key has a dot in its name, so that a mistyped option is not taken for one.
+    unknown = [token for token in overrides if token.startswith("--") and "." not in token.partition("=")[0]]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments, tuple(overrides)
 
 
 def positive(text: str) -> int:

@@ -1,12 +1,12 @@
 """``python -m glm46 plot``: draw loss, learning rate, speed and expert balance of runs into one PNG."""
 
-import argparse
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from glm46.commands.options import verb_parser
 from glm46.config.errors import UserError
 from glm46.observe.history import read_history
 
@@ -49,11 +49,7 @@ class _Run(NamedTuple):
 
 def plot_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m glm46 plot",
-        description="Draws loss, learning rate, speed and expert balance of runs into one PNG.",
-        allow_abbrev=False,
-    )
+    parser = verb_parser("plot", description="Draws loss, learning rate, speed and expert balance of runs in one PNG.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run, or its rows file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="PNG; absent: plot.png beside the first run's rows")
     parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis; default tokens")

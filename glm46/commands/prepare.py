@@ -1,13 +1,12 @@
 """``python -m glm46 prepare``: make the sources of a config, or one source of files (``--input``, ``--recipe``)."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import tomli
 from pydantic import ValidationError
 
-from glm46.commands.options import config_parser, parse_with_overrides
+from glm46.commands.options import VerbParser, config_parser, parse_with_overrides, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.overrides import key_parts
@@ -72,11 +71,12 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
     return recipe
 
 
-def _recipe_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m glm46 prepare", allow_abbrev=False, description="Turn files of text into a folder of shards.",
+def _recipe_parser() -> VerbParser:
+    parser = verb_parser(
+        "prepare",
+        description="Turn files of text into a folder of shards.",
         epilog="Interrupted work goes on when the same command is given again.",
-    )  # fmt: skip
+    )
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of the keys below")
     for key, field in TextRecipe.model_fields.items():
         meaning = " ".join(field.description.split()).replace("%", "%%")

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from glm46.benchmark.data_speed import real_texts
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
+from glm46.benchmark.peer import build_peer_tokenizer
 from glm46.benchmark.rounds import timed_rounds
-from glm46.benchmark.text_speed import build_peer_tokenizer, documents
 from glm46.commands.benchmark import benchmark_command
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import load_tokenizer
@@ -56,7 +57,7 @@ def test_different_losses_are_refused(monkeypatch):
 
 def test_both_tokenizers_give_the_same_ids():
     ours, peer = load_tokenizer("builtin"), build_peer_tokenizer()
-    for text in documents(200_000):
+    for text in real_texts(200_000):
         assert ours.encode(text).tolist() == peer.encode(text).ids
 
 

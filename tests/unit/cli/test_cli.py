@@ -94,8 +94,16 @@ def test_verbs_with_their_own_options_are_called(capsys, tmp_path):
 
 def test_verb_without_a_config_takes_no_overrides(capsys):
     for verb in ("schema", "init"):
-        assert main([verb, "--training.steps", "3"]) == 2
-        assert f"--training.steps: the verb {verb} reads no config; remove" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as end:
+            main([verb, "--training.steps=3"])
+        assert end.value.code == 2
+        assert f"glm46 {verb}: error: unrecognized arguments: --training.steps=3" in capsys.readouterr().err
+
+
+def test_a_mistyped_option_is_not_taken_for_a_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--config", DEBUG, "--training.steps", "-3", "--nprok", "2"])
+    assert end.value.code == 2 and "unrecognized arguments: --nprok" in capsys.readouterr().err
 
 
 def test_refusing_a_file_loads_no_torch(tmp_path):

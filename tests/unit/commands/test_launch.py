@@ -11,7 +11,7 @@ import pytest
 
 from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import _refuse, _refuse_start, choose_processes, describe_next, keep_running
-from glm46.commands.options import split_overrides
+from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.commands.torchrun import End, describe_exit
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
@@ -109,8 +109,11 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     config = load_config(config_file, typed.overrides, world_size=2)
     longer, keys = describe_next(config, typed, 2).splitlines()
     assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help")
-    config_again, options = split_overrides(shlex.split(longer.partition("longer  ")[2]))
-    assert config_again[-5:] == ["launch", "--config", str(config_file), "--nproc", "2"]
+    parser = config_parser("launch")
+    parser.add_argument("--nproc")
+    _, _, command = longer.partition(" launch ")
+    again, options = parse_with_overrides(parser, shlex.split(command))
+    assert (again.config, again.nproc) == (config_file, "2")
     again = load_config(config_file, options, world_size=2)
     assert (again.training.tokens, again.training.steps, again.optimizer.lr) == (4 * 3 * 4 * 16, None, 2e-3)
     assert again.job.dump_folder == f"{config.job.dump_folder}_longer"
