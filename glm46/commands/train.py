@@ -21,7 +21,7 @@ def train_command(argv: Sequence[str]) -> int:
     # A config with faults is refused before torch is imported, which takes seconds. The rules about the number of
     # processes need torchrun's variables, which are read beside torch.
     from glm46.distributed.process import launched_world_size
-    from glm46.training.trainer import train
+    from glm46.pretrain.task import train
 
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     code = train(config, stop)

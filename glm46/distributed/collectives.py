@@ -120,6 +120,17 @@ class _GatherSequence(torch.autograd.Function):
         return _scatter(grad, ctx.group), None
 
 
+class _WholeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
+
+
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -155,6 +166,12 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         [B, ranks * s, ...], in rank order.
     """
     return _GatherSequence.apply(x, group)
+
+
+def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank's gradient is whole
+    already, and backward takes this rank's part of it. Collective."""
+    return _WholeSequence.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

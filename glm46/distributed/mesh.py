@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from glm46.distributed.process import Process
 from glm46.distributed.sequence import SequenceShard
 from glm46.planner.layout import Layout
 
@@ -27,6 +29,30 @@ class Meshes:
     """Splits matrices: [tp]; None without tensor parallelism."""
     pipeline: dist.ProcessGroup | None
     """The ranks that hold the other layers of the same shard; None without pipeline parallelism."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks that compute one job: this process, the layout and its meshes."""
+
+    process: Process
+    layout: Layout
+    meshes: Meshes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.process.device
+
+    @property
+    def dp_rank(self) -> int:
+        """Data-parallel rank: ranks with the same number read the same sequences."""
+        return self.layout.dp_rank(self.process.rank)
+
+
+def build_cluster(layout: Layout, process: Process) -> Cluster:
+    """The cluster of this layout. Collective."""
+    return Cluster(process, layout, build_meshes(layout, process.device.type))
 
 
 def build_meshes(layout: Layout, device_type: str) -> Meshes:

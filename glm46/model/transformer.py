@@ -1,6 +1,6 @@
 """The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from glm46.config.model import ModelShape
 from glm46.model.attention import MaskBuilder, attention_mask
 from glm46.model.block import TransformerBlock
 from glm46.model.cross_entropy import HeadForm, HeadOutput, summed_loss
-from glm46.model.layers import Linear, RMSNorm
+from glm46.model.layers import Linear, RMSNorm, local_weight
 from glm46.model.mtp import MTPLayer
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions, RoutingStatistics
@@ -35,6 +35,8 @@ class LossSums(NamedTuple):
     """See `HeadOutput`; of the main model, not of a prediction depth."""
     entropy: Tensor | None = None
     """See `HeadOutput`; likewise."""
+    values: Tensor | None = None
+    """FP32 [B, S]: of a value head, one per token."""
 
 
 class StageOutput(NamedTuple):
@@ -74,13 +76,31 @@ class OutputHead(nn.Module):
         return form(hidden, self.weight, labels, None)
 
 
+Head = Literal["lm", "value"]
+"""The last layer: logits of the vocabulary, or one value per token."""
+
+
+class ValueHead(nn.Module):
+    """Projection to one number per token."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    product = staticmethod(Linear.product)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """FP32 [B, S] of [B, S, D]."""
+        return self.product(hidden, local_weight(self.weight), None).squeeze(-1).float()
+
+
 class Transformer(nn.Module):
     """GLM-4.5/4.6 mixture-of-experts decoder, or a part of it with consecutive layers.
 
     Layers are in dictionaries keyed by their number, so that parameters of a part keep their names.
     """
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, head: Head = "lm"):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
@@ -91,7 +111,8 @@ class Transformer(nn.Module):
             }
         )
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size)
+        self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
+        self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
         self.build_mask: MaskBuilder = attention_mask
 
@@ -110,7 +131,7 @@ class Transformer(nn.Module):
         if layers.start > 0:
             self.embed_tokens = None
         if layers.stop < self.shape.num_hidden_layers:
-            self.norm, self.lm_head, self.mtp = None, None, nn.ModuleDict()
+            self.norm, self.lm_head, self.value_head, self.mtp = None, None, None, nn.ModuleDict()
 
     def forward(
         self,
@@ -159,11 +180,16 @@ class Transformer(nn.Module):
             hidden, of_layer = layer(hidden, rope, mask, is_real, options)
             if of_layer is not None:
                 statistics.append(of_layer)
-        if self.lm_head is None:
+        if self.norm is None:
             if self.embed_tokens is not None and mtp_input_ids is not None:
                 mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
             return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
         hidden = self.norm(hidden)
+        if self.value_head is not None:
+            none = hidden.new_zeros(0, dtype=torch.float32)
+            predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
+            values = self.value_head(hidden)
+            return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
         if labels is None:
             return self.lm_head(hidden)
 

@@ -5,7 +5,7 @@ reads the whole batch of small integers, so only hidden states and the embedding
 The loss is computed on the last stage; auxiliary losses enter backward on the stage of their layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.run_config import RunConfig
-from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
+from glm46.model.cross_entropy import HeadForm, summed_loss
+from glm46.model.transformer import Head, LossSums, StageOutput, Transformer, detached
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
 Batch = dict[str, Tensor]
@@ -32,14 +33,14 @@ class LocalStage:
         self.outputs: list[LossSums | StageOutput] = []
 
 
-def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup) -> list[LocalStage]:
+def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup, head: Head = "lm") -> list[LocalStage]:
     """This rank's stages of the pipeline `group`, on the meta device."""
     parallelism = config.parallelism
     split = split_layers(shape, parallelism.stages, config.training.seq_len)
     stages = []
     for index in stages_of_rank(parallelism, dist.get_rank(group)):
         with torch.device("meta"):
-            model = Transformer(shape)
+            model = Transformer(shape, head)
         model.keep_layers(split[index])
         stages.append(LocalStage(index, model))
     return stages
@@ -58,16 +59,18 @@ class Pipeline:
         self,
         batches: list[Batch],
         arguments: dict[str, Any],
-        objective: Callable[[LossSums], Tensor],
+        objective: Callable[[LossSums, Batch], Tensor],
         auxiliary: Callable[[Tensor], Tensor],
+        fields: Sequence[str] = (),
     ) -> list[list[LossSums | StageOutput]]:
         """Compute the gradients of all micro-batches of a step. Collective.
 
         Args:
             batches: arguments of the model that differ by micro-batch, of equal shape.
             arguments: arguments of the model that all micro-batches share.
-            objective: the loss to differentiate on the last stage.
+            objective: the loss to differentiate on the last stage, from its output and the `fields` of the batch.
             auxiliary: the loss to differentiate on other stages, from their auxiliary losses.
+            fields: names in `batches` that are not arguments of the model.
 
         Returns:
             For each stage of this rank, the detached output for each micro-batch.
@@ -77,7 +80,7 @@ class Pipeline:
         for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
             stage.outputs = []
             # Patched, not wrapped: the schedule must see an FSDP module, or it reduces gradients more than once.
-            stage.model.forward = _adapted(stage, forward, arguments, finish)
+            stage.model.forward = _adapted(stage, forward, arguments, finish, fields)
         try:
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
             ids = whole.pop("input_ids")
@@ -89,12 +92,12 @@ class Pipeline:
         return [stage.outputs for stage in self.stages]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> LossSums | None:
-        """Loss sums of one batch on the rank with the last stage, None on others. Collective."""
+    def evaluate(self, batch: Batch, form: HeadForm = summed_loss) -> LossSums | None:
+        """The output for one batch on the rank with the last stage, None on others. Collective."""
         carried, result = None, None
         for stage in self.stages:
             if stage.index == 0:
-                output = stage.model(**batch)
+                output = stage.model(**batch, form=form)
             else:
                 source = rank_of_stage(self._parallelism, stage.index - 1)
                 if source != dist.get_rank(self._group):
@@ -102,7 +105,7 @@ class Pipeline:
                     for tensor in carried:
                         dist.recv(tensor, group=self._group, group_src=source)
                 rest = {name: tensor for name, tensor in batch.items() if name != "input_ids"}
-                output = stage.model(**_stage_inputs(carried), **rest)
+                output = stage.model(**_stage_inputs(carried), **rest, form=form)
             if isinstance(output, LossSums):
                 result = output
                 continue
@@ -157,24 +160,27 @@ class Pipeline:
         )
 
 
-def _adapted(stage: LocalStage, forward: Callable, arguments: dict[str, Any], finish: Callable) -> Callable:
+def _adapted(
+    stage: LocalStage, forward: Callable, arguments: dict[str, Any], finish: Callable, fields: Sequence[str]
+) -> Callable:
     """The model's forward as a schedule calls it: tensors in, tensors out. Other results go to ``stage.outputs``."""
 
     def adapted(*received: Tensor, **batch: Tensor):
         inputs = {"input_ids": received[0]} if stage.index == 0 else _stage_inputs(received)
+        for_objective = {name: batch.pop(name) for name in fields}
         output = forward(**inputs, **batch, **arguments)
         # Without the tensors that are sent on, which would stay in memory for the whole step.
         kept = output if isinstance(output, LossSums) else output._replace(hidden=None, mtp_embeddings=None)
         stage.outputs.append(detached(kept))
-        return finish(output)
+        return finish(output, for_objective)
 
     return adapted
 
 
 def _finish_training(stage: LocalStage, objective: Callable, auxiliary: Callable) -> Callable:
-    def finish(output: LossSums | StageOutput):
+    def finish(output: LossSums | StageOutput, batch: Batch):
         if isinstance(output, LossSums):
-            return objective(output)
+            return objective(output, batch)
         hidden = output.hidden
         if output.aux_losses.requires_grad:
             hidden = _WithLoss.apply(hidden, auxiliary(output.aux_losses))

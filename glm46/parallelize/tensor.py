@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from glm46.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks
+from glm46.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
 from glm46.model.attention import Attention
 from glm46.model.experts import Experts
 from glm46.model.layers import FeedForward
 from glm46.model.moe import MoE
 from glm46.model.router import Router
-from glm46.model.transformer import OutputHead, Transformer
+from glm46.model.transformer import OutputHead, Transformer, ValueHead
 from glm46.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
 from glm46.planner.parameters import find_parameter
 
@@ -41,6 +41,8 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             module.forward = vocabulary_parallel_lookup(module, group)
         elif isinstance(module, OutputHead):
             module.forward = vocabulary_parallel_head(module, group)
+        elif isinstance(module, ValueHead):
+            module.forward = _with_whole_output(module.forward, group)
 
 
 def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
@@ -71,6 +73,10 @@ def _with_own_padding(forward, group: dist.ProcessGroup):
         return forward(x, None if is_real is None else is_real.chunk(ranks, dim=1)[rank], options)
 
     return with_own_padding
+
+
+def _with_whole_output(forward, group: dist.ProcessGroup):
+    return lambda x: whole_sequence(forward(x), group)
 
 
 def _sum_also_over(sum_over_others, group: dist.ProcessGroup):

@@ -19,9 +19,10 @@ from glm46.config.optimizer import Optimizer
 class Parameter:
     """One row: a parameter, or a buffer, that its part of the model holds once."""
 
-    part: Literal["embedding", "head", "layer", "dense", "moe", "mtp"]
+    part: Literal["embedding", "head", "value", "layer", "dense", "moe", "mtp"]
     """layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward network of such a
-    layer. head: the final norm and the output head. mtp: an MTP layer without its block."""
+    layer. head: the final norm and the output head. value: the head of a value network, which has it instead of the
+    output head and the MTP layers. mtp: an MTP layer without its block."""
     name: str
     """Our name inside the part."""
     hf_names: tuple[str, ...]
@@ -112,6 +113,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "F": width,
         "2F": 2 * width,
         "S": width * shape.n_shared_experts,
+        "1": 1,
     }
 
 
@@ -184,6 +186,7 @@ PARAMETERS = (
     _same(
         "head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0, hf_repeat="shared_head.head.weight"
     ),
+    _same("value", "value_head.weight", "1 D", "value head", optimizer="adamw"),
     _norm("mtp", "enorm.weight", "D"),
     _norm("mtp", "hnorm.weight", "D"),
     _norm("mtp", "norm.weight", "D", "shared_head.norm.weight"),
@@ -191,7 +194,8 @@ PARAMETERS = (
 )
 
 _PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
-_SCOPES = {"embedding": "model", "head": "model", "layer": "layer", "dense": "layer", "moe": "layer", "mtp": "mtp"}
+_SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(("layer", "dense", "moe"), "layer")
+_SCOPES["mtp"] = "mtp"
 _BY_NAME = {(_SCOPES[row.part], row.name): row for row in PARAMETERS}
 
 
@@ -233,13 +237,14 @@ def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
     return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
 
 
-def named_rows(shape: ModelShape) -> dict[str, Parameter]:
-    """Every parameter and buffer of the model by its full name, in the order of the model."""
+def named_rows(shape: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, Parameter]:
+    """Every parameter and buffer of the model with this head by its full name, in the order of the model."""
     dense, moe, mtp = layer_counts(shape)
+    without = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
     prefixes = [("", part_rows(shape, "embedding"))]
     prefixes += [(f"layers.{index}.", dense_layer(shape)) for index in range(dense)]
     prefixes += [(f"layers.{dense + index}.", moe_layer(shape)) for index in range(moe)]
-    prefixes.append(("", part_rows(shape, "head")))
+    prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != without]))
     for index in range(mtp):
         prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}

@@ -1,4 +1,5 @@
-"""Loss-free balancing: after each optimizer step the selection bias moves towards experts with too few tokens."""
+"""Balance of experts: options and auxiliary losses of the routing, and loss-free balancing, which after each optimizer
+step moves the selection bias towards experts with too few tokens."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +7,33 @@ from torch import Tensor
 
 from glm46.config.model import ModelShape
 from glm46.config.moe import MoE
+from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer, router_names
+from glm46.planner.schedule import schedule_value
+
+
+def routing_options(moe: MoE, clock: int, device: torch.device) -> RoutingOptions:
+    """Routing options of [moe] at this point of the curriculum."""
+    temperature = None
+    if moe.router_temperature != 1.0:
+        temperature = torch.tensor(schedule_value(moe.router_temperature, clock), device=device)
+    return RoutingOptions(
+        temperature=temperature,
+        capacity_factor=moe.capacity_factor,
+        balance_loss=moe.sequence_aux_loss_weight > 0.0,
+        z_loss=moe.z_loss_weight > 0.0,
+    )
+
+
+def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE) -> Tensor:
+    """Part of the step's loss from the auxiliary losses of some layers.
+
+    Args:
+        aux_losses: FP32 [2] as in `LossSums`.
+        real_tokens: of the whole step.
+    """
+    balance, z = aux_losses / max(real_tokens, 1)
+    return moe.sequence_aux_loss_weight * balance + moe.z_loss_weight * z
 
 
 class ExpertBalance:

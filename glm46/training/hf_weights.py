@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.local_tensor import local_tensor
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import config_of, read_config
@@ -12,26 +12,26 @@ from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
 from glm46.huggingface.names import has_repeats
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from glm46.training.build import Parts
+from glm46.training.network import Network
 from glm46.training.state import Progress
 
 
-def load_weights(parts: Parts, folder: Path) -> None:
+def load_weights(network: Network, folder: Path) -> None:
     """Load weights and expert biases from a Hugging Face folder, on any mesh. Collective.
 
     Raises:
         UserError: the folder is corrupt or belongs to another model.
     """
-    tensors = _tensors(parts)
-    if not parts.process.is_main:
-        import_weights(folder, parts.shape, tensors)
+    tensors, shape = network.weights(), network.plan.shape
+    if not network.cluster.process.is_main:
+        import_weights(folder, shape, tensors)
         return
     total = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
     with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
-        import_weights(folder, parts.shape, tensors, report=report)
+        import_weights(folder, shape, tensors, report=report)
 
 
-def save_weights(parts: Parts, progress: Progress) -> Path:
+def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> Path:
     """Save the model as a Hugging Face folder under job.dump_folder. Collective.
 
     A run that started from such a folder keeps the fields of its config.json and its choice of copies.
@@ -39,19 +39,14 @@ def save_weights(parts: Parts, progress: Progress) -> Path:
     Returns:
         The folder.
     """
-    config = parts.config
+    config, shape = network.plan.config, network.plan.shape
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
         origin = Path(config.checkpoint.initial_load_path)
-        raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), parts.shape)
-    config_json = config_of(parts.shape, raw, eos_ids=stop_ids(parts.tokenizer), dtype="bfloat16")
-    files = files_beside_weights(parts.tokenizer, max_length=parts.shape.max_position_embeddings)
+        raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)
+    config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype="bfloat16")
+    files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
     options = ExportOptions(dtype=torch.bfloat16, repeat_shared=repeat_shared, other_files=files)
-    export_weights(folder, parts.shape, config_json, _tensors(parts), options=options)
+    export_weights(folder, shape, config_json, network.weights(), options=options)
     return folder
-
-
-def _tensors(parts: Parts) -> dict[str, Tensor]:
-    named = parts.parameters | parts.buffers()
-    return {name: tensor.detach() for name, tensor in named.items()}

@@ -2,18 +2,25 @@
 
 import torch.distributed as dist
 
+from glm46.config.parallelism import Parallelism
 from glm46.distributed.local_tensor import local_tensor
 from glm46.optim.roles import RoleRow, add_role_rows
-from glm46.training.build import Parts
+from glm46.training.network import Network
+from glm46.training.task import Task
 
 _RANKS_SHOWN = 4
 
 
-def describe_layout(parts: Parts) -> list[str]:
+def describe_layout(task: Task) -> list[str]:
     """Lines about the mesh and the memory of the ranks. Collective."""
-    layout = parts.layout
+    layout = task.plan.layout
     axes = [
-        ("pp", layout.pp, layout.world_size // layout.pp, f"other layers, schedule {_schedule(parts)}"),
+        (
+            "pp",
+            layout.pp,
+            layout.world_size // layout.pp,
+            f"other layers, schedule {_schedule(task.plan.config.parallelism)}",
+        ),
         ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "replicas of the same parameters"),
         ("dp_shard", layout.dp_shard, layout.ranks_per_dp_rank, "other parts of each parameter, other sequences"),
         ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
@@ -22,38 +29,38 @@ def describe_layout(parts: Parts) -> list[str]:
     ]
     used = [axis for axis in axes if axis[1] > 1]
     product = " x ".join(f"{name} {degree}" for name, degree, *_ in used if name != "ep")
-    lines = [f"ranks        {layout.world_size}{' = ' + product if product else ''} on {parts.process.device.type}"]
+    lines = [f"ranks        {layout.world_size}{' = ' + product if product else ''} on {task.cluster.device.type}"]
     for name, degree, stride, meaning in used:
         ranks = [str(index * stride) for index in range(degree)]
         if degree > _RANKS_SHOWN:
             ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
     held = [None] * layout.world_size
-    dist.all_gather_object(held, _rank_memory(parts))
+    dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)
 
 
-def whole_role_table(parts: Parts) -> list[RoleRow]:
+def whole_role_table(network: Network) -> list[RoleRow]:
     """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
-    table = parts.optimizer.role_table()
-    if parts.meshes.pipeline is None:
+    table, pipeline = network.optimizer.role_table(), network.cluster.meshes.pipeline
+    if pipeline is None:
         return table
-    tables: list = [None] * dist.get_world_size(parts.meshes.pipeline)
-    dist.all_gather_object(tables, table, group=parts.meshes.pipeline)
+    tables: list = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(tables, table, group=pipeline)
     return add_role_rows(tables)
 
 
-def _schedule(parts: Parts) -> str:
-    parallelism = parts.config.parallelism
+def _schedule(parallelism: Parallelism) -> str:
     several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
     return parallelism.pipeline_parallel_schedule + several
 
 
-def _rank_memory(parts: Parts) -> tuple[list[tuple[int, int]], int, int, int]:
+def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, int, int]:
     """First and last layer of each local stage; number and bytes of local parameters; bytes of optimizer states."""
-    layers = [[int(number) for number in model.layers] for model in parts.models]
-    parameters = [local_tensor(parameter) for parameter in parts.parameters.values()]
-    states = [local_tensor(state) for state in parts.optimizer.state_tensors().values()]
+    layers = [[int(number) for number in model.layers] for model in networks[0].models]
+    parameters = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
+    optimizers = [network.optimizer for network in networks if network.optimizer is not None]
+    states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
         sum(parameter.numel() for parameter in parameters),

@@ -23,8 +23,6 @@ TENSOR_KEYS = (
     "optimizer.lm_head", "optimizer.state_dtype",
 )  # fmt: skip
 """Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
-TEXT_KEYS = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers")
-"""Keys that map sample numbers to text."""
 
 
 def refuse_origin(config: RunConfig) -> None:

@@ -11,54 +11,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.checkpoint.integrity import step_folder
+from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
 from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
-from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
+from glm46.distributed.process import Process
 from glm46.reliability.stop import Diverged
-from glm46.training.build import Parts
-from glm46.training.data_stream import rows_read
-from glm46.training.hf_weights import load_weights
-from glm46.training.origin import TENSOR_KEYS, TEXT_KEYS, differences
+from glm46.training.origin import TENSOR_KEYS, differences
 from glm46.training.state import Progress
+from glm46.training.task import Task
 
 _FAULTS_SHOWN = 3
 
 
-def checkpoint_tensors(parts: Parts) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name. Loading writes into these tensors."""
-    model = parts.parameters | parts.buffers()
-    named = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
-    named |= {f"optimizer.{name}": tensor for name, tensor in parts.optimizer.state_tensors().items()}
-    named |= {f"balance.{name}": tensor for name, tensor in parts.balance.state_tensors().items()}
-    return named | _rng_states(parts)
+def checkpoint_tensors(task: Task) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name: those of every network that trains, and the random generators. The names of
+    all networks but the main one begin with the network's. Loading writes into these tensors."""
+    named: dict[str, Tensor] = {}
+    main = next(iter(task.networks))
+    for name in task.objectives:
+        named |= task.networks[name].state_tensors("" if name == main else f"{name}.")
+    return named | _rng_states(task.cluster.process)
 
 
-def _rng_states(parts: Parts) -> dict[str, Tensor]:
+def _rng_states(process: Process) -> dict[str, Tensor]:
     """States of this rank's random generators. Names contain the rank, because states may differ between ranks."""
-    states = {f"rng.{parts.process.rank}.cpu": torch.get_rng_state()}
-    if parts.process.device.type == "cuda":
-        states[f"rng.{parts.process.rank}.cuda"] = torch.cuda.get_rng_state(parts.process.device)
+    states = {f"rng.{process.rank}.cpu": torch.get_rng_state()}
+    if process.device.type == "cuda":
+        states[f"rng.{process.rank}.cuda"] = torch.cuda.get_rng_state(process.device)
     return states
 
 
-def checkpoint_meta(parts: Parts, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
+def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
     """JSON content of a checkpoint besides the tensors."""
     return {
         "progress": asdict(progress),
-        "config": dump_config(parts.config),
-        "stream": parts.stream_fingerprint(),
-        TOKENIZER_KEY: parts.tokenizer.fingerprint,
-        "read": rows_read(parts, progress),
+        "config": dump_config(task.plan.config),
+        "stream": task.fingerprint(),
         "validation": validation,
+        **task.state(progress),
     }
 
 
-def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
+def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[str, Any] | None]:
     """Load the state that the run starts from. Collective.
 
     Returns:
@@ -67,38 +66,38 @@ def start(parts: Parts) -> tuple[Progress, dict[str, Any] | None]:
     Raises:
         UserError: the checkpoint does not match the model or the data.
     """
-    config = parts.config.checkpoint
-    fresh = Progress(curriculum_tokens=parts.config.lr_scheduler.start_tokens)
+    config = task.plan.config.checkpoint
+    fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     if config.enable:
-        step = parts.checkpoints.newest() if config.load_step == -1 else config.load_step
+        step = checkpoints.newest() if config.load_step == -1 else config.load_step
         if step is not None:
-            meta = _load(parts, step)
-            if meta["stream"] != parts.stream_fingerprint():
-                raise UserError(*on_first_rank(_other_text(parts.config, step_folder(parts.checkpoints.folder, step))))
+            meta = _load(task, checkpoints, step)
+            if meta["stream"] != task.fingerprint():
+                raise UserError(*on_first_rank(_other_text(task, step_folder(checkpoints.folder, step))))
             return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
     if config.initial_load_in_hf:
-        run_on_all_ranks(lambda: load_weights(parts, path))
+        run_on_all_ranks(lambda: task.load_exported(path))
         return fresh, None
-    meta = _load(parts, path.resolve(), ignored=_names_not_loaded(parts, path.resolve()))
+    meta = _load(task, checkpoints, path.resolve(), ignored=_names_not_loaded(task, path.resolve()))
     if not config.initial_load_model_only:
         # Text that the earlier phase has read is not read again.
         fresh.read_before = meta.get("read", [])
     return fresh, meta
 
 
-def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any]]:
+def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) -> tuple[Progress, dict[str, Any]]:
     """Load the last good checkpoint before a row of skipped steps, or before weights or states became non-finite. The
     samples of that row, or of all steps after the checkpoint, are excluded from then on. Collective.
 
     Raises:
         Diverged: rollbacks are disabled, their limit is reached, or there is no earlier checkpoint.
     """
-    training = parts.config.training
-    parts.checkpoints.abandon_saves()
-    non_finite = parts.checkpoints.not_finite(checkpoint_tensors(parts))
+    training = task.plan.config.training
+    checkpoints.abandon_saves()
+    non_finite = checkpoints.not_finite(checkpoint_tensors(task))
     causes = []
     if progress.skipped_in_a_row:
         skipped = counted(progress.skipped_in_a_row, "step")
@@ -113,12 +112,12 @@ def roll_back(parts: Parts, progress: Progress) -> tuple[Progress, dict[str, Any
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
         raise Diverged(*on_first_rank(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
-    step = parts.checkpoints.newest(before=before) if parts.config.checkpoint.enable else None
+    step = checkpoints.newest(before=before) if task.plan.config.checkpoint.enable else None
     if step is None:
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
         )
-    meta = _load(parts, step)
+    meta = _load(task, checkpoints, step)
     earlier = Progress(**meta["progress"])
     first_bad_sample = earlier.samples if non_finite else progress.bad_since_sample
     return progress.rolled_back_to(earlier, first_bad_sample), meta
@@ -138,8 +137,8 @@ def _explained(faults: Sequence[str], config: RunConfig, folder: Path) -> list[s
     return [*causes, *faults[:_FAULTS_SHOWN], *more]
 
 
-def _other_text(config: RunConfig, folder: Path) -> str:
-    changed = "; ".join(differences(TEXT_KEYS, config, folder))
+def _other_text(task: Task, folder: Path) -> str:
+    changed = "; ".join(differences(task.identity_keys, task.plan.config, folder))
     return (
         f"{changed or 'data.sources: the shards hold other text than before'}. The checkpoint of {folder} was trained "
         "on other data, or in another order; restore it, or start a new run from its weights: set another "
@@ -147,36 +146,38 @@ def _other_text(config: RunConfig, folder: Path) -> str:
     )
 
 
-def _names_not_loaded(parts: Parts, folder: Path) -> frozenset[str]:
+def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     """Names of tensors that this run does not load from the step folder of another run. Collective."""
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, list(checkpoint_tensors(parts)))  # stages of a pipeline hold different ones
+    dist.all_gather_object(held, list(checkpoint_tensors(task)))  # stages of a pipeline hold different ones
     metadata, faults = read_metadata(folder)
     if metadata is None:
         raise UserError(*faults)
     ours = {name for names in held for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    return names_not_loaded(ours, theirs, parts.config.checkpoint)
+    return names_not_loaded(ours, theirs, task.plan.config.checkpoint)
 
 
-def _load(parts: Parts, source: int | Path, ignored: Collection[str] = ()) -> dict[str, Any]:
+def _load(
+    task: Task, checkpoints: CheckpointManager, source: int | Path, ignored: Collection[str] = ()
+) -> dict[str, Any]:
     """Load all tensors except `ignored` from a step of this run, or from the step folder of another. Collective.
 
     Returns:
         The metadata of the checkpoint.
     """
-    tensors = {name: tensor for name, tensor in checkpoint_tensors(parts).items() if name not in ignored}
-    load = parts.checkpoints.load if isinstance(source, int) else parts.checkpoints.load_from
+    tensors = {name: tensor for name, tensor in checkpoint_tensors(task).items() if name not in ignored}
+    load = checkpoints.load if isinstance(source, int) else checkpoints.load_from
     # Optional: another number of ranks has other generators. No result depends on them.
     try:
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
-        folder = source if isinstance(source, Path) else step_folder(parts.checkpoints.folder, source)
-        raise UserError(*on_first_rank(*_explained(error.faults, parts.config, folder))) from None
-    rank = parts.process.rank
+        folder = source if isinstance(source, Path) else step_folder(checkpoints.folder, source)
+        raise UserError(*on_first_rank(*_explained(error.faults, task.plan.config, folder))) from None
+    rank = task.cluster.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"], parts.process.device)
+        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"], task.cluster.device)
     return meta
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from glm46.checkpoint.finite import NotFiniteError
 from glm46.checkpoint.integrity import complete_steps
+from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.save import SaveOutcome
 from glm46.config.errors import UserError
 from glm46.distributed.collective_errors import on_first_rank
@@ -11,9 +12,9 @@ from glm46.distributed.ranks import CheckpointError
 from glm46.observe.report import Report
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.stop import Diverged
-from glm46.training.build import Parts
 from glm46.training.resume import checkpoint_meta, checkpoint_tensors
 from glm46.training.state import Progress
+from glm46.training.task import Task
 
 
 class SaveFailed(UserError):
@@ -25,8 +26,11 @@ class SaveFailed(UserError):
 class Saver:
     """Saves every `[checkpoint] interval` steps, in the background if configured, and once at the end."""
 
-    def __init__(self, parts: Parts, report: Report, progress: Progress, spikes: SpikeDetector):
-        self._parts, self._report, self._config = parts, report, parts.config.checkpoint
+    def __init__(
+        self, task: Task, checkpoints: CheckpointManager, report: Report, progress: Progress, spikes: SpikeDetector
+    ):
+        self._task, self._checkpoints, self._report = task, checkpoints, report
+        self._config = task.plan.config.checkpoint
         self._spikes = spikes
         self._saved_step = progress.step
         self._failed_saves = 0
@@ -77,11 +81,11 @@ class Saver:
             if self._saved_step != progress.step:
                 self._save_now(progress, validation)
             try:
-                self._report_saves(self._parts.checkpoints.close())
+                self._report_saves(self._checkpoints.close())
             except CheckpointError as error:
                 self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
                 self._save_now(progress, validation)
-                self._report_saves(self._parts.checkpoints.close())
+                self._report_saves(self._checkpoints.close())
         except NotFiniteError as error:
             fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._remedy()}"
             raise Diverged(*on_first_rank(fault)) from None
@@ -89,23 +93,23 @@ class Saver:
             raise SaveFailed(*on_first_rank(f"step {progress.step} is not saved. {error}; {self._remedy()}")) from None
 
     def _remedy(self) -> str:
-        folder = self._parts.checkpoints.folder
+        folder = self._checkpoints.folder
         newest = max(complete_steps(folder), default=0)
         where = f"continues from the checkpoint of step {newest}" if newest else "starts from step 0, no step is saved"
-        return f"job.dump_folder = {self._parts.config.job.dump_folder!r}: the same command {where}"
+        return f"job.dump_folder = {self._task.plan.config.job.dump_folder!r}: the same command {where}"
 
     def _poll_saves(self, progress: Progress) -> None:
         # Ranks may see the end of a save one step apart. Its failure must not keep a rank from the next save, which is
         # collective: the others would hang.
         try:
-            self._report_saves(self._parts.checkpoints.poll())
+            self._report_saves(self._checkpoints.poll())
         except CheckpointError as error:
             self._report_failure(progress, error)
 
     def _save(self, progress: Progress, validation: dict[str, float]) -> None:
         if self._config.async_mode == "disabled":
             self._save_now(progress, validation)
-        elif self._parts.checkpoints.save_in_background(**self._snapshot(progress, validation)):
+        elif self._checkpoints.save_in_background(**self._snapshot(progress, validation)):
             self._saved_step = progress.step
         else:
             self._report.message(
@@ -114,14 +118,14 @@ class Saver:
             )
 
     def _save_now(self, progress: Progress, validation: dict[str, float]) -> None:
-        self._report_saves([self._parts.checkpoints.save(**self._snapshot(progress, validation))])
+        self._report_saves([self._checkpoints.save(**self._snapshot(progress, validation))])
         self._saved_step = progress.step
 
     def _snapshot(self, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
         return {
             "step": progress.step,
-            "tensors": checkpoint_tensors(self._parts),
-            "meta": checkpoint_meta(self._parts, progress, validation) | {"spikes": self._spikes.to_meta()},
+            "tensors": checkpoint_tensors(self._task),
+            "meta": checkpoint_meta(self._task, progress, validation) | {"spikes": self._spikes.to_meta()},
             "validation_loss": validation.get("validation_loss"),
             "is_good": not progress.skipped_in_a_row,
         }

@@ -22,7 +22,7 @@ LAYERS = {
     "huggingface": 5,
     "inference": 6,
     "training": 7,
-    "benchmark": 8,
+    "pretrain": 8, "benchmark": 8,
     "commands": 9,
     "cli": 10,
     "__main__": 11,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import glm46.training.step as step_module
 from glm46.data.tokenizer import load_tokenizer
-from glm46.training import trainer
+from glm46.pretrain import next_token, task
+from glm46.training import loop
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import small_config, write_source
 
@@ -27,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def poison(hit) -> None:
     """Put a NaN at a place of the step whenever ``hit(place)``."""
-    objective, norm, build = step_module.objective, step_module.global_grad_norm, trainer.build
+    loss, norm, build = next_token.next_token_loss, step_module.global_grad_norm, task.build_network
     nan = float("nan")
 
     def poisoned_norm(parameters, *arguments):
@@ -38,9 +39,8 @@ def poison(hit) -> None:
         return norm(parameters, *arguments)
 
     def poisoned_build(*arguments):
-        parts = build(*arguments)
-        model = getattr(parts, "models", None) or [parts.model]
-        layer = model[0].get_submodule("layers.1")
+        network = build(*arguments)
+        layer = network.models[0].get_submodule("layers.1")
         for site, module in (("activation", layer), ("router", layer.mlp.router)):
             module.register_forward_pre_hook(
                 lambda _, inputs, site=site: (inputs[0] * nan, *inputs[1:]) if hit(site) else None
@@ -48,26 +48,27 @@ def poison(hit) -> None:
         layer.self_attn.q_proj.register_forward_hook(
             lambda _, __, output: output.register_hook(lambda g: g * nan) and None if hit("gradient") else None
         )
-        return parts
+        return network
 
-    step_module.objective = lambda *arguments: objective(*arguments) * (nan if hit("loss") else 1.0)
-    step_module.global_grad_norm, trainer.build = poisoned_norm, poisoned_build
+    next_token.next_token_loss = lambda *arguments: loss(*arguments) * (nan if hit("loss") else 1.0)
+    step_module.global_grad_norm, task.build_network = poisoned_norm, poisoned_build
 
 
 def work(rank: int, config, out: Path) -> int:
     torch.set_num_threads(1)
     step, pending, kept = 0, None, []
-    original = trainer.train_step
+    original = loop.train_step
 
-    def recorded(parts, *arguments):
+    def recorded(job, *arguments):
         nonlocal step, pending
         step += 1
         site, victim = BAD.get(step, (None, None))
         pending = site if rank == victim else None
+        parts = job.network
         named = parts.parameters | parts.optimizer.state_tensors() | parts.balance.state_tensors()
         named |= {f"bias{i}": r.e_score_correction_bias for i, r in enumerate(parts.balance.routers.values())}
         before = {name: local(t.detach()).clone() for name, t in named.items()}
-        outcome = original(parts, *arguments)
+        outcome = original(job, *arguments)
         after = {name: local(t.detach()) for name, t in named.items()}
         assert pending is None, pending
         assert all(t.isfinite().all() for t in after.values())
@@ -80,9 +81,9 @@ def work(rank: int, config, out: Path) -> int:
         pending = None if is_due else pending
         return is_due
 
-    trainer.train_step = recorded
+    loop.train_step = recorded
     poison(hit)
-    trainer.train(config)
+    task.train(config)
     out.write_text(json.dumps(kept))
     return 0
 

@@ -14,16 +14,16 @@ from glm46.config.presets import resolve_shape
 from glm46.distributed.process import join, leave
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
-from glm46.training.build import assemble
-from glm46.training.loss import count_tokens, objective
 from glm46.training.step import train_step
+from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_ranks
 from tests.ranks.sharded_layouts import (
     OPTIONS,
-    WEIGHTS,
     Layout,
+    build_job,
     distances,
     held,
+    loss_of_step,
     make_batch,
     make_config,
     micro_batches,
@@ -58,7 +58,7 @@ def one_process(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     model.cast(dtype)
     batch = make_batch(0)
     sums = model(**batch, options=OPTIONS)
-    objective(sums, count_tokens([batch]), WEIGHTS).backward()
+    loss_of_step(batch)(sums).backward()
     return sums.loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
 
 
@@ -66,13 +66,17 @@ def measure(truth: dict[str, Tensor]) -> None:
     """On each rank: every layout's loss sum, and the distance of each gradient from ``truth``."""
     process = join(60)
     for name, layout in LAYOUTS.items():
-        parts = assemble(bf16_run(layout), process, None, {})
-        counts = count_tokens([make_batch(0)])
-        outcome = train_step(parts, micro_batches(parts, 0, layout.micro_batches), counts, 0, 1.0)
+        job = build_job(bf16_run(layout), process)
+        totals = count_step(job, [make_batch(0)])
+        outcome = train_step(job, micro_batches(job, 0, layout.micro_batches), totals, 0, 1.0)
         ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in parts.parameters.items()}, truth))
+        dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in job.network.parameters.items()}, truth))
         if process.is_main:
-            print(json.dumps({"layout": name, "loss": float(outcome.loss_sum), "gradients": distances(ranks, truth)}))
+            print(
+                json.dumps(
+                    {"layout": name, "loss": outcome.main.sums["loss"].item(), "gradients": distances(ranks, truth)}
+                )
+            )
     leave()
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/ranks/changed_meshes.py [NAME ...]
 
 Without names of pairs, such as fsdp-to-tp2, all of `ALL_PAIRS`; the test runs `SHORT_PAIRS`.
-The trainer's own parts, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
+The engine's own network, step and names of checkpoints. Each mesh trains two steps and saves. Then a mesh loads what
 another has saved: every weight, optimizer state, buffer and balance must be equal bit for bit, and the next losses
 those of the mesh that saved and went on.
 """
@@ -19,12 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.distributed.process import Process, join, leave
-from glm46.training.build import Parts, assemble
-from glm46.training.loss import count_tokens
 from glm46.training.resume import checkpoint_tensors
+from glm46.training.services import build_checkpoints
 from glm46.training.step import train_step
+from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases, run_ranks
-from tests.ranks.sharded_layouts import LAYOUTS_AT_ONCE, Layout, make_batch, make_config, micro_batches, whole
+from tests.ranks.sharded_layouts import (
+    LAYOUTS_AT_ONCE,
+    Job,
+    Layout,
+    build_job,
+    make_batch,
+    make_config,
+    micro_batches,
+    whole,
+)
 
 MESHES = {
     "fsdp": Layout(),
@@ -61,19 +70,19 @@ def settings(layout: Layout):
     return config.model_copy(update={"moe": moe})
 
 
-def next_steps(parts: Parts, layout: Layout, first: int, count: int) -> list[float]:
+def next_steps(job: Job, layout: Layout, first: int, count: int) -> list[float]:
     """Losses of some steps."""
     losses = []
     for step in range(first, first + count):
-        counts = count_tokens([make_batch(step)])
-        outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
-        losses.append(outcome.loss_sum / counts.targets)
+        totals = count_step(job, [make_batch(step)])
+        outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0)
+        losses.append(outcome.main.sums["loss"].item() / totals.main["targets"])
     return losses
 
 
-def state(parts: Parts) -> dict[str, Tensor]:
+def state(job: Job) -> dict[str, Tensor]:
     """All tensors that a checkpoint holds and that are the same on every mesh, whole; collective."""
-    tensors = {n: t for n, t in checkpoint_tensors(parts).items() if not n.startswith("rng.")}
+    tensors = {n: t for n, t in checkpoint_tensors(job).items() if not n.startswith("rng.")}
     return {name: whole(tensor).clone() for name, tensor in tensors.items()}
 
 
@@ -88,23 +97,25 @@ def save(process: Process, base: Path, name: str) -> tuple[dict[str, Tensor], li
     """Train on a mesh and save; the saved tensors, and the losses of the steps after it."""
     layout, config = MESHES[name], settings(MESHES[name])
     config = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": str(base / name)})})
-    parts = assemble(config, process, None, {})
-    next_steps(parts, layout, 0, STEPS_BEFORE)
-    parts.checkpoints.save(STEPS_BEFORE, checkpoint_tensors(parts), {"mesh": name})
-    parts.checkpoints.close()
-    return merged(state(parts)), next_steps(parts, layout, STEPS_BEFORE, STEPS_AFTER)
+    job = build_job(config, process)
+    next_steps(job, layout, 0, STEPS_BEFORE)
+    checkpoints = build_checkpoints(job.plan)
+    checkpoints.save(STEPS_BEFORE, checkpoint_tensors(job), {"mesh": name})
+    checkpoints.close()
+    return merged(state(job)), next_steps(job, layout, STEPS_BEFORE, STEPS_AFTER)
 
 
 def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str, Tensor], list[float]]:
     """Load on a mesh what another one has saved, and go on."""
     layout, config = MESHES[name], settings(MESHES[name])
     config = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": str(base / saved)})})
-    parts = assemble(config, process, None, {})
-    meta = parts.checkpoints.load(STEPS_BEFORE, checkpoint_tensors(parts), optional=("rng.",), ignored=("rng.",))
+    job = build_job(config, process)
+    checkpoints = build_checkpoints(job.plan)
+    meta = checkpoints.load(STEPS_BEFORE, checkpoint_tensors(job), optional=("rng.",), ignored=("rng.",))
     assert meta == {"mesh": saved}
-    parts.checkpoints.close()
-    found = merged(state(parts))
-    return found, next_steps(parts, layout, STEPS_BEFORE, STEPS_AFTER)
+    checkpoints.close()
+    found = merged(state(job))
+    return found, next_steps(job, layout, STEPS_BEFORE, STEPS_AFTER)
 
 
 def save_all(base: Path, names: list[str]) -> None:

@@ -13,7 +13,7 @@ from glm46.data.manifest import load_manifest
 from glm46.data.shards import BLOCK_BYTES
 from glm46.data.tokenizer import load_tokenizer
 from glm46.data.verified import VerifiedShard
-from glm46.training import trainer
+from glm46.training import loop
 from tests.ranks.forked_launch import fork_launch, is_alive
 from tests.small_run import small_config, write_source
 
@@ -54,7 +54,7 @@ def damage(case: str, source: Path, rank: int) -> None:
 
 def hamper(case: str, source: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    step, train_step, validate = 0, trainer.train_step, trainer._validate
+    step, train_step, validate = 0, loop.train_step, loop.validate
 
     def counted(*arguments):
         nonlocal step
@@ -69,7 +69,7 @@ def hamper(case: str, source: Path, rank: int) -> None:
             damage(case, source, rank)
         return validate(*arguments)
 
-    trainer.train_step, trainer._validate = counted, validated
+    loop.train_step, loop.validate = counted, validated
 
 
 def main() -> None:

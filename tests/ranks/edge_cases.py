@@ -23,8 +23,8 @@ from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise, parallelize
 from glm46.planner.layout import resolve_layout
-from glm46.training.loss import LossWeights, count_tokens, objective
 from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import loss_of_step
 
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
@@ -34,7 +34,6 @@ SHAPE = PRESETS["debug"].model_copy(
     )
 )  # fmt: skip
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
-WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
 STEPS = 4
 
 
@@ -127,13 +126,13 @@ def train(case: Case, model: nn.Module, take) -> tuple[float, Tensor, dict[str, 
     loss, counted = torch.zeros((), dtype=torch.float64), 0
     for step in range(STEPS):
         batch = make_batch(case, step)
-        counts = count_tokens([batch])
+        loss_of = loss_of_step(batch)
         if not case.documents:
             del batch["document_ids"]
         # The first step compiles, the second learns that sizes change; from then on nothing may be compiled again.
         with torch.compiler.set_stance("fail_on_recompile" if case.compiled and step >= 2 else "default"):
             sums = model(**take(batch), options=OPTIONS)
-            objective(sums, counts, WEIGHTS).backward()
+            loss_of(sums).backward()
         loss, counted = loss + sums.loss.detach(), counted + sums.tokens_per_expert
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return loss, counted, {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}

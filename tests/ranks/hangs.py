@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from glm46.checkpoint import save
 from glm46.data.tokenizer import load_tokenizer
+from glm46.pretrain.data_stream import DataStream
+from glm46.pretrain.task import train
 from glm46.reliability import watchdog
-from glm46.training import trainer
+from glm46.training import loop
 from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import small_config, write_source
@@ -39,7 +41,7 @@ SLOW_FROM, LAST_STEP = 60, 110
 def hampered_work(rank: int, config, moment: Path) -> int:
     """Train while the writer thread of rank 1 raises SystemExit in one save; later rank 0 is slowed in every step."""
     torch.set_num_threads(1)
-    step, train_step, write, times = 0, trainer.train_step, save.write_tensors, []
+    step, train_step, write, times = 0, loop.train_step, save.write_tensors, []
 
     def counted(*arguments):
         nonlocal step
@@ -58,8 +60,8 @@ def hampered_work(rank: int, config, moment: Path) -> int:
             raise SystemExit(3)
         return write(folder, *arguments)
 
-    trainer.train_step, save.write_tensors = counted, write_tensors
-    return trainer.train(config)
+    loop.train_step, save.write_tensors = counted, write_tensors
+    return train(config)
 
 
 def run_hampered(base: Path, source: Path) -> dict:
@@ -85,7 +87,7 @@ def run_cut_off(base: Path, source: Path) -> dict:
         source, folder, training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0}
     )
     watchdog._STORE_SECONDS = 2.0
-    children = start_ranks(2, log, lambda rank: torch.set_num_threads(1) or trainer.train(config))
+    children = start_ranks(2, log, lambda rank: torch.set_num_threads(1) or train(config))
     watchdog._STORE_SECONDS = 30.0
     while not (folder / "metrics.jsonl").exists():
         time.sleep(0.05)
@@ -107,7 +109,7 @@ def run_cut_off(base: Path, source: Path) -> dict:
 
 def work(rank: int, config, hang: str, victim: int, moment: Path) -> int:
     torch.set_num_threads(1)
-    step, original = 0, trainer.train_step
+    step, original = 0, loop.train_step
 
     def train_step(*arguments):
         nonlocal step
@@ -125,9 +127,9 @@ def work(rank: int, config, hang: str, victim: int, moment: Path) -> int:
             time.sleep(1000)
         return read(stream, *arguments)
 
-    read = trainer.DataStream.next
-    trainer.train_step, trainer.DataStream.next = train_step, next_batches
-    return trainer.train(config)
+    read = DataStream.next
+    loop.train_step, DataStream.next = train_step, next_batches
+    return train(config)
 
 
 CASES = (("asleep", 1), ("stopped", 0), ("blocked", 1), ("no text", 0), ("deadlocked", 1))

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 
 from glm46.distributed.process import join, leave
-from glm46.training.build import assemble
-from glm46.training.loss import count_tokens
 from glm46.training.step import train_step
-from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, make_batch, make_config, micro_batches
+from glm46.training.totals import count_step
+from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, build_job, make_batch, make_config, micro_batches
 from tests.ranks.traffic import Traffic
 
 CASES = [
@@ -24,13 +23,13 @@ def main() -> None:
     torch.set_num_threads(1)
     process = join(60)
     for layout in CASES:
-        parts = assemble(make_config(layout), process, None, {})
-        counts = count_tokens([make_batch(0)])
+        job = build_job(make_config(layout), process)
+        totals = count_step(job, [make_batch(0)])
         for _ in range(2):
             with Traffic() as traffic:
-                train_step(parts, micro_batches(parts, 0, layout.micro_batches), counts, 0, 1.0)
+                train_step(job, micro_batches(job, 0, layout.micro_batches), totals, 0, 1.0)
         figures = {"calls": dict(traffic.calls), "bytes": dict(traffic.bytes)}
-        figures["parameters"] = sum(parameter.to_local().numel() for parameter in parts.parameters.values())
+        figures["parameters"] = sum(parameter.to_local().numel() for parameter in job.network.parameters.values())
         ranks: list = [None] * process.world_size
         dist.all_gather_object(ranks, figures)
         if process.is_main:

@@ -12,7 +12,7 @@ import sys
 import torch
 
 import glm46.prepare.pipeline  # noqa: F401
-import glm46.training.trainer  # noqa: F401
+import glm46.pretrain.task  # noqa: F401
 from tests.ranks.forked_launch import end_with
 from tests.ranks.forked_ranks import run_ranks
 

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,19 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.local_tensor import global_indices, local_tensor
+from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, Transformer
 from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize.plan import initialise
-from glm46.training.build import Parts, assemble
-from glm46.training.loss import LossWeights, count_tokens, objective
-from glm46.training.step import forward_backward, to_device, train_step
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.pretrain.next_token import NextToken, count_targets, next_token_loss
+from glm46.training.balance import auxiliary_loss
+from glm46.training.network import Network, build_network
+from glm46.training.step import train_step
+from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
@@ -128,7 +134,8 @@ _LAYOUTS = {
 LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
 """By number of ranks and name."""
 ROWS, SEQ_LEN = 8, 24
-WEIGHTS = LossWeights(mtp=0.3, balance=0.01, z=0.001)
+MTP_WEIGHT = 0.3
+MOE = MoE(balance="none", sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
 STEPS = 3
@@ -166,6 +173,34 @@ def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
         "mtp_input_ids": tokens(ROWS, depth, SEQ_LEN),
         "mtp_labels": tokens(ROWS, depth, SEQ_LEN).masked_fill(missing.unsqueeze(1), -100),
     }
+
+
+def loss_of_step(batch: dict[str, Tensor]) -> Callable[[LossSums], Tensor]:
+    """The loss of a step of this whole batch, or a rank's part of it, from the sums over the tokens."""
+    real_tokens = int((batch["document_ids"] >= 0).sum())
+    totals = count_targets([batch], batch["mtp_labels"].shape[1])
+    return lambda sums: next_token_loss(sums, totals, MTP_WEIGHT) + auxiliary_loss(sums.aux_losses, real_tokens, MOE)
+
+
+class Job(NamedTuple):
+    """A task as far as a step needs it: one network, on batches of this file."""
+
+    plan: Plan
+    cluster: Cluster
+    networks: dict[str, Network]
+    objectives: dict[str, NextToken]
+
+    @property
+    def network(self) -> Network:
+        return self.networks["model"]
+
+
+def build_job(config: RunConfig, process: Process) -> Job:
+    """Build the network of a config; collective."""
+    plan = resolve_plan(config, process.world_size)
+    cluster = build_cluster(plan.layout, process)
+    network = build_network(plan, cluster)
+    return Job(plan, cluster, {"model": network}, {"model": NextToken(network)})
 
 
 def make_token_weights() -> Tensor:
@@ -209,7 +244,7 @@ def run_reference(config: RunConfig) -> tuple:
         sums = model(**seen, is_real=is_real, options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
-        objective(sums, count_tokens([batch]), WEIGHTS).backward()
+        loss_of_step(batch)(sums).backward()
         norm = global_grad_norm(parameters.values())
         scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
@@ -266,8 +301,8 @@ def make_config(layout: Layout) -> RunConfig:
                 "model": SHAPE | {"n_routed_experts": layout.num_experts},
                 "training": {"mixed_precision_param": "float32", "seq_len": SEQ_LEN},
                 "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
-                "moe": {"balance": "none", "sequence_aux_loss_weight": WEIGHTS.balance, "z_loss_weight": WEIGHTS.z},
-                "mtp": {"loss_weight": WEIGHTS.mtp},
+                "moe": MOE.model_dump(),
+                "mtp": {"loss_weight": MTP_WEIGHT},
                 "data": {"document_mask": layout.document_mask},
                 "compile": {"enable": layout.compiled},
                 "activation_checkpoint": {"mode": layout.checkpointing},
@@ -285,51 +320,48 @@ def make_config(layout: Layout) -> RunConfig:
     )
 
 
-def micro_batches(parts: Parts, step: int, count: int) -> list[dict[str, Tensor]]:
+def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    mask, readers = parts.config.data.document_mask, parts.layout.dp_degree
+    mask, readers = job.plan.config.data.document_mask, job.plan.layout.dp_degree
     batch = make_batch(step, mask) | {"weights": make_token_weights()}
     share = ROWS // count // readers
-    first = [micro * (ROWS // count) + parts.dp_rank * share for micro in range(count)]
+    first = [micro * (ROWS // count) + job.cluster.dp_rank * share for micro in range(count)]
     return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
 
 
-def run_by_token(parts: Parts, layout: Layout) -> tuple[float, dict[str, Held]]:
-    """Value and gradients of `token_objective` over all rows, by the trainer's own forward and backward; collective."""
-    batches = micro_batches(parts, 0, layout.micro_batches)
-    fields = ("document_ids", "weights") if parts.config.data.document_mask else ("weights",)
-    weights = [{name: batch[name] for name in fields} for batch in batches]
-    if parts.meshes.sequence is not None:
-        weights = [parts.meshes.sequence.cut(rows, parts.shape.sliding_window) for rows in weights]
-    remaining = iter(weights)
-    *_, outputs = forward_backward(
-        parts,
-        [to_device(batch, parts) for batch in batches],
+def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:
+    """Value and gradients of `token_objective` over all rows, by the engine's own forward and backward; collective."""
+    network, fields = job.network, ("weights",)
+    batches = [network.to_device(batch, fields) for batch in micro_batches(job, 0, layout.micro_batches)]
+    *_, outputs = network.forward_backward(
+        batches,
         BY_TOKEN,
-        objective=lambda sums: token_objective(sums, next(remaining)["weights"]),
+        objective=lambda sums, batch: token_objective(sums, batch["weights"]),
         auxiliary=lambda aux_losses: aux_losses.sum(),
+        fields=fields,
     )
     value = torch.zeros((), dtype=torch.float64)
-    for sums, rows in zip(outputs, weights, strict=True):
+    for sums, batch in zip(outputs, batches, strict=True):
         if isinstance(sums, LossSums):  # the ranks of tensor parallelism have the same
-            value += weighted(sums, rows["weights"]).double() / layout.tensor
+            value += weighted(sums, batch["weights"]).double() / layout.tensor
     dist.all_reduce(value)
-    return value.item(), {name: held(p.grad) for name, p in parts.parameters.items()}
+    return value.item(), {name: held(p.grad) for name, p in network.parameters.items()}
 
 
 def run_layout(process: Process, layout: Layout) -> tuple:
-    """The same as `run_reference`, by the trainer's own step, of the parameters that are here: initial weights whole,
+    """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole."""
-    parts = assemble(make_config(layout), process, None, {})
-    initial = {name: (whole(p).clone(), held(p)) for name, p in parts.parameters.items()}
-    by_token = run_by_token(parts, layout)
+    job = build_job(make_config(layout), process)
+    parameters = job.network.parameters
+    initial = {name: (whole(p).clone(), held(p)) for name, p in parameters.items()}
+    by_token = run_by_token(job, layout)
     figures, gradients = [], {}
     for step in range(STEPS):
-        counts = count_tokens([make_batch(step, layout.document_mask)])
-        outcome = train_step(parts, micro_batches(parts, step, layout.micro_batches), counts, 0, 1.0)
-        gradients = gradients or {name: held(p.grad) for name, p in parts.parameters.items()}
-        figures.append((outcome.loss_sum, outcome.tokens_per_expert, outcome.grad_norm))
-    return initial, by_token, figures, gradients, {name: held(p) for name, p in parts.parameters.items()}
+        totals = count_step(job, [make_batch(step, layout.document_mask)])
+        outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
+        gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
+        figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
+    return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 
 
 def gradient_errors(ranks: list[dict[tuple, tuple]], reference: dict[str, Tensor]) -> list[tuple[float, str]]:

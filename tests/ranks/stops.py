@@ -18,7 +18,9 @@ import torch
 from glm46.checkpoint.integrity import published_steps
 from glm46.config.loader import dump_config
 from glm46.data.tokenizer import load_tokenizer
-from glm46.training import resume, trainer
+from glm46.pretrain import task
+from glm46.training import loop, resume
+from glm46.training.saving import Saver
 from tests.ranks.forked_launch import fork_launch, is_alive
 from tests.small_run import small_config, write_source
 
@@ -49,15 +51,15 @@ def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
 
         return wrapped
 
-    train_step = trainer.train_step
+    train_step = loop.train_step
     for name in ("step", "second", "leave"):
         if name == moment:
-            trainer.train_step = at(name, train_step)
+            loop.train_step = at(name, train_step)
     if moment not in ("step", "second", "leave"):
-        trainer.train_step = at("none", train_step)
-    trainer.evaluate = at("validation", trainer.evaluate)
+        loop.train_step = at("none", train_step)
+    task.evaluate = at("validation", task.evaluate)
     resume.start = at("load", resume.start)
-    trainer.Saver._save = at("save", trainer.Saver._save)
+    Saver._save = at("save", Saver._save)
 
 
 def attempt(config, base: Path, moment: str, number: signal.Signals, chance: random.Random) -> dict:

@@ -22,7 +22,7 @@ from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import parallelize
 from glm46.planner.layout import resolve_layout
-from glm46.training.loss import LossWeights, count_tokens, objective
+from tests.ranks.sharded_layouts import loss_of_step
 
 CHANGES = dict(
     num_hidden_layers=3, hidden_size=64, vocab_size=512, intermediate_size=96, moe_intermediate_size=32,
@@ -130,7 +130,7 @@ def measure(process: Process, case: Case) -> dict:
     parallelize(model, meshes, config, process.device)
     parameters = dict(model.named_parameters())
     batch = make_batch()
-    counts = count_tokens([batch])
+    loss_of = loss_of_step(batch)
     sharers = case.context * case.tensor
     per_reader = ROWS * sharers // process.world_size
     rows = slice(process.rank // sharers * per_reader, (process.rank // sharers + 1) * per_reader)
@@ -139,7 +139,7 @@ def measure(process: Process, case: Case) -> dict:
         batch = meshes.sequence.cut(batch, SHAPE.sliding_window)
     with Traffic() as traffic:
         sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
-        objective(sums, counts, LossWeights(mtp=0.3, balance=0.01, z=0.001)).backward()
+        loss_of(sums).backward()
     digest = hashlib.sha256()
     for name, parameter in parameters.items():
         gradient = parameter.grad

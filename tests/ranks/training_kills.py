@@ -28,8 +28,9 @@ from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
 from glm46.data.tokenizer import load_tokenizer
+from glm46.pretrain.task import train
 from glm46.reliability.stop import EXIT_STOPPED
-from glm46.training import trainer
+from glm46.training import build
 from tests.ranks.forked_launch import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 from tests.small_run import small_config, write_source
@@ -49,7 +50,7 @@ def work(rank: int, config, base: Path, fatal_sync: int) -> int:
     """Train. ``fatal_sync``: the call of fsync, nearly all of which are in a save, that this rank does not survive."""
     torch.set_num_threads(1)
 
-    class Ready(trainer.StopRequest):
+    class Ready(build.StopRequest):
         """From now on a signal asks to stop."""
 
         def __init__(self):
@@ -57,8 +58,8 @@ def work(rank: int, config, base: Path, fatal_sync: int) -> int:
             (base / f"ready{rank}").touch()
 
     die_in_sync(fatal_sync)
-    trainer.StopRequest = Ready
-    return trainer.train(config)
+    build.StopRequest = Ready
+    return train(config)
 
 
 def begin(config, base: Path, fatal_syncs: tuple[int, int] = (0, 0)) -> list[int]:

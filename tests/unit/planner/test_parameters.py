@@ -29,12 +29,16 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_the_rows_are_the_parameters_and_buffers_of_the_model(changes):
+@pytest.mark.parametrize(
+    ("changes", "head"),
+    [*((changes, "lm") for changes in SHAPES.values()), (SHAPES["no MTP"], "value")],
+    ids=[*SHAPES, "value head"],
+)
+def test_the_rows_are_the_parameters_and_buffers_of_the_model(changes, head):
     shape = PRESETS["debug"].model_copy(update=changes)
     with torch.device("meta"):
-        model = Transformer(shape)
-    rows = named_rows(shape)
+        model = Transformer(shape, head)
+    rows = named_rows(shape, head)
     assert {name: row.shape(shape) for name, row in rows.items() if row.optimizer is not None} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
@@ -46,7 +50,10 @@ def test_the_rows_are_the_parameters_and_buffers_of_the_model(changes):
 
 def test_every_name_of_the_table_is_there_once():
     rows = [
-        row for changes in SHAPES.values() for row in named_rows(PRESETS["debug"].model_copy(update=changes)).values()
+        row
+        for changes in SHAPES.values()
+        for head in ("lm", "value")
+        for row in named_rows(PRESETS["debug"].model_copy(update=changes), head).values()
     ]
     assert set(PARAMETERS) == set(rows)
     hf_names = [(row.part, name) for row in PARAMETERS for name in row.hf_names]

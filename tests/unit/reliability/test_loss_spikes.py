@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
+from glm46.pretrain.task import train
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.run_lock import lock_run
-from glm46.training import trainer
+from glm46.training import loop
 from glm46.training.state import Progress
-from glm46.training.trainer import train
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,7 +76,7 @@ def rows(config) -> list[dict]:
 
 def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
     """Steps that read a bad sample have a loss that is not finite; returns the samples of the applied steps."""
-    original, read = trainer.train_step, []
+    original, read = loop.train_step, []
 
     def poisoned_step(parts, micro_batches, *arguments):
         numbers = [int(n) for batch in micro_batches for n in batch["sample_numbers"]]
@@ -88,7 +88,7 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
             read.append(numbers)
         return outcome
 
-    monkeypatch.setattr(trainer, "train_step", poisoned_step)
+    monkeypatch.setattr(loop, "train_step", poisoned_step)
     return read
 
 

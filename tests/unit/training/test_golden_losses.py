@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from glm46.data.tokenizer import load_tokenizer
-from glm46.training.trainer import train
+from glm46.pretrain.task import train
 from tests.small_run import small_config, write_source
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.training.trainer import train
+from glm46.pretrain.task import train
 
 
 def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, and two workers
 import torch
 from glm46.benchmark.model_speed import Workload, race
-from glm46.training.trainer import train
+from glm46.pretrain.task import train
 from tests.small_run import small_config
 
 run = small_config(

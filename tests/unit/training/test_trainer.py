@@ -18,12 +18,13 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generation import continue_tokens
+from glm46.pretrain import next_token
+from glm46.pretrain.task import Pretraining, train
 from glm46.reliability.stop import Diverged, StopRequest
-from glm46.training import final_report, trainer
-from glm46.training.loss import count_tokens
+from glm46.training import loop
 from glm46.training.saving import SaveFailed
 from glm46.training.state import Progress
-from glm46.training.trainer import train
+from glm46.training.totals import count_step
 
 TIMED = ("seconds", "second", "device", "mfu", "gib")
 
@@ -75,7 +76,7 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
 
         return continue_tokens(*arguments, is_stopped=is_stopped_then, **keys)
 
-    monkeypatch.setattr(final_report, "continue_tokens", continue_three)
+    monkeypatch.setattr("glm46.pretrain.task.continue_tokens", continue_three)
     stop = StopRequest()
     config = make_config(
         inference={"prompt": "def function_1(", "max_new_tokens": 1000, "temperature": 1.0},
@@ -182,18 +183,18 @@ def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_confi
 
 def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, monkeypatch, tmp_path):
     config = make_config(training={"steps": 6})
-    original = trainer.train_step
+    original = loop.train_step
 
     def interrupted(*arguments):
         outcome = original(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(trainer, "train_step", interrupted)
+    monkeypatch.setattr(loop, "train_step", interrupted)
     assert train(config) == 75
     assert [row["step"] for row in training_rows(config)] == [1]
     assert "continues from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
-    monkeypatch.setattr(trainer, "train_step", original)
+    monkeypatch.setattr(loop, "train_step", original)
     assert train(config) == 0
     assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
     whole = make_config(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
@@ -203,23 +204,21 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, m
 
 def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
     """Make the loss of some steps NaN; returns the weights before each step."""
-    import glm46.training.step as step_module
-
-    original, weights, calls = step_module.objective, [], iter(range(1, 100))
+    original, weights, calls = next_token.next_token_loss, [], iter(range(1, 100))
 
     def objective(*arguments):
         loss = original(*arguments)
         return loss * float("nan") if next(calls) in bad_steps else loss
 
-    original_step = trainer.train_step
+    original_step = loop.train_step
 
-    def recorded(parts, *arguments):
-        weights.append({name: p.detach().clone() for name, p in parts.parameters.items()})
-        weights[-1] |= {n: t.clone() for n, t in parts.optimizer.state_tensors().items()}
-        return original_step(parts, *arguments)
+    def recorded(task, *arguments):
+        weights.append({name: p.detach().clone() for name, p in task.network.parameters.items()})
+        weights[-1] |= {n: t.clone() for n, t in task.network.optimizer.state_tensors().items()}
+        return original_step(task, *arguments)
 
-    monkeypatch.setattr(step_module, "objective", objective)
-    monkeypatch.setattr(trainer, "train_step", recorded)
+    monkeypatch.setattr(next_token, "next_token_loss", objective)
+    monkeypatch.setattr(loop, "train_step", recorded)
     return weights
 
 
@@ -248,15 +247,15 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make_config, monkeypatch):
 
 def spoil(monkeypatch, after_step: int) -> None:
     """Put a NaN into a weight after a step whose figures are good, as an update that overflows does; once."""
-    original, calls = trainer.train_step, iter(range(1, 100))
+    original, calls = loop.train_step, iter(range(1, 100))
 
-    def train_step(parts, *arguments):
-        outcome = original(parts, *arguments)
+    def train_step(task, *arguments):
+        outcome = original(task, *arguments)
         if next(calls) == after_step:
-            local(parts.parameters["layers.1.mlp.experts.down"].detach()).view(-1)[5] = float("nan")
+            local(task.network.parameters["layers.1.mlp.experts.down"].detach()).view(-1)[5] = float("nan")
         return outcome
 
-    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
 
 
 def saved_steps(config) -> list[int]:
@@ -327,7 +326,7 @@ def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_co
     assert fault.startswith("debug.seed = 1: ") and "was saved with 0" in fault and "initial_load_path" in fault
     assert "seq_len" not in fault and "data.sources" not in fault
     with monkeypatch.context() as patch:  # prepared again from another text
-        patch.setattr(trainer.resume.Parts, "stream_fingerprint", lambda self: "another")
+        patch.setattr(Pretraining, "fingerprint", lambda self: "another")
         (fault,) = refusal()
         assert fault.startswith("data.sources: the shards hold other text than before")
     for tables, key, value, saved in (
@@ -389,7 +388,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
     config = make_config(
         job={"dump_folder": str(mount)}, checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4}
     )
-    original, calls = trainer.train_step, iter(range(1, 100))
+    original, calls = loop.train_step, iter(range(1, 100))
 
     def train_step(*arguments):
         number = next(calls)
@@ -403,7 +402,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", train_step)
+        patch.setattr(loop, "train_step", train_step)
         with pytest.raises(SaveFailed) as caught:
             train(config)
     (fault,) = caught.value.faults
@@ -455,27 +454,28 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatc
         training={"steps": 1, "max_norm": 1e9},
         moe={"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001, "capacity_factor": 8.0},
     )
-    original, real, outcomes = trainer.train_step, 11, []
+    original, real, outcomes = loop.train_step, 11, []
 
-    def padded(parts, micro_batches, counts, *arguments):
+    def padded(task, micro_batches, totals, *arguments):
         for first in (7, 900):  # the same real tokens, before other padding: nothing may change
             for batch in micro_batches:
                 batch["document_ids"][:, :real], batch["document_ids"][:, real:] = 0, -1
                 batch["input_ids"][:, real:] = first + torch.arange(batch["input_ids"].shape[1] - real)
                 batch["labels"][:, real - 1 :], batch["mtp_labels"][:, :, real - 2 :] = -100, -100
                 batch["mtp_input_ids"][:, :, real:] = first
-            counts = count_tokens(micro_batches)
+            totals = count_step(task, micro_batches)
             # No step is made, so both see the same weights.
-            outcomes.append(original(parts, micro_batches, counts, *arguments[:-1], lambda loss, norm: "kept"))
-        tokens = counts.real * parts.shape.num_experts_per_tok
-        assert counts.real == real * sum(batch["labels"].shape[0] for batch in micro_batches)
-        assert outcomes[0].tokens_per_expert.sum(1).tolist() == [tokens] * parts.balance.layers
+            outcomes.append(original(task, micro_batches, totals, *arguments[:-1], lambda loss, norm: "kept"))
+        tokens = totals.real * task.plan.shape.num_experts_per_tok
+        assert totals.real == real * sum(batch["labels"].shape[0] for batch in micro_batches)
+        assert outcomes[0].main.tokens_per_expert.sum(1).tolist() == [tokens] * task.network.balance.layers
         return outcomes[-1]
 
-    monkeypatch.setattr(trainer, "train_step", padded)
+    monkeypatch.setattr(loop, "train_step", padded)
     assert train(config) == 0
-    for field in ("loss_sum", "aux_loss_sums", "tokens_per_expert", "overflow", "grad_norm"):
-        torch.testing.assert_close(getattr(outcomes[0], field), getattr(outcomes[1], field), rtol=1e-6, atol=0.0)
+    for field in ("sums", "tokens_per_expert", "overflow", "grad_norm"):
+        first, second = (getattr(outcome.main, field) for outcome in outcomes)
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=0.0)
 
 
 def test_the_first_step_of_a_warmup_has_its_share(make_config):

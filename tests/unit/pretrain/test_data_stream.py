@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.check import check_config
-from glm46.config.presets import resolve_shape
 from glm46.data.corpus import load_text, plan_sources
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
 from glm46.planner.budget import budget_tokens, plan_budget
 from glm46.planner.curriculum import plan_stages
+from glm46.planner.plan import resolve_plan
 from glm46.prepare.sharding import SplitWriter
-from glm46.training.data_stream import DataStream, rows_read
+from glm46.pretrain.data_stream import DataStream, rows_read
+from glm46.pretrain.task import train
 from glm46.training.state import Progress
-from glm46.training.trainer import train
 
 STAGES = [
     {"start_tokens": 0, "seq_len": 16, "documents": [0.0, 0.6]},
@@ -60,14 +60,11 @@ def staged_run(make_config, two_sources):
     return make
 
 
-def parts_of(config, manifests, ranks=1, rank=0, rows=1):
-    """Parts of a run as far as DataStream reads them."""
+def stream_of(config, manifests, ranks=1, rank=0, rows=1) -> DataStream:
+    """The stream of one rank, without a process group."""
     config = config.model_copy(update={"training": config.training.model_copy(update={"local_batch_size": rows})})
-    layout = SimpleNamespace(dp_degree=ranks)
-    return SimpleNamespace(
-        config=config, shape=resolve_shape(config.model), manifests=manifests, layout=layout, dp_rank=rank,
-        pipeline=None, rows_per_micro_batch=rows * ranks,
-    )  # fmt: skip
+    cluster = SimpleNamespace(dp_rank=rank, meshes=SimpleNamespace(pipeline=None))
+    return DataStream(resolve_plan(config, ranks), cluster, manifests)
 
 
 def samples(batches):
@@ -88,10 +85,7 @@ def stream(config, manifests, plan):
     while progress.tokens < config.training.tokens:
         ranks, rows, micro_batches, resumes = plan[step % len(plan)]
         if resumes or (ranks, rows) != last:
-            streams = [
-                DataStream(parts_of(config, manifests, ranks, r, rows), SimpleNamespace(message=str))
-                for r in range(ranks)
-            ]
+            streams = [stream_of(config, manifests, ranks, r, rows) for r in range(ranks)]
         last = (ranks, rows)
         batches_of_ranks = [stream_of_rank.next(progress, ranks * rows * micro_batches) for stream_of_rank in streams]
         here = samples(batch for batches in batches_of_ranks for batch in batches.micro_batches)
@@ -169,17 +163,18 @@ def test_planned_tokens_are_those_that_are_read(reference):
 
 def test_the_next_phase_continues_after_what_was_read(reference, two_sources):
     config, manifests, expected = reference
+    plan = resolve_plan(config, 1)
     _, progress = stream(config, manifests, [(1, 2, 2, False)])
-    entries = rows_read(parts_of(config, manifests), progress)
+    entries = rows_read(plan, manifests, progress)
     assert len(json.dumps(entries)) <= 1_024 * len(two_sources)
     kinds = {(name.split(":")[0], length): rows for name, length, _, _, rows in entries}
     assert set(kinds) == {("a", 16), ("b", 16), ("a", 32), ("b", 32)} and sum(kinds.values()) == progress.samples
     later = Progress(read_before=entries)
-    one = DataStream(parts_of(config, manifests), SimpleNamespace(message=str)).next(later, 1).micro_batches[0]
+    one = stream_of(config, manifests).next(later, 1).micro_batches[0]
     assert one["input_ids"][0].tolist() != expected[0]["input_ids"]
     # Counted on from there, whatever comes after.
     later.samples = 10
-    assert sum(entry[-1] for entry in rows_read(parts_of(config, manifests), later)) == progress.samples + 10
+    assert sum(entry[-1] for entry in rows_read(plan, manifests, later)) == progress.samples + 10
 
 
 @pytest.mark.slow

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
+from glm46.config.moe import MoE
 from glm46.config.presets import PRESETS
 from glm46.model.transformer import LossSums
 from glm46.planner.flops import batch_flops, training_flops_per_token
-from glm46.training.loss import (
-    LossWeights,
-    TokenCounts,
-    accepted_drafts,
-    count_drafts,
-    count_half_pairs,
-    count_tokens,
-    objective,
-)
+from glm46.pretrain.next_token import accepted_drafts, count_drafts, count_targets, next_token_loss
+from glm46.training.balance import auxiliary_loss
+from glm46.training.totals import count_half_pairs
 
 
 def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
@@ -23,26 +18,26 @@ def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
 
 
 def test_parts_of_micro_batches_add_up_to_the_mean_of_the_step():
-    counts = TokenCounts(targets=10, mtp_targets=(8, 5), drafts=(7, 4), real=20)
-    weights = LossWeights(mtp=0.3, balance=0.01, z=0.001)
+    totals, moe = {"targets": 10, "mtp_targets": [8, 5]}, MoE(sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
     parts = [sums(12.0, [4.0, 1.0], (30.0, 100.0)), sums(18.0, [12.0, 9.0], (10.0, 60.0))]
-    total = sum(objective(part, counts, weights) for part in parts)
+    total = sum(next_token_loss(part, totals, 0.3) + auxiliary_loss(part.aux_losses, 20, moe) for part in parts)
     expected = 30 / 10 + 0.3 / 2 * (16 / 8 + 10 / 5) + 0.01 * 40 / 20 + 0.001 * 160 / 20
     assert abs(total.item() - expected) < 1e-6  # a handful of FP32 roundings
 
 
 def test_a_step_without_any_target_has_loss_zero_not_nan():
-    counts = TokenCounts(targets=0, mtp_targets=(0,), drafts=(0,), real=0)
-    assert objective(sums(0.0, [0.0], (0.0, 0.0)), counts, LossWeights(0.3, 1.0, 1.0)).item() == 0.0
+    nothing, moe = sums(0.0, [0.0], (0.0, 0.0)), MoE(sequence_aux_loss_weight=1.0, z_loss_weight=1.0)
+    assert next_token_loss(nothing, {"targets": 0, "mtp_targets": [0]}, 0.3).item() == 0.0
+    assert auxiliary_loss(nothing.aux_losses, 0, moe).item() == 0.0
 
 
 def test_tokens_are_counted_where_they_have_a_target():
     batch = {
         "labels": torch.tensor([[5, -100, 7], [-100, -100, -100]]),
         "mtp_labels": torch.tensor([[[1, 2, -100], [1, -100, -100]], [[-100] * 3, [-100] * 3]]),
-        "document_ids": torch.tensor([[0, 0, 1], [0, -1, -1]]),
     }
-    assert count_tokens([batch, batch]) == TokenCounts(targets=4, mtp_targets=(4, 2), drafts=(4, 2), real=8)
+    assert count_targets([batch, batch], depths=2) == {"targets": 4, "mtp_targets": [4, 2], "drafts": [4, 2]}
+    assert count_targets([], depths=2) == {"targets": 0, "mtp_targets": [0, 0], "drafts": [0, 0]}
 
 
 def test_a_draft_is_accepted_when_the_model_itself_says_the_same_later():

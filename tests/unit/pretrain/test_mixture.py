@@ -10,7 +10,7 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.prepare import input_files
 from glm46.prepare.pipeline import prepare_run
-from glm46.training.trainer import train
+from glm46.pretrain.task import train
 from tests.small_run import call_here
 
 EXAMPLE = Path(__file__).parents[3] / "train_configs" / "data_example.toml"

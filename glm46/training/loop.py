@@ -1,0 +1,159 @@
+"""The training loop: steps until the budget is spent or a signal requests a stop."""
+
+import gc
+import signal
+import time
+from typing import NamedTuple
+
+from glm46.distributed.collective_errors import catch_user_error, raise_on_all_ranks
+from glm46.planner.flops import batch_flops
+from glm46.planner.schedule import batch_sequences, learning_rate_factor
+from glm46.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED
+from glm46.training.final_report import final_report
+from glm46.training.named_sums import sum_over_all_ranks
+from glm46.training.services import Services
+from glm46.training.state import Progress
+from glm46.training.step import StepOutcome, train_step
+from glm46.training.task import StepBatches, Task
+from glm46.training.totals import StepTotals, count_step, from_tensors, to_tensors
+
+
+class NextStep(NamedTuple):
+    """Input of a step. All fields except `batches` are equal on all ranks."""
+
+    batches: StepBatches
+    totals: StepTotals
+    must_stop: bool
+    """Some rank has received a stop signal."""
+
+
+class RollbackNeeded(Exception):
+    """More consecutive skipped steps than [training] max_skipped_steps, or non-finite weights or states. Raised on all
+    ranks."""
+
+
+def train(task: Task, services: Services, progress: Progress) -> int:
+    """Train until the budget is spent or a stop is requested; save, export and report the end. Collective.
+
+    Returns:
+        Exit code: 0 if the budget is spent, EXIT_STOPPED if a signal stopped the run and it was saved, 128 + n if
+        signal n stopped it and nothing was saved.
+
+    Raises:
+        RollbackNeeded: to continue from an earlier checkpoint.
+    """
+    plan, config, metrics = task.plan, task.plan.config, services.metrics
+    validation: dict[str, float] = {}
+    with metrics.throughput.excluded():
+        if config.validation.enable and progress.step == 0:
+            validation = validate(task, services, progress)
+        gc.collect()
+    gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
+    while progress.tokens < plan.budget_tokens:
+        step = begin_step(task, services, progress)
+        if step.must_stop:
+            break
+        batches, totals = step.batches, step.totals
+        if batches.note:
+            services.report.message(batches.note)
+        clock, size = progress.curriculum_tokens, batches.sequences * batches.seq_len
+        lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, size)
+
+        # single training step
+        services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
+        micro_batches = task.complete(batches.micro_batches)
+        outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
+        progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.fault is not None)
+        metrics.throughput.add_step(size, batches.read_seconds, batch_flops(plan.shape, size, totals.half_pairs))
+
+        validation = end_step(task, services, progress, step, outcome, lr_factor) or validation
+    gc.enable()
+    services.watchdog.close()
+    services.saver.finish(progress, validation)
+    return _end(task, services, progress)
+
+
+def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
+    """Read the micro-batches of the next step, and sum token counts, stop requests and faults over all ranks in one
+    all-reduce. Collective. The tensors are on the CPU, so that no rank waits for its GPU.
+
+    Raises:
+        UserError: on all ranks, if a rank failed to read its batches.
+        RollbackNeeded: a save on some rank found non-finite values.
+    """
+    services.watchdog.step_begins(progress.step + 1)
+    services.stragglers.step_begins()
+    batch_size = task.plan.config.training.global_batch_size
+    wanted = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
+    progress.skip_excluded(wanted)
+    batches, error = catch_user_error(lambda: task.next(progress, wanted))
+    services.watchdog.operation("agreeing on the step")
+    totals = count_step(task, batches.micro_batches if batches else [])
+    counts = to_tensors(totals)
+    sums = sum_over_all_ranks(counts | services.requests(has_failed=error is not None))
+    if sums["errors"]:
+        raise_on_all_ranks(error)
+    if not services.stop.has_started:  # after the first exchange of all ranks: before it there is nothing to save
+        services.stop.has_started = True
+    if sums["non_finite"]:
+        raise RollbackNeeded
+    if slow := services.stragglers.update(sums["paces"].tolist()):
+        services.report.message(f"step {progress.step}: {slow}")
+    # All ranks that read the same sequences have counted them.
+    counts = {name: sums[name] // task.plan.layout.non_dp_degree for name in counts}
+    return NextStep(batches, from_tensors(counts, totals), bool(sums["stop"]))
+
+
+def end_step(
+    task: Task, services: Services, progress: Progress, step: NextStep, outcome: StepOutcome, lr_factor: float
+) -> dict[str, float]:
+    """Report a step, validate and save if it is time. Collective.
+
+    Returns:
+        Validation metrics; empty if it was not time.
+
+    Raises:
+        RollbackNeeded: too many steps in a row were skipped.
+    """
+    config, validation = task.plan.config, {}
+    services.stragglers.gradients_ready(outcome.ready_at)
+    if outcome.fault is None:
+        progress.add_loss(outcome.main.sums["loss"].item(), step.totals.main["targets"])
+    else:
+        samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
+        services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
+    is_last = progress.tokens >= task.plan.budget_tokens
+    if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
+        row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
+        services.report.train(row | services.saver.metrics() | services.stragglers.metrics())
+    if progress.skipped_in_a_row > config.training.max_skipped_steps:
+        raise RollbackNeeded
+    if progress.step % config.training.gc_freq == 0:
+        gc.collect()
+    with services.metrics.throughput.excluded(), services.watchdog.unwatched("validation and saves"):
+        if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
+            validation = validate(task, services, progress)
+        services.saver.after_step(progress, validation)
+    return validation
+
+
+def validate(task: Task, services: Services, progress: Progress) -> dict[str, float]:
+    """Validate and report. Collective."""
+    started = time.perf_counter()
+    row = task.validate()
+    seconds = time.perf_counter() - started
+    services.report.validation({"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds})
+    return row
+
+
+def _end(task: Task, services: Services, progress: Progress) -> int:
+    """Export and report the end of a run, and return its exit code. Collective."""
+    config, stop = task.plan.config, services.stop
+    is_finished = progress.tokens >= task.plan.budget_tokens
+    stop.has_ended = not is_finished
+    if config.checkpoint.last_save_in_hf and is_finished:
+        services.report.message(f"Hugging Face folder: {task.export(progress)}")
+    services.report.message(final_report(task, progress, stop, is_finished=is_finished))
+    if is_finished:
+        return 0
+    return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]

@@ -1,0 +1,152 @@
+"""One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from glm46.distributed.mesh import Cluster
+from glm46.model.cross_entropy import HeadForm, summed_loss
+from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
+from glm46.optim.optimizers import OptimizerGroup, build_optimizers
+from glm46.parallelize.fsdp import release_gathered
+from glm46.parallelize.pipeline import Pipeline, split_model
+from glm46.parallelize.plan import parallelize
+from glm46.planner.plan import Plan
+from glm46.training.balance import ExpertBalance
+
+Batch = dict[str, Tensor]
+
+StageResults = list[list[LossSums | StageOutput]]
+"""For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One parallelised model. A job may have several, such as a policy, a critic and a frozen reference."""
+
+    plan: Plan
+    cluster: Cluster
+    models: list[Transformer]
+    """The model, or this rank's pipeline stages of it in the order of their layers."""
+    pipeline: Pipeline | None
+    """None if this rank has all layers."""
+    parameters: dict[str, nn.Parameter]
+    """This rank's shards by name, taken once after building: during a forward the model's attributes are the gathered
+    weights."""
+    optimizer: OptimizerGroup | None
+    """None if the network is frozen."""
+    balance: ExpertBalance | None
+    """None if the network is frozen."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
+        buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
+        return {name: tensor.detach() for name, tensor in (self.parameters | buffers).items()}
+
+    def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """All tensors of a checkpoint by name, with this prefix. Writing into them loads a checkpoint."""
+        named = {f"model.{name}": tensor for name, tensor in self.weights().items()}
+        if self.optimizer is not None:
+            named |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        if self.balance is not None:
+            named |= {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
+        return {prefix + name: tensor for name, tensor in named.items()}
+
+    def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
+        """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
+        are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction."""
+        shape, names = self.plan.shape, ["input_ids", "positions", "labels"]
+        if self.plan.config.data.document_mask:
+            names.append("document_ids")
+        if self.models[0].shape.num_nextn_predict_layers and "mtp_labels" in batch:
+            names += ["mtp_input_ids", "mtp_labels"]
+        # Passed explicitly: without document masks the model gets no document ids, but padding stays padding.
+        part = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
+        if self.cluster.meshes.sequence is not None:
+            part = self.cluster.meshes.sequence.cut(part, shape.sliding_window)
+        if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
+            part = {name: tensor.pin_memory() for name, tensor in part.items()}
+        return {name: tensor.to(self.cluster.device, non_blocking=True) for name, tensor in part.items()}
+
+    def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
+        """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without
+        gradient. Collective under context parallelism."""
+        sequence = self.cluster.meshes.sequence
+        if sequence is None:
+            return values.detach()
+        document_ids = batch["document_ids"] if self.plan.config.data.document_mask else None
+        return sequence.restore(values.detach(), document_ids, self.plan.shape.sliding_window)
+
+    def forward_backward(
+        self,
+        batches: list[Batch],
+        arguments: dict[str, Any],
+        objective: Callable[[LossSums, Batch], Tensor],
+        auxiliary: Callable[[Tensor], Tensor],
+        fields: Sequence[str] = (),
+    ) -> StageResults:
+        """Compute the gradients of the micro-batches of a step. Collective.
+
+        Args:
+            batches: results of `to_device`, of equal shape.
+            arguments: arguments of the model that all micro-batches share.
+            objective: the loss to differentiate, from the output for a micro-batch and its `fields`.
+            auxiliary: the loss to differentiate on pipeline stages without the head, from their auxiliary losses.
+            fields: names in `batches` that are not arguments of the model.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
+        outputs = []
+        for batch in batches:
+            inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
+            output: LossSums = self.models[0](**inputs, **arguments)
+            objective(output, {name: batch[name] for name in fields}).backward()
+            outputs.append(detached(output))
+        return [outputs]
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, form: HeadForm = summed_loss) -> LossSums | None:
+        """The output for a batch of the loader, None on pipeline stages without the head. Collective. Call `release`
+        after the last one."""
+        inputs = self.to_device(batch)
+        return self.models[0](**inputs, form=form) if self.pipeline is None else self.pipeline.evaluate(inputs, form)
+
+    def release(self) -> None:
+        """Free the weights that forwards without backward left gathered. Until then the parameters of the models are
+        not the shards that optimizer and checkpoints use."""
+        for model in self.models:
+            release_gathered(model)
+
+
+def build_network(
+    plan: Plan, cluster: Cluster, *, head: Literal["lm", "value"] = "lm", trainable: bool = True
+) -> Network:
+    """Build a network with its initial weights. Collective.
+
+    Args:
+        head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
+        trainable: False builds a frozen network, without gradients, optimizer and balance of experts.
+    """
+    config, shape, meshes = plan.config, plan.shape, cluster.meshes
+    if head == "value":
+        shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
+    stages = [] if meshes.pipeline is None else split_model(shape, config, meshes.pipeline, head)
+    models = [stage.model for stage in stages]
+    if not stages:
+        with torch.device("meta"):
+            models = [Transformer(shape, head=head)]
+    for model in models:
+        parallelize(model.requires_grad_(trainable), meshes, config, cluster.device)
+    parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    return Network(
+        plan=plan,
+        cluster=cluster,
+        models=models,
+        pipeline=Pipeline(stages, config, meshes.pipeline) if stages else None,
+        parameters=parameters,
+        optimizer=build_optimizers(list(parameters.items()), config.optimizer) if trainable else None,
+        balance=ExpertBalance(shape, models, config.moe, cluster.device) if trainable else None,
+    )

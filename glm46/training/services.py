@@ -1,0 +1,109 @@
+"""What watches and records a run: report, metrics, saves, watchdog, stop signals, loss spikes, stragglers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_config
+from glm46.observe.report import Report
+from glm46.planner.plan import Plan
+from glm46.reliability.loss_spikes import SpikeDetector
+from glm46.reliability.run_lock import writing
+from glm46.reliability.stop import StopRequest
+from glm46.reliability.stragglers import Stragglers
+from glm46.reliability.watchdog import Watchdog
+from glm46.training.saving import Saver
+from glm46.training.state import Progress
+from glm46.training.step_metrics import StepMetrics, start_report
+from glm46.training.task import Task
+
+
+@dataclass(frozen=True)
+class Services:
+    """The services of a run from its start, or from a rollback, on."""
+
+    report: Report
+    metrics: StepMetrics
+    saver: Saver
+    watchdog: Watchdog
+    stop: StopRequest
+    spikes: SpikeDetector
+    stragglers: Stragglers
+
+    def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
+        """What this rank contributes to the all-reduce before a step, int64."""
+        named = {
+            "stop": self.stop.signal_name is not None,
+            "non_finite": self.saver.found_non_finite,
+            "errors": has_failed,
+            "paces": self.stragglers.shared_paces(),
+        }
+        return {name: torch.tensor(value, dtype=torch.int64) for name, value in named.items()}
+
+
+def build_checkpoints(plan: Plan) -> CheckpointManager:
+    """The checkpoints of a run."""
+    config = plan.config.checkpoint
+    return CheckpointManager(
+        Path(plan.config.job.dump_folder) / config.folder,
+        keep_latest_k=config.keep_latest_k,
+        keep_every=config.keep_every,
+        keep_best_k=config.keep_best_k,
+        node_local_folder=Path(config.node_local_folder) if config.node_local_folder else None,
+    )
+
+
+@contextmanager
+def services_of(
+    task: Task,
+    checkpoints: CheckpointManager,
+    progress: Progress,
+    meta: dict[str, Any] | None,
+    stop: StopRequest,
+    watchdog: Watchdog,
+) -> Iterator[Services]:
+    """The services of a run that continues from this progress. Metrics of later steps are removed from the files.
+    Collective.
+
+    Args:
+        meta: metadata of the checkpoint that was loaded, if any.
+    """
+    config, process = task.plan.config, task.cluster.process
+    folder = Path(config.job.dump_folder)
+    with writing(folder):
+        report = Report(
+            folder,
+            is_main=process.is_main,
+            enable_tensorboard=config.metrics.enable_tensorboard,
+            total_tokens=task.plan.budget_tokens,
+            resumed_step=progress.step or None,
+        )
+    try:
+        if config.job.print_config:
+            report.message(dump_config(config))
+        report.config(dump_config(config))
+        report.message(start_report(task, progress, meta))
+        spikes = SpikeDetector(config.training.spike_sigmas, config.training.spike_window)
+        if meta is not None and progress.step:
+            spikes.restore(meta["spikes"])
+        yield Services(
+            report=report,
+            metrics=StepMetrics(task),
+            saver=Saver(task, checkpoints, report, progress, spikes),
+            watchdog=watchdog,
+            stop=stop,
+            spikes=spikes,
+            stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp),
+        )
+    except UserError as error:
+        report.log("\n".join(error.faults))
+        raise
+    finally:
+        report.close()
