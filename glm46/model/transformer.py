@@ -91,7 +91,8 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """FP32 [B, S] of [B, S, D]."""
-        return self.product(hidden, local_weight(self.weight), None).squeeze(-1).float()
+        # A copy, not a view: FSDP puts hooks on the outputs of the model and warns about views.
+        return self.product(hidden, local_weight(self.weight), None).squeeze(-1).to(torch.float32, copy=True)
 
 
 class Transformer(nn.Module):

@@ -80,18 +80,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 
+_OF_NETWORKS = ("loss", "optimizer", "experts")
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def find_metric(column: str) -> Metric:
-    """The metric of a column of metrics.jsonl. A column ``name/part`` needs a metric with ``per``.
+    """The metric of a column of metrics.jsonl. A column ``name/part`` needs a metric with ``per``, or one that each
+    network of a job has: there the part is the name of a network other than the main one.
 
     Raises:
         KeyError: no such metric, which is a bug in glm46.
     """
     name, _, part = column.partition("/")
     metric = _BY_NAME[name]
-    if part and metric.per is None:
+    if part and metric.per is None and metric.group not in _OF_NETWORKS:
         raise KeyError(f"{column}: {name} is not split")
     return metric
 

@@ -34,7 +34,7 @@ class StepMetrics:
     def training_row(
         self, progress: Progress, outcome: StepOutcome, totals: StepTotals, lr_factor: float
     ) -> dict[str, Any]:
-        """One row of training metrics; columns of other networks than the main one begin with the network's name.
+        """One row of training metrics; columns of networks other than the main one end with ``/`` and the name.
         Collective over the ranks of a pipeline. Waits for the device, and restarts the mean loss and the throughput."""
         config, clock = self._task.plan.config, progress.curriculum_tokens
         row: dict[str, Any] = {
@@ -51,9 +51,9 @@ class StepMetrics:
         if mean_loss is not None:
             row["loss_mean"] = mean_loss
         for name, of_network in outcome.of.items():
-            prefix = "" if of_network is outcome.main else f"{name}/"
+            suffix = "" if of_network is outcome.main else f"/{name}"
             columns = self._network_columns(name, of_network, totals, clock)
-            row |= {prefix + key: value for key, value in columns.items()}
+            row |= {key + suffix: value for key, value in columns.items()}
         return row | self.throughput.read() | self._hardware.read()
 
     def _network_columns(self, name: str, outcome: NetworkOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
