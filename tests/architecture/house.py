@@ -30,11 +30,12 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 20, "benchmark": 870, "checkpoint": 2710, "cli": 115,
-    "commands": 2045, "compat": 200, "config": 2690, "data": 2025,
-    "distributed": 765, "files": 655, "huggingface": 1635, "inference": 885,
-    "model": 1480, "observe": 750, "optim": 2055, "parallelize": 760,
-    "planner": 1595, "prepare": 2000, "reliability": 890, "training": 2005,
+    "__main__": 20, "benchmark": 840, "checkpoint": 2320, "cli": 110,
+    "commands": 1960, "compat": 205, "config": 2395, "data": 1950,
+    "distributed": 785, "files": 605, "huggingface": 1410, "inference": 885,
+    "model": 1430, "observe": 665, "optim": 1795, "parallelize": 735,
+    "planner": 1675, "prepare": 1630, "pretrain": 460, "reliability": 865,
+    "training": 1905,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""

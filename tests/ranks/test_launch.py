@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 
 from glm46.config.loader import dump_config
-<<<<<<< HEAD
-from glm46.training.trainer import train
-from tests.ranks.forked_launch import EXIT_SECONDS, children_of
-=======
 from glm46.pretrain.task import train
->>>>>>> c1e2c9c (Network, Objective, Task and Services: the engine trains any task; pre-training is the first one)
+from tests.ranks.forked_launch import EXIT_SECONDS, children_of
 from tests.ranks.server import Forked, Server
 
 ROOT = Path(__file__).parents[2]
