@@ -57,8 +57,8 @@ class Network:
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
-        are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction; torch's pipeline schedules
-        need that every layer takes part."""
+        are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction; under a pipeline every
+        layer must take part."""
         shape, names = self.plan.shape, ["input_ids", "positions", "labels"]
         if self.plan.config.data.document_mask:
             names.append("document_ids")

@@ -2,8 +2,8 @@
 
 import pytest
 
-# FP32 sums in another order, over six steps of AdamW; the norm of the head alone is 2e-5 from that of its shards, because
-# torch adds its squares one after the other.
+# FP32 sums in another order, over six steps of AdamW. The norm of the head alone is 2e-5 from that of its shards: torch
+# adds its squares one after the other.
 BOUND = 1e-4
 
 
