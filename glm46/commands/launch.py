@@ -20,6 +20,7 @@ from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, re
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
+from glm46.distributed.environment import set_variables, share_cores, visible_gpus
 from glm46.planner.budget import budget_tokens
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine, detect_machine
@@ -79,9 +80,6 @@ def _launch(
             f"command line: --max-restarts {max_restarts} with checkpoint.enable = false: every start would begin "
             "at step 0; enable checkpoints, or remove --max-restarts"
         )
-    # Torch takes seconds to import: only after the file has passed.
-    from glm46.distributed.process import set_variables, share_cores, visible_gpus
-
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     if nodes.count > 1 and nodes.port + max_restarts > LAST_PORT:
         raise UserError(
@@ -107,7 +105,8 @@ def _launch(
         return EXIT_USER_ERROR
     nproc = nproc or max(choose_processes(config, machine) // nodes.count, 1)
     world_size = nproc * nodes.count
-    config = load_config(config_file, overrides, world_size=world_size)
+    if check_config(config, world_size=world_size):
+        load_config(config_file, overrides, world_size=world_size)  # raises the faults, with their origin
     if nodes.rank == 0:
         _refuse_start(config)
         _prepare(config, world_size)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.planner.machine import Machine, detect_machine
+from glm46.distributed.environment import visible_gpus
+from glm46.planner.machine import detect_machine
 from glm46.planner.report import plan_text
 
 
@@ -25,18 +26,9 @@ def plan_command(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, overrides, world_size=arguments.nproc)
     options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
     if arguments.gpu is None:
-        options["machine"] = _this_machine()
+        options["machine"] = detect_machine(visible_gpus())
     try:
         print(plan_text(config, **{name: value for name, value in options.items() if value is not None}))
     except ValueError as error:
         raise UserError(f"command line: {error}") from error
     return 0
-
-
-def _this_machine() -> Machine:
-    machine = detect_machine()
-    if machine.gpus:  # Only torch says which of them are visible; its import takes seconds.
-        from glm46.distributed.process import visible_gpus
-
-        machine = detect_machine(visible_gpus())
-    return machine

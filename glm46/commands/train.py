@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.config.command_line import Start
 from glm46.config.loader import load_config
+from glm46.distributed.environment import launched_world_size
 from glm46.reliability.stop import StopRequest
 
 
@@ -17,13 +18,10 @@ def train_command(argv: Sequence[str]) -> int:
     """
     arguments, overrides = parse_with_overrides(config_parser("train"), argv)
     stop = StopRequest()
-    load_config(arguments.config, overrides)
-    # A config with faults is refused before torch is imported, which takes seconds. The rules about the number of
-    # processes need torchrun's variables, which are read beside torch.
-    from glm46.distributed.process import launched_world_size
+    config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
+    # Torch takes seconds to import: only after the config has passed.
     from glm46.pretrain.task import train
 
-    config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     code = train(config, stop)
     if code == 0 and launched_world_size() is None:
         from glm46.commands.launch import describe_next

@@ -1,15 +1,16 @@
-"""This process, its device and its process group. The only file that reads the environment."""
+"""This process, its device and its process group."""
 
 import ctypes
 import datetime
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from glm46.distributed.environment import launched_local_rank, launched_rank, launched_world_size, set_default
 
 _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
@@ -33,27 +34,6 @@ class Process:
         return self.rank == 0
 
 
-def visible_gpus() -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES; None if it is not set."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
-def launched_world_size() -> int | None:
-    """Number of processes that torchrun started; None if it did not start this one."""
-    size = os.environ.get("WORLD_SIZE")
-    return None if size is None else int(size)
-
-
-def set_variables(names: Sequence[str]) -> dict[str, str]:
-    """The environment variables among `names` that are set, with their values."""
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def launched_rank() -> int:
-    """Rank of this process among those that torchrun started; 0 if it did not start this one."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def die_with_parent() -> None:
     """Have the system kill this process when torchrun, its parent, ends; it would otherwise run on and keep its GPU.
 
@@ -67,12 +47,6 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def share_cores(cores: int, processes: int) -> None:
-    """Set OMP_NUM_THREADS for child processes to their share of the cores, unless the user has set it. torchrun would
-    otherwise set one thread for each."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // processes, 1)))
-
-
 def join(timeout_seconds: int) -> Process:
     """Join the process group that torchrun's variables describe, or make a group of one process. Collective.
 
@@ -81,9 +55,9 @@ def join(timeout_seconds: int) -> Process:
     """
     rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", launched_local_rank())
         torch.cuda.set_device(device)
         backend, device_id = "cpu:gloo,cuda:nccl", device
     else:

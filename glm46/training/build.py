@@ -7,8 +7,9 @@ import torch
 
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
+from glm46.distributed.environment import launched_rank
 from glm46.distributed.mesh import Cluster, build_cluster
-from glm46.distributed.process import die_with_parent, join, launched_rank, leave
+from glm46.distributed.process import die_with_parent, join, leave
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import StopRequest

@@ -41,7 +41,7 @@ LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
 _UNLISTED = 12  # a room that is not in the table may be imported by nobody
 
-ENVIRONMENT_READER = "glm46.distributed.process"
+ENVIRONMENT_READER = "glm46.distributed.environment"
 TORCH_INTERNALS = "glm46.compat"
 # The one file that reads a pickle: DCP's metadata, through an unpickler that knows a short list of classes.
 PICKLE_READER = "glm46.checkpoint.metadata"

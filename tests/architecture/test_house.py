@@ -77,7 +77,7 @@ EXPECTED = {
     "unlisted_rooms": "novelty",
     "cycles": "glm46.model.block -> glm46.model.rope -> glm46.model.block",
     "filled_packages": "glm46.model",
-    "environment_readers": "glm46.model.rope uses os.environ; add a function to glm46.distributed.process",
+    "environment_readers": "glm46.model.rope uses os.environ; add a function to glm46.distributed.environment",
     "private_torch": "glm46.model.rope uses torch.nn.functional._scaled_mm; add a function to glm46.compat",
     "unsafe_calls": "glm46.model.rope:2 calls torch.load without weights_only=True",
     "grab_bags": "glm46.model.rope_utils",

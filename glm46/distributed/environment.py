@@ -1,0 +1,41 @@
+"""Environment variables of this process. The only file that reads them; it needs no torch."""
+
+import os
+from collections.abc import Sequence
+
+
+def visible_gpus() -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def launched_world_size() -> int | None:
+    """Number of processes that torchrun started; None if it did not start this one."""
+    size = os.environ.get("WORLD_SIZE")
+    return None if size is None else int(size)
+
+
+def set_variables(names: Sequence[str]) -> dict[str, str]:
+    """The environment variables among `names` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def launched_rank() -> int:
+    """Rank of this process among those that torchrun started; 0 if it did not start this one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_local_rank() -> int:
+    """Number of this process on its node among those that torchrun started; 0 if it did not start this one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable for this process and its children, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def share_cores(cores: int, processes: int) -> None:
+    """Set OMP_NUM_THREADS for child processes to their share of the cores, unless the user has set it. torchrun would
+    otherwise set one thread for each."""
+    set_default("OMP_NUM_THREADS", str(max(cores // processes, 1)))
