@@ -47,9 +47,11 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
         try:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
-            if config.validation.enable and manifests[source.name].splits["validation"].tokens == 0:
+            held_out = manifests[source.name].splits["validation"]
+            # The first token of a document is no target.
+            if config.validation.enable and held_out.tokens <= held_out.documents:
                 faults.append(
-                    f"{source.path}: validation.enable = true, but no document is held out; set validation.enable = "
+                    f"{source.path}: validation.enable = true, but no text to predict is held out; set validation.enable = "
                     "false, or remove the folder and prepare it with held_out above 0"
                 )
         except UserError as error:

@@ -67,9 +67,12 @@ def test_another_tokenizer_and_no_held_out_documents_are_refused(make_config, so
         load_manifest(source_folder),
     )
     nothing_held = replace(manifest, splits=manifest.splits | {"validation": Split.of(())})
+    no_targets = replace(manifest.splits["validation"], documents=3, tokens=3)
+    no_targets = replace(manifest, splits=manifest.splits | {"validation": no_targets})
     for found, reason in (
         (replace(manifest, tokenizer="other"), "its tokens were made with another tokenizer"),
         (nothing_held, "validation.enable = true.*held_out"),
+        (no_targets, "validation.enable = true.*held_out"),
     ):
         monkeypatch.setattr(corpus, "load_manifest", lambda _, found=found: found)
         with pytest.raises(UserError, match=reason):
