@@ -51,8 +51,8 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
             # The first token of a document is no target.
             if config.validation.enable and held_out.tokens <= held_out.documents:
                 faults.append(
-                    f"{source.path}: validation.enable = true, but no text to predict is held out; set validation.enable = "
-                    "false, or remove the folder and prepare it with held_out above 0"
+                    f"{source.path}: validation.enable = true, but no text to predict is held out; set "
+                    "validation.enable = false, or remove the folder and prepare it with held_out above 0"
                 )
         except UserError as error:
             faults += error.faults
