@@ -1,6 +1,7 @@
 """Speed of greedy decoding against `transformers`, both with a cache: same weights and prompts, interleaved."""
 
 import statistics
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from glm46.benchmark.data_speed import real_texts
 from glm46.benchmark.model_speed import Workload, build_ours
 from glm46.benchmark.peer import build_peer
 from glm46.benchmark.rounds import interleaved
@@ -23,8 +23,8 @@ PEERS = {"transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 
 OURS, GENERAL, SPECULATIVE = "ours", "ours without CPU kernel", "ours, speculative"
 
-_TEXT_BYTES = 200_000
-"""Size of the text that prompts are cut from, at equal distances."""
+_TEXT_LENGTH = 200_000
+"""Characters of the Python library that prompts are cut from, at equal distances."""
 
 Rows = list[list[int]]
 
@@ -101,7 +101,9 @@ def _model_and_prompts(work: Decoding, prediction_layers: int) -> tuple[Transfor
         size = (work.batch, work.prompt_tokens)
         return ours, torch.randint(0, ours.shape.vocab_size, size, generator=generator)
     ours, tokenizer = load_for_inference(work.folder, tokenizer=None, dtype=torch.float32, device=cpu)
-    ids = torch.from_numpy(tokenizer.encode("".join(real_texts(_TEXT_BYTES))).astype("int64"))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    ids = torch.from_numpy(tokenizer.encode(text[:_TEXT_LENGTH]).astype("int64"))
     apart = len(ids) // work.batch
     if apart < work.prompt_tokens:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The peers of speed measurements: the same model in `transformers`, the same vocabulary in `tokenizers`."""
+"""The same model in `transformers` with the same weights: the peer of speed measurements."""
 
 import torch
 from torch import nn
@@ -6,8 +6,6 @@ from torch import nn
 from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.data.tokenizer import BUILTIN_PATH
-from glm46.data.tokenizer_hf import GLM_PATTERN
 from glm46.model.transformer import Transformer
 
 # Our name -> the one that transformers 5 uses in memory. Experts are fused there as they are here.
@@ -16,13 +14,6 @@ _RENAMED = {
     ".experts.gate_up": ".experts.gate_up_proj",
     ".experts.down": ".experts.down_proj",
 }
-
-
-def build_peer_tokenizer():
-    """`tokenizers` with the shipped vocabulary, made by transformers' converter, which must be installed."""
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    return TikTokenConverter(vocab_file=str(BUILTIN_PATH), pattern=GLM_PATTERN).converted()
 
 
 def build_peer(ours: Transformer, experts: str) -> nn.Module:

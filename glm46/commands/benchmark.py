@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.benchmark.data_speed import DataWorkload, data_speed
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import SECONDS
 from glm46.commands.options import VerbParser, positive, verb_parser
@@ -28,16 +27,14 @@ def benchmark_command(argv: Sequence[str]) -> int:
     Returns:
         Exit code.
     """
-    parser = _parser()
-    for part in [list(argv)] if argv else [["model"], ["data"]]:
-        arguments = parser.parse_args(part)
-        arguments.run(arguments)
+    arguments = _parser().parse_args(argv or ["model"])
+    arguments.run(arguments)
     return 0
 
 
 def _parser() -> VerbParser:
     parser = verb_parser("benchmark")
-    kinds = parser.add_subparsers(title="what", metavar="model|generate|data|checkpoint", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="model|generate|checkpoint", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights")
     model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
@@ -65,13 +62,6 @@ def _parser() -> VerbParser:
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     generate.set_defaults(run=_generate)
-    data = kinds.add_parser("data", help="from text to batches, each figure beside its goal")
-    data.add_argument("--batch", type=positive, default=4, help="sequences of a batch")
-    data.add_argument("--seq-len", type=positive, default=4096, help="tokens of each")
-    data.add_argument("--rounds", type=positive, default=7, help="timed rounds")
-    data.add_argument("--megabytes", type=positive, default=32, help="of text to tokenise and prepare")
-    data.add_argument("--shard-tokens", type=positive, default=20_000_000, help="of made-up text to read")
-    data.set_defaults(run=_data)
     checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load")
     checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
     checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
@@ -125,11 +115,6 @@ def _model(arguments: argparse.Namespace) -> None:
             _progress(f"measuring the memory of {contestant.name}")
             contestant.peak_bytes = peak_bytes_on_cpu(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
-
-
-def _data(arguments: argparse.Namespace) -> None:
-    sizes = (arguments.batch, arguments.seq_len, arguments.rounds, 10**6 * arguments.megabytes, arguments.shard_tokens)
-    _print(data_speed(DataWorkload(*sizes), _progress))
 
 
 def _checkpoint(arguments: argparse.Namespace) -> None:

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from glm46.benchmark.data_speed import real_texts
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
-from glm46.benchmark.peer import build_peer_tokenizer
 from glm46.benchmark.rounds import timed_rounds
 from glm46.commands.benchmark import benchmark_command
 from glm46.config.errors import UserError
-from glm46.data.tokenizer import load_tokenizer
 
 TINY = Workload("debug", 2, 32, torch.device("cpu"), torch.float32, layers=2)
 
@@ -55,30 +52,12 @@ def test_different_losses_are_refused(monkeypatch):
         race(TINY, ("ours", "transformers grouped_mm"), 1, lambda text: None)
 
 
-def test_both_tokenizers_give_the_same_ids():
-    ours, peer = load_tokenizer("builtin"), build_peer_tokenizer()
-    for text in real_texts(200_000):
-        assert ours.encode(text).tolist() == peer.encode(text).ids
-
-
 def test_the_command_prints_what_it_measured(capsys):
     work = ["--flavor", "debug", "--layers", "2", "--batch", "2", "--seq-len", "32"]
     assert benchmark_command(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     for part in ("2 layers, without MTP, 2 x 32 tokens, float32", "tokens/s", "GFLOP per step", "ours"):
         assert part in text
-
-
-def test_the_path_from_text_to_batches_is_measured_beside_its_goals(capsys):
-    sizes = ["--batch", "2", "--seq-len", "128", "--rounds", "1", "--megabytes", "1", "--shard-tokens", "2000000"]
-    assert benchmark_command(["data", *sizes]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    names = ("tokenise", "against `tokenizers`", "prepare", "find duplicates", "through StatefulDataLoader", "without",
-             "disk", "seek", "99th percentile", "state")  # fmt: skip
-    assert len(lines) == len(names) and all(name in line for name, line in zip(names, lines, strict=True))
-    assert all(float(line[61:70]) > 0 and line.endswith(("held", "MISSED")) for line in lines)
-    # These two are sizes, which do not depend on the load of the machine.
-    assert lines[6].endswith("held") and lines[9].endswith("held")
 
 
 def test_generation_is_raced_against_transformers(capsys):
