@@ -85,6 +85,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), silu.mul_(grad), grad_weights
 
 
+def weighted_swiglu(gate: Tensor, up: Tensor, weights_N: Tensor) -> Tensor:
+    """``silu(gate) * up * weight`` of rows [N, F] with a weight for each row, FP32 [N]; in the dtype of `gate`."""
+    if torch.compiler.is_compiling():  # see `swiglu`
+        return (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(gate.dtype)
+    return _WeightedSwiGLU.apply(gate, up, weights_N)
+
+
 class Experts(nn.Module):
     """Routed experts. `gate_up` [E, 2F, D] holds the gate rows, then the up rows; `down` is [E, D, F]."""
 
@@ -107,7 +114,7 @@ class Experts(nn.Module):
             [N, D], dtype of `x_ND`.
         """
         gate, up = self.product(x_ND, local_weight(self.gate_up), offsets).chunk(2, dim=-1)
-        return self.product(_WeightedSwiGLU.apply(gate, up, weights_N), local_weight(self.down), offsets)
+        return self.product(weighted_swiglu(gate, up, weights_N), local_weight(self.down), offsets)
 
     @staticmethod
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
