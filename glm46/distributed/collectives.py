@@ -1,10 +1,15 @@
 """Collectives that autograd differentiates."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm46 import compat
+
+_Collective = Callable[[Tensor], Tensor]
 
 
 class _StartExchange(torch.autograd.Function):
@@ -56,15 +61,17 @@ class Exchange:
         return _FinishExchange.apply(in_flight, self)
 
 
-class _ReturnRows(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
+    """A collective whose backward is another one; both are functions of a tensor."""
+
     @staticmethod
-    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(rows, send, receive, group)
+    def forward(ctx, x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return ctx.of_gradient(grad), None, None
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -84,18 +91,11 @@ def return_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.P
     Returns:
         [sum(receive), ...].
     """
-    return _ReturnRows.apply(rows, send, receive, group)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _all_reduce(grad, ctx.group), None
+    return _Differentiable.apply(
+        rows,
+        partial(_all_to_all, send=send, receive=receive, group=group),
+        partial(_all_to_all, send=receive, receive=send, group=group),
+    )
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,40 +106,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of `x` over a group. Backward sums too: every rank's result depends on every rank's `x`. Collective."""
-    return _SumOverRanks.apply(x, group)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _scatter(grad, ctx.group), None
-
-
-class _WholeSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _gather(grad, ctx.group), None
+    return _Differentiable.apply(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -156,6 +123,10 @@ def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the parts of a sequence over a group; backward sums the gradients of all ranks. Collective.
 
@@ -165,13 +136,13 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [B, ranks * s, ...], in rank order.
     """
-    return _GatherSequence.apply(x, group)
+    return _Differentiable.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
 
 
 def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank's gradient is whole
     already, and backward takes this rank's part of it. Collective."""
-    return _WholeSequence.apply(x, group)
+    return _Differentiable.apply(x, partial(_gather, group=group), partial(_own_part, group=group))
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -183,4 +154,4 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [B, s, ...].
     """
-    return _ScatterSum.apply(x, group)
+    return _Differentiable.apply(x, partial(_scatter, group=group), partial(_gather, group=group))

@@ -1,5 +1,7 @@
 """The local part of a tensor, and its position in the whole tensor."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,11 +14,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def global_indices(tensor: Tensor) -> list[Tensor]:
+def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
     """For each dimension, the global indices of the local part, in local order; int64 on the CPU.
 
     For a plain tensor these are all indices. Placements apply from the outermost mesh axis inwards, in torch's uneven
     chunks: the last ones are shorter, or empty.
+
+    Args:
+        coordinate: of a rank in the tensor's mesh; default: of this rank.
 
     Raises:
         TypeError: a placement is neither a shard nor a replica.
@@ -24,7 +29,7 @@ def global_indices(tensor: Tensor) -> list[Tensor]:
     indices = [torch.arange(size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return indices
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate() if coordinate is None else coordinate
     for axis, placement in enumerate(tensor.placements):
         ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
         if isinstance(placement, compat.StridedShard):

@@ -171,19 +171,19 @@ class Transformer(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if self.embed_tokens is not None:
             hidden = self.embed_tokens(input_ids)
-        # Built here, not passed in: every pipeline stage builds its own from the same small integers.
-        rope = rotary_tables(positions, self.shape, hidden.dtype)
-        mask = self.build_mask(document_ids, positions, self.shape.sliding_window)
         if is_real is None and document_ids is not None:
             is_real = document_ids >= 0
+        # Built here, not passed in: every pipeline stage builds its own from the same small integers.
+        rope = rotary_tables(positions, self.shape, hidden.dtype)
+        context = rope, self.build_mask(document_ids, positions, self.shape.sliding_window), is_real, options
         statistics: list[RoutingStatistics] = []
         for layer in self.layers.values():
-            hidden, of_layer = layer(hidden, rope, mask, is_real, options)
+            hidden, of_layer = layer(hidden, *context)
             if of_layer is not None:
                 statistics.append(of_layer)
+        if self.embed_tokens is not None and mtp_input_ids is not None:
+            mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
         if self.norm is None:
-            if self.embed_tokens is not None and mtp_input_ids is not None:
-                mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
             return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
         hidden = self.norm(hidden)
         if self.value_head is not None:
@@ -193,25 +193,33 @@ class Transformer(nn.Module):
             return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
         if labels is None:
             return self.lm_head(hidden)
+        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
 
-        head = self.lm_head(hidden, labels, form)
-        mtp_losses, predictions = [], [head.predictions]
-        if mtp_input_ids is not None:
+    def _loss_sums(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        form: HeadForm,
+        mtp_embeddings: Tensor | None,
+        mtp_labels: Tensor | None,
+        statistics: list[RoutingStatistics],
+        context: tuple,
+    ) -> LossSums:
+        """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
+        heads = [self.lm_head(hidden, labels, form)]
+        if mtp_embeddings is not None:
             for k, layer in enumerate(self.mtp.values()):
-                ids = mtp_input_ids[:, k]
-                embedding = self.embed_tokens(ids) if mtp_embeddings is None else mtp_embeddings[:, k]
-                hidden, of_layer = layer(hidden, embedding, rope, mask, is_real, options)
+                hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
                 statistics.append(of_layer)
-                of_depth = self.lm_head(hidden, mtp_labels[:, k])
-                mtp_losses.append(of_depth.loss)
-                predictions.append(of_depth.predictions)
+                heads.append(self.lm_head(hidden, mtp_labels[:, k]))
+        mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
-            head.loss,
+            heads[0].loss,
             torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
             *self._sums(statistics, hidden),
-            torch.stack(predictions),
-            head.logprobs,
-            head.entropy,
+            torch.stack([head.predictions for head in heads]),
+            heads[0].logprobs,
+            heads[0].entropy,
         )
 
     def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def plan(self) -> Plan:
-        """The owner of each matrix and the transfers between ranks; ``str()`` of it is readable."""
+        """The owner of each matrix and the transfers between ranks."""
         return self._plan
 
     @torch.no_grad()

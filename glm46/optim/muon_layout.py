@@ -1,7 +1,6 @@
 """The rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements alone."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46.compat import StridedShard, wrap_local
-from glm46.distributed.local_tensor import local_tensor
+from glm46.distributed.local_tensor import global_indices, local_tensor
 
 Interval = tuple[int, int]
 """Start and stop of consecutive indices."""
@@ -44,37 +43,6 @@ def is_sharding(placement) -> bool:
     return isinstance(placement, (Shard, StridedShard))
 
 
-def _nesting(dim: int, placements: Sequence, mesh_shape: Sequence[int]) -> list[int]:
-    """The mesh axes that shard ``dim``, the outermost first.
-
-    FSDP over tensor parallelism is written [_StridedShard(dim, split_factor=tp), Shard(dim)]: tensor parallelism
-    shards first although its axis comes later, and the split factor is the number of pieces that it makes.
-    """
-    axes: list[int] = []
-    for axis in reversed(range(len(placements))):
-        placement = placements[axis]
-        if not is_sharding(placement) or placement.dim != dim:
-            continue
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        before = 0
-        while math.prod(mesh_shape[a] for a in axes[:before]) < factor and before < len(axes):
-            before += 1
-        if math.prod(mesh_shape[a] for a in axes[:before]) != factor:
-            raise ValueError(f"placements {tuple(placements)} on a mesh {tuple(mesh_shape)}: split_factor fits no axes")
-        axes.insert(before, axis)
-    return axes
-
-
-def _interval(length: int, axes: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Interval:
-    """The part of ``length`` indices that remains after ``torch.chunk`` along each axis in turn."""
-    start, stop = 0, length
-    for axis in axes:
-        size = -(-(stop - start) // mesh_shape[axis])
-        first = min(start + coordinate[axis] * size, stop)
-        start, stop = first, min(first + size, stop)
-    return start, stop
-
-
 def tensor_layout(tensor: Tensor) -> TensorLayout:
     """The layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
 
@@ -94,29 +62,21 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
             raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
         if is_sharding(placement) and 0 < placement.dim < tensor.ndim - 2:
             raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
-    mesh_shape = tuple(mesh.shape)
     inner = math.prod(tensor.shape[1:-2])
-    nestings = [_nesting(dim, placements, mesh_shape) for dim in (0, tensor.ndim - 2, tensor.ndim - 1)]
-    if tensor.ndim == 2:
-        nestings[0] = []
-    lengths = (tensor.shape[0] if tensor.ndim > 2 else 1, *shape[1:])
-    holdings: dict[tuple[int, ...], Holding] = {}
-    for coordinate in product(*(range(size) for size in mesh_shape)):
-        batch, rows, columns = (
-            _interval(length, axes, mesh_shape, coordinate) for length, axes in zip(lengths, nestings, strict=True)
-        )
-        holdings[coordinate] = Holding((batch[0] * inner, batch[1] * inner), rows, columns)
-    me = tuple(mesh.get_coordinate())
-    _check_local_shape(tensor, holdings[me])
-    batching = set(nestings[0])
-    ranks = mesh.mesh.numpy()
-    names = {coordinate: int(ranks[coordinate]) for coordinate in holdings}
-    return TensorLayout(
-        shape,
-        holdings[me],
-        {names[coordinate]: holding for coordinate, holding in holdings.items()},
-        tuple(sorted(names[c] for c in holdings if all(c[a] == me[a] for a in batching))),
-    )
+    holdings: dict[int, Holding] = {}
+    for coordinate in product(*(range(size) for size in mesh.shape)):
+        *leading, rows, columns = (_span(index) for index in global_indices(tensor, coordinate))
+        batch = (leading[0][0] * inner, leading[0][1] * inner) if leading else (0, 1)
+        holdings[int(mesh.mesh[coordinate])] = Holding(batch, rows, columns)
+    mine = holdings[int(mesh.mesh[tuple(mesh.get_coordinate())])]
+    _check_local_shape(tensor, mine)
+    ranks = tuple(sorted(rank for rank, holding in holdings.items() if holding.batch == mine.batch))
+    return TensorLayout(shape, mine, holdings, ranks)
+
+
+def _span(index: Tensor) -> Interval:
+    """Start and stop of ascending indices without a gap, which FSDP over tensor parallelism gives too."""
+    return (int(index[0]), int(index[-1]) + 1) if index.numel() else (0, 0)
 
 
 def _check_local_shape(tensor: DTensor, holding: Holding) -> None:

@@ -48,7 +48,6 @@ class LocalTask:
     matrices: Interval
     rows: Interval
     columns: int
-    flops: int
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,6 @@ class Unit:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the whole matrix."""
         return self.rows[1] - self.rows[0], self.columns
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.matrix}, {self.rows[0]}:{self.rows[1]}] {self.shape}"
 
     def size(self, member: int) -> int:
         """Entries that a rank of the group holds."""
@@ -130,36 +126,6 @@ class Plan:
                 totals[rank] += bucket.bytes_received(member)
         return dict(totals)
 
-    def owned_flops_per_rank(self) -> dict[int, int]:
-        """Newton-Schulz operations per step on owned matrices, for each rank that this one exchanges matrices with."""
-        totals = dict.fromkeys((rank for bucket in self.buckets for rank in bucket.ranks), 0)
-        for bucket in self.buckets:
-            for unit in bucket.units:
-                totals[bucket.ranks[unit.owner]] += unit.flops
-        return totals
-
-    def local_flops(self) -> int:
-        """Newton-Schulz operations per step on the matrices that this rank holds whole."""
-        return sum(task.flops * (task.matrices[1] - task.matrices[0]) for task in self.local)
-
-    def __str__(self) -> str:
-        whole = sum(task.matrices[1] - task.matrices[0] for task in self.local)
-        owned = sum(len(bucket.units) for bucket in self.buckets)
-        lines = [
-            f"local: {whole} matrices, {self.local_flops():.3e} FLOPs",
-            f"owner: {owned} matrices in {len(self.buckets)} buckets",
-        ]
-        flops = self.owned_flops_per_rank()
-        if flops:
-            ratio = max(flops.values()) * len(flops) / sum(flops.values())
-            lines.append(f"fullest rank: {ratio:.2f} of the mean load on owned matrices")
-        for rank, received in sorted(self.bytes_per_rank().items()):
-            lines.append(f"rank {rank}: receives {received:,} bytes, {flops[rank]:.3e} FLOPs on owned matrices")
-        for bucket in self.buckets:
-            for unit in bucket.units:
-                lines.append(f"{unit} -> rank {bucket.ranks[unit.owner]}")
-        return "\n".join(lines)
-
 
 def _part(holding: Holding, rows: Interval) -> tuple[Interval, Interval] | None:
     """The rows within the block ``rows`` and the columns of a holding, None if empty."""
@@ -186,13 +152,13 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
             rows, stop = (stop, stop + height), stop + height
             whole = ((0, height), (0, columns))
             parts = tuple(_part(layout.holdings[rank], rows) for rank in ranks)
-            flops = request.flops(height, columns)
             if not ranks or whole in parts:
                 if _part(layout.mine, rows) == whole:
                     first = rows[0] - layout.mine.rows[0]
                     matrices = (0, layout.mine.batch[1] - layout.mine.batch[0])
-                    local.append(LocalTask(index, matrices, (first, first + height), columns, flops))
+                    local.append(LocalTask(index, matrices, (first, first + height), columns))
                 continue
+            flops = request.flops(height, columns)
             for matrix in range(layout.mine.batch[1] - layout.mine.batch[0]):
                 cut[ranks, request.wire].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
     buckets: list[Bucket] = []

@@ -41,7 +41,7 @@ def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Call
     def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss):
         whole, weight = gather_sequence(hidden, group), local_weight(head.weight)
         if labels is None:
-            return gather_sequence(F.linear(whole, weight).transpose(1, 2), group).transpose(1, 2)
+            return gather_sequence(head.product(whole, weight, None).transpose(1, 2), group).transpose(1, 2)
         return form(whole, weight, labels, part)
 
     return forward

@@ -339,13 +339,18 @@ def run_blind_planners(case: Case, mesh: DeviceMesh) -> dict:
     """
     sees_none = mock.patch.object(muon_layout, "is_sharding", lambda placement: placement.is_shard())
 
-    def in_mesh_order(dim, placements, mesh_shape):
-        return [axis for axis, p in enumerate(placements) if muon_layout.is_sharding(p) and p.dim == dim]
+    def in_mesh_order(tensor, coordinate):
+        indices = [torch.arange(size) for size in tensor.shape]
+        for axis, placement in enumerate(tensor.placements):
+            if muon_layout.is_sharding(placement):
+                parts = indices[placement.dim].tensor_split(mesh.size(axis))
+                indices[placement.dim] = parts[coordinate[axis]]
+        return indices
 
     figures = {}
     for name, blindness in {
         "is_shard": sees_none,
-        "plain": mock.patch.object(muon_layout, "_nesting", in_mesh_order),
+        "plain": mock.patch.object(muon_layout, "global_indices", in_mesh_order),
     }.items():
         with blindness:
             try:

@@ -226,14 +226,10 @@ def test_what_would_leave_the_plan_or_the_live_states_is_refused():
 
 
 def test_no_parameters_is_legal():
-    # A pipeline stage may have none; its plan can be printed like any other.
+    # A pipeline stage may have none.
     optimizer = Muon([])
     optimizer.step()
-    assert optimizer.plan().local == ()
-    assert str(optimizer.plan()).splitlines() == [
-        "local: 0 matrices, 0.000e+00 FLOPs",
-        "owner: 0 matrices in 0 buckets",
-    ]
+    assert optimizer.plan().local == optimizer.plan().buckets == ()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, expert, fsdp, plan
+from glm46.parallelize.vocabulary import vocabulary_parallel_head
 from glm46.planner.layout import resolve_layout
 
 SHAPE = PRESETS["debug"].model_copy(
@@ -209,3 +210,15 @@ class TestFSDP:
         assert options.pop(model) is False
         assert set(options) == {*model.layers.values(), *model.mtp.values()}
         assert set(options.values()) == {frees}
+
+
+def test_a_head_over_several_ranks_computes_logits_through_its_product(four_ranks):
+    head, products = Transformer(SHAPE).lm_head, []
+
+    def product(x, weight, bias):
+        products.append(weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    head.product = product
+    vocabulary_parallel_head(head, dist.group.WORLD)(torch.zeros(1, 2, SHAPE.hidden_size))
+    assert len(products) == 1 and products[0] is head.weight
