@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from glm46.optim.compact_state import Quantized, local_state, make_state
 from glm46.optim.muon_exchange import make_groups
 from glm46.optim.muon_layout import local_matrices, tensor_layout
-from glm46.optim.muon_plan import Plan, Request, Wire, make_plan
+from glm46.optim.muon_plan import Plan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
-from glm46.optim.muon_update import orthogonalizer, update_scale
+from glm46.optim.muon_update import Orthogonalizer, update_scale
+from glm46.optim.newton_schulz import step_coefficients
 
 
 class Muon(torch.optim.Optimizer):
@@ -23,9 +24,9 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. Each tensor is a matrix
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
-            any option down to ``mesh_invariant``, and may hold ``row_blocks``: the rows of the matrices that its
-            tensors fuse along their second to last dimension (gate and up, or heads); each is orthogonalised alone.
-            ``lr``, ``momentum``, ``nesterov``, ``weight_decay`` and ``adjust_lr`` of a group may change between steps.
+            ``lr``, ``momentum``, ``nesterov``, ``weight_decay`` and ``adjust_lr``, which may change between steps, and
+            may hold ``row_blocks``: the rows of the matrices that its tensors fuse along their second to last
+            dimension (gate and up, or heads); each is orthogonalised alone.
         lr: learning rate.
         momentum: decay of the momentum.
         nesterov: orthogonalise the gradient blended with the momentum instead of the momentum.
@@ -81,26 +82,25 @@ class Muon(torch.optim.Optimizer):
     ):
         if state_offload not in (None, "cpu"):
             raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
+        update_scale(adjust_lr, 1, 1)  # an unknown rule fails here instead of in the first step
+        self._settings = Orthogonalizer(
+            step_coefficients(ns_coefficients, ns_steps), eps, ns_dtype, ns_backend, mesh_invariant
+        )
         defaults = dict(
             lr=lr,
             momentum=momentum,
             nesterov=nesterov,
             weight_decay=weight_decay,
-            ns_steps=ns_steps,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
             adjust_lr=adjust_lr,
-            ns_dtype=ns_dtype,
-            state_dtype=state_dtype,
-            ns_backend=ns_backend,
-            mesh_invariant=mesh_invariant,
             row_blocks=None,
         )
         self._is_ready = False
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
         super().__init__(params or [{"params": []}], defaults)
-        self._prepare(state_offload == "cpu", bucket_bytes, workspace_bytes)
+        self._prepare(state_dtype, state_offload == "cpu", bucket_bytes, workspace_bytes)
         self._is_ready = True
 
     def add_param_group(self, param_group: dict) -> None:
@@ -122,16 +122,18 @@ class Muon(torch.optim.Optimizer):
         """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(self, is_offloaded: bool, bucket_bytes: int, workspace_bytes: int) -> None:
+    def _prepare(
+        self, state_dtype: torch.dtype | str | None, is_offloaded: bool, bucket_bytes: int, workspace_bytes: int
+    ) -> None:
         """Make the states, the plan and the process groups. Collective."""
         self._entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         for group, index in self._entries:
             parameter = group["params"][index]
-            name, dtype = self._name(group, index), group["state_dtype"] or parameter.dtype
-            tensors = make_state(name, parameter, dtype, True, on_host=is_offloaded)
+            name = self._name(group, index)
+            tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, on_host=is_offloaded)
             self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
         requests = [self._request(group, index) for group, index in self._entries]
-        self._plan = make_plan(requests, bucket_bytes=bucket_bytes)
+        self._plan = make_plan(requests, self._settings, bucket_bytes=bucket_bytes)
         parameters = [group["params"][index] for group, index in self._entries]
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
@@ -141,6 +143,7 @@ class Muon(torch.optim.Optimizer):
             self._entries,
             requests,
             self._plan,
+            self._settings,
             groups,
             [self._local_momentum(parameter) for parameter in parameters],
             workspace_bytes=workspace_bytes,
@@ -162,10 +165,4 @@ class Muon(torch.optim.Optimizer):
         blocks = tuple(group["row_blocks"] or (layout.shape[1],))
         if sum(blocks) != layout.shape[1] or min(blocks) < 1:
             raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")
-        if not 0.0 <= group["momentum"] < 1.0:
-            raise ValueError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
-        # An unknown rule fails here instead of in the first step.
-        update_scale(group["adjust_lr"], 1, 1)
-        dtype = group["ns_dtype"]
-        wire = Wire(torch.bfloat16 if dtype == torch.float16 else dtype, dtype)
-        return Request(name, layout, blocks, wire, orthogonalizer(group))
+        return Request(name, layout, blocks)

@@ -30,9 +30,8 @@ def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.Proce
 class Exchange:
     """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
 
-    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, settings: Sequence[Orthogonalizer], device):
-        """``settings``: one for each parameter of the optimizer, in their order."""
-        self._bucket, self._group, self._device = bucket, group, device
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device):
+        self._bucket, self._group, self._device, self._orthogonalize = bucket, group, device, orthogonalize
         self._me = dist.get_group_rank(group, dist.get_rank())
         self._owned = [unit for unit in bucket.units if unit.owner == self._me]
         members = range(len(bucket.ranks))
@@ -44,8 +43,7 @@ class Exchange:
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
         self._stacks: dict[tuple, list[Unit]] = {}
         for unit in self._owned:
-            key = (min(unit.shape), max(unit.shape), settings[unit.parameter])
-            self._stacks.setdefault(key, []).append(unit)
+            self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
 
     @property
     def units(self) -> list[Unit]:
@@ -57,16 +55,16 @@ class Exchange:
 
         ``pieces``: one for each of ``units``, in their order.
         """
-        wire = self._bucket.wire.gather
+        wire = self._orthogonalize.gather_dtype
         self._pieces = pieces
         self._stacked = {
-            key: torch.empty(len(units), key[0], key[1], dtype=wire, device=self._device)
-            for key, units in self._stacks.items()
+            shape: torch.empty(len(units), *shape, dtype=wire, device=self._device)
+            for shape, units in self._stacks.items()
         }
         self._whole = {
             unit: matrix if unit.shape == tuple(matrix.shape) else matrix.mT
-            for key, units in self._stacks.items()
-            for unit, matrix in zip(units, self._stacked[key], strict=True)
+            for shape, units in self._stacks.items()
+            for unit, matrix in zip(units, self._stacked[shape], strict=True)
         }
         packed, send, out_sizes = self._slots(self._leaving, lambda _, unit: unit.size(self._me), wire)
         slot_of = {unit: slot for slot, (_, unit) in zip(packed, self._leaving, strict=True)}
@@ -89,17 +87,17 @@ class Exchange:
             target = _within(self._whole[unit], unit.parts[source])
             target.copy_(slot.view(target.shape))
         updates = {}
-        for key, units in self._stacks.items():
-            for unit, update in zip(units, key[2](self._stacked[key]), strict=True):
+        for shape, units in self._stacks.items():
+            for unit, update in zip(units, self._orthogonalize(self._stacked[shape]), strict=True):
                 updates[unit] = update if unit.shape == tuple(update.shape) else update.mT
         self._whole, self._stacked = {}, {}
-        wire = self._bucket.wire.back
+        wire = self._orthogonalize.dtype
         slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
         for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
             part = _within(updates[unit], unit.parts[peer])
             slot.view(part.shape).copy_(part)
         for unit in self._owned:
-            self._apply(unit, _within(updates[unit], unit.parts[self._me]).to(wire))
+            self._apply(unit, _within(updates[unit], unit.parts[self._me]))
         self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
         self._exchange(receive, send, in_sizes, out_sizes)
 

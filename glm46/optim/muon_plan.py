@@ -18,26 +18,12 @@ from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Types of the sent matrices: to the owner, and of the update back. Both have the same item size."""
-
-    gather: torch.dtype
-    back: torch.dtype
-
-
-@dataclass(frozen=True)
 class Request:
     """One parameter as the plan sees it."""
 
     name: str
     layout: TensorLayout
     row_blocks: tuple[int, ...]
-    wire: Wire
-    settings: Orthogonalizer
-
-    def flops(self, rows: int, columns: int) -> int:
-        """Floating-point operations of one matrix of this parameter."""
-        return newton_schulz_flops(rows, columns, len(self.settings.coefficients))
 
 
 @dataclass(frozen=True)
@@ -90,10 +76,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Units of one group of ranks and one wire that travel together."""
+    """Units of one group of ranks that travel together."""
 
     ranks: tuple[int, ...]
-    wire: Wire
+    item_bytes: int
+    """Of an entry, on the way to the owner and back."""
     units: tuple[Unit, ...]
 
     def gather_size(self, source: int, target: int) -> int:
@@ -108,7 +95,7 @@ class Bucket:
         """Bytes that a rank receives in one step, both ways; what a rank sends to itself is not counted."""
         others = [other for other in range(len(self.ranks)) if other != member]
         entries = sum(self.gather_size(other, member) + self.return_size(other, member) for other in others)
-        return entries * self.wire.gather.itemsize
+        return entries * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -135,15 +122,16 @@ def _part(holding: Holding, rows: Interval) -> tuple[Interval, Interval] | None:
     return (start - rows[0], stop - rows[0]), holding.columns
 
 
-def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
+def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_bytes: int) -> Plan:
     """The plan of this rank.
 
     Args:
         requests: one per parameter, in the same order on all ranks that share it.
+        settings: decide the cost of a matrix and the bytes of an entry.
         bucket_bytes: bound on the whole matrices that one owner collects at a time, in wire bytes.
     """
     local: list[LocalTask] = []
-    cut: dict[tuple[tuple[int, ...], Wire], list[Unit]] = defaultdict(list)
+    cut: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
     for index, request in enumerate(requests):
         layout, columns = request.layout, request.layout.shape[2]
         ranks = layout.ranks
@@ -158,14 +146,16 @@ def make_plan(requests: Sequence[Request], *, bucket_bytes: int) -> Plan:
                     matrices = (0, layout.mine.batch[1] - layout.mine.batch[0])
                     local.append(LocalTask(index, matrices, (first, first + height), columns))
                 continue
-            flops = request.flops(height, columns)
+            flops = newton_schulz_flops(height, columns, len(settings.coefficients))
             for matrix in range(layout.mine.batch[1] - layout.mine.batch[0]):
-                cut[ranks, request.wire].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
+                cut[ranks].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
     buckets: list[Bucket] = []
-    # Small groups first, then by rank numbers and type: with one order for all ranks, no two wait for each other.
-    for ranks, wire in sorted(cut, key=lambda key: (len(key[0]), key[0], str(key[1]))):
-        owned = _with_owners(cut[ranks, wire], len(ranks))
-        buckets += [Bucket(ranks, wire, tuple(units)) for units in _packed(owned, len(ranks), wire, bucket_bytes)]
+    item_bytes = settings.dtype.itemsize
+    # Small groups first, then by rank numbers: with one order for all ranks, no two wait for each other.
+    for ranks in sorted(cut, key=lambda ranks: (len(ranks), ranks)):
+        owned = _with_owners(cut[ranks], len(ranks))
+        packed = _packed(owned, len(ranks), bucket_bytes // item_bytes)
+        buckets += [Bucket(ranks, item_bytes, tuple(units)) for units in packed]
     return Plan(tuple(local), tuple(buckets))
 
 
@@ -181,13 +171,13 @@ def _with_owners(units: Sequence[Unit], members: int) -> list[Unit]:
     return owned
 
 
-def _packed(units: Sequence[Unit], members: int, wire: Wire, bucket_bytes: int) -> list[list[Unit]]:
-    """Start a new bucket where an owner would hold more than ``bucket_bytes`` of whole matrices."""
+def _packed(units: Sequence[Unit], members: int, most: int) -> list[list[Unit]]:
+    """Start a new bucket where an owner would hold more than this many entries of whole matrices."""
     buckets: list[list[Unit]] = [[]]
     held = [0] * members
     for unit in units:
-        size = unit.shape[0] * unit.shape[1] * wire.gather.itemsize
-        if buckets[-1] and held[unit.owner] + size > bucket_bytes:
+        size = unit.shape[0] * unit.shape[1]
+        if buckets[-1] and held[unit.owner] + size > most:
             buckets.append([])
             held = [0] * members
         held[unit.owner] += size
@@ -196,19 +186,17 @@ def _packed(units: Sequence[Unit], members: int, wire: Wire, bucket_bytes: int) 
 
 
 def stack_tasks(
-    tasks: Sequence[LocalTask], requests: Sequence[Request], devices: Sequence[torch.device], workspace_bytes: int
+    tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device], workspace_bytes: int
 ) -> list[list[LocalTask]]:
-    """Tasks of one canonical shape and one setting, in chunks whose iteration fits the workspace."""
+    """Tasks of one canonical shape, in chunks whose iteration fits the workspace; ``devices`` of the parameters."""
     alike: dict[tuple, list[LocalTask]] = defaultdict(list)
     for task in tasks:
-        request, rows = requests[task.parameter], task.rows[1] - task.rows[0]
-        shape = min(rows, task.columns), max(rows, task.columns)
-        alike[(*shape, request.settings, request.wire, devices[task.parameter])].append(task)
+        rows = task.rows[1] - task.rows[0]
+        alike[min(rows, task.columns), max(rows, task.columns), devices[task.parameter]].append(task)
     chunks: list[list[LocalTask]] = []
-    for (short, long, settings, wire, device), same in alike.items():
+    for (short, long, device), same in alike.items():
         # The stack, its normalised copy and two results in turn; two short x short products.
-        width = max(wire.gather.itemsize, settings.dtype.itemsize)
-        limit = max(1, workspace_bytes // (width * (4 * short * long + 2 * short * short)))
+        limit = max(1, workspace_bytes // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
         if device.type == "cpu":
             limit = min(limit, stack_limit(short, long, settings.dtype))
         room = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from glm46.optim.muon_exchange import Exchange
 from glm46.optim.muon_layout import Interval, local_gradient, local_matrices
 from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, stack_tasks
-from glm46.optim.muon_update import Piece, update_whole
+from glm46.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.optim.state_offload import State, StateStream
 
 # Buckets that travel while another one is orthogonalised; more would only hold more memory.
@@ -33,6 +33,7 @@ class MuonStep:
         entries: Sequence[tuple[dict, int]],
         requests: Sequence[Request],
         plan: Plan,
+        settings: Orthogonalizer,
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
         *,
@@ -50,7 +51,7 @@ class MuonStep:
         Raises:
             ValueError: momenta in host memory of parameters on several devices.
         """
-        self._entries, self._requests = entries, requests
+        self._entries, self._requests, self._settings = entries, requests, settings
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
         self._actions: list[Callable[[], None]] = []
@@ -58,12 +59,11 @@ class MuonStep:
         devices = [parameter.device for parameter in self._parameters]
         if is_offloaded and len(set(devices)) > 1:
             raise ValueError(f"state_offload takes parameters of one device, not of {set(devices)}")
-        settings = [request.settings for request in requests]
         exchanges = [
             Exchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
-        self._arrange(exchanges, stack_tasks(plan.local, requests, devices, workspace_bytes))
+        self._arrange(exchanges, stack_tasks(plan.local, settings, devices, workspace_bytes))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
             for slices in self._taken
@@ -131,8 +131,7 @@ class MuonStep:
                 if self._views[task.parameter][1] is not None
             ]
             if pieces:
-                request = self._requests[chunk[0].parameter]
-                update_whole(pieces, request.wire.gather, request.wire.back, request.settings)
+                update_whole(pieces, self._settings)
 
 
 def _local_views(parameter: Tensor) -> tuple[Tensor, Tensor | None]:

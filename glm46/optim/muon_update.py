@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from glm46.optim.compact_state import Quantized, load_state, store_state
-from glm46.optim.newton_schulz import Coefficients, iterate_batched, orthogonalize, step_coefficients
+from glm46.optim.newton_schulz import Coefficients, iterate_batched, orthogonalize
 
 NS_BACKENDS = ("eager", "compile")
 
@@ -25,13 +25,27 @@ _UPDATE_RMS = 0.2
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """Settings of the orthogonalisation; matrices with equal settings and shapes are stacked."""
+    """Settings of the orthogonalisation of an optimizer.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
 
     coefficients: Coefficients
     eps: float
     dtype: torch.dtype
+    """Type of the products, and of updates on the way back from their owner."""
     backend: str
     one_by_one: bool = False
+
+    def __post_init__(self):
+        if self.backend not in NS_BACKENDS:
+            raise ValueError(f"ns_backend {self.backend!r} is unknown; known: {', '.join(NS_BACKENDS)}")
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """Type of matrices on the way to their owner; gradients can be smaller than float16 holds."""
+        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
@@ -48,14 +62,6 @@ class Orthogonalizer:
 def _compiled():
     # A model has few canonical shapes; each is compiled once per process.
     return torch.compile(orthogonalize, dynamic=False)
-
-
-def orthogonalizer(group: dict) -> Orthogonalizer:
-    """The settings of a parameter group of ``Muon``."""
-    if group["ns_backend"] not in NS_BACKENDS:
-        raise ValueError(f"ns_backend {group['ns_backend']!r} is unknown; known: {', '.join(NS_BACKENDS)}")
-    coefficients = step_coefficients(group["ns_coefficients"], group["ns_steps"])
-    return Orthogonalizer(coefficients, group["eps"], group["ns_dtype"], group["ns_backend"], group["mesh_invariant"])
 
 
 def update_scale(adjust_lr: str, rows: int, columns: int) -> float:
@@ -114,22 +120,21 @@ def canonical(matrices_NRC: Tensor) -> Tensor:
     return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
 
 
-def update_whole(pieces: Sequence[Piece], gather: torch.dtype, back: torch.dtype, settings: Orthogonalizer) -> None:
+def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
     """Update pieces that hold whole matrices of one canonical shape, stacked into one iteration.
 
-    ``gather`` and ``back`` are the types in which sharded matrices travel to their owner and back. Rounding to them
-    here too keeps one process equal to many.
+    They are rounded to the type in which sharded matrices travel, which keeps one process equal to many.
     """
     counts = [piece.parameter.shape[0] for piece in pieces]
     if sum(counts) == 1:
         # Round before transposing: torch transposes fast only within one type and two dimensions.
-        x_SL = canonical(pieces[0].direction()[0].to(gather)).contiguous()
-        update = settings(x_SL[None]).to(back)
+        x_SL = canonical(pieces[0].direction()[0].to(settings.gather_dtype)).contiguous()
+        update = settings(x_SL[None])
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
-    x_NSL = torch.empty(sum(counts), short, long, dtype=gather, device=pieces[0].parameter.device)
+    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=pieces[0].parameter.device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
-    for part, piece in zip(settings(x_NSL).to(back).split(counts), pieces, strict=True):
+    for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):
         piece.apply(part if piece.parameter.shape[1] <= piece.parameter.shape[2] else part.mT)

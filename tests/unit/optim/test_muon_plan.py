@@ -12,14 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from glm46.compat import StridedShard
 from glm46.config.presets import PRESETS
 from glm46.optim.muon_layout import tensor_layout
-from glm46.optim.muon_plan import Request, Wire, make_plan
+from glm46.optim.muon_plan import Request, make_plan
 from glm46.optim.muon_update import Orthogonalizer
 from glm46.optim.newton_schulz import newton_schulz_flops, step_coefficients
 
 WORLD, TP, EP, LAYERS = 512, 8, 32, 6
 GLM = PRESETS["GLM-4.6"]
 SETTINGS = Orthogonalizer(step_coefficients("keller", 5), 1e-12, torch.bfloat16, "eager")
-WIRE = Wire(torch.bfloat16, torch.bfloat16)
 
 
 def meta(shape, mesh, placements):
@@ -53,14 +52,14 @@ def stage_requests():
         }
         for name, tensor in tensors.items():
             blocks = (narrow, narrow) if name == "gate_up" else (tensor.shape[-2],)
-            requests.append(Request(f"{layer}.{name}", tensor_layout(tensor), blocks, WIRE, SETTINGS))
+            requests.append(Request(f"{layer}.{name}", tensor_layout(tensor), blocks))
     return requests
 
 
 def plan_of(rank):
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        return make_plan(stage_requests(), bucket_bytes=256 << 20)
+        return make_plan(stage_requests(), SETTINGS, bucket_bytes=256 << 20)
     finally:
         dist.destroy_process_group()
 
@@ -111,7 +110,7 @@ def test_t9_total_bytes_are_the_lower_bound(plans):
         )
         held = sum(unit.size(unit.owner) for _, unit in chosen)
         whole = sum(unit.shape[0] * unit.shape[1] for _, unit in chosen)
-        assert total == 2 * (whole - held) * WIRE.gather.itemsize
+        assert total == 2 * (whole - held) * SETTINGS.dtype.itemsize
 
 
 def test_t9_load_is_balanced_as_well_as_whole_matrices_allow(plans):
