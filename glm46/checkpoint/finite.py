@@ -86,10 +86,6 @@ def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
 
 def describe(names: Collection[str]) -> str:
     """One line with the names, shortened if there are many."""
-    shown = ", ".join(list(names)[:_NAMES_SHOWN])
-    more = (
-        f" and {len(names) - _NAMES_SHOWN} more tensors hold"
-        if len(names) > _NAMES_SHOWN
-        else (" hold" if len(names) > 1 else " holds")
-    )
-    return f"{shown}{more} values that are not finite"
+    more = f" and {len(names) - _NAMES_SHOWN} more tensors" if len(names) > _NAMES_SHOWN else ""
+    hold = "holds" if len(names) == 1 else "hold"
+    return f"{', '.join(list(names)[:_NAMES_SHOWN])}{more} {hold} values that are not finite"

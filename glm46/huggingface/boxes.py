@@ -1,6 +1,6 @@
 """The boxes of a Hugging Face tensor that a rank's part of one of our tensors holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -47,7 +47,7 @@ def intervals_of(index: Tensor) -> list[Interval]:
     return [Interval(start, int(index[start]), end - start) for start, end in zip(starts, ends, strict=True)]
 
 
-def overlaps(part: HFPart, intervals: list[list[Interval]]) -> Iterator[Overlap]:
+def overlaps(part: HFPart, intervals: Sequence[Sequence[Interval]]) -> Iterator[Overlap]:
     """All boxes that a Hugging Face tensor shares with a local part.
 
     Args:

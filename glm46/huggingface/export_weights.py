@@ -23,7 +23,7 @@ from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, is_finite, lay_out
-from glm46.huggingface.boxes import intervals_of, overlaps
+from glm46.huggingface.boxes import Interval, intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise, quantised_names
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, SINGLE_FILE, ReportBytes
@@ -174,9 +174,7 @@ def _names_to_write(names: HFNames, tensors: Mapping[str, Source], ranks: Ranks)
         if unknown:
             raise ValueError(f"{unknown[0]} is not a tensor of this model")
         # One process has no replicas, and a mapping that computes its tensors must not compute them twice.
-        stage.value = (
-            {} if ranks.size == 1 else {name: _places(global_indices(tensor)) for name, tensor in tensors.items()}
-        )
+        stage.value = {} if ranks.size == 1 else {name: _intervals(tensor) for name, tensor in tensors.items()}
     taken = {place for of_rank in stage.values[: ranks.rank] for place in of_rank.items()}
     mine = stage.values[ranks.rank]
     return [name for name in names.entries if name in tensors and (name, mine.get(name)) not in taken]
@@ -187,8 +185,9 @@ def _local(tensor: Source) -> Source:
     return tensor if isinstance(tensor, StoredTensor) else local_tensor(tensor)
 
 
-def _places(held: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(tuple((one.whole, one.length) for one in intervals_of(index)) for index in held)
+def _intervals(tensor: Source) -> tuple[tuple[Interval, ...], ...]:
+    """For each dimension, the intervals that this rank holds."""
+    return tuple(tuple(intervals_of(index)) for index in global_indices(tensor))
 
 
 class _FolderWriter:
@@ -226,7 +225,7 @@ class _FolderWriter:
     def _write_part(self, entry: HFEntry, tensor: Source) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
         local = _local(tensor)
-        intervals = [intervals_of(index) for index in global_indices(tensor)]
+        intervals = _intervals(tensor)
         for part in entry.parts:
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             if self._fp8 is not None and dtype == torch.float8_e4m3fn:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
+from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
@@ -175,8 +176,9 @@ def import_weights(
     ranks = Ranks.of_this_run()
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
-            stage.value = _faults_of(lambda: check_folder(folder, shape))
-    raise_if(stage.values[0])
+            _, error = catch_user_error(lambda: check_folder(folder, shape))
+            stage.value = error and error.faults
+    raise_if(stage.values[0] or [])
     with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
         differing = []
         for name, tensor in tensors.items():
@@ -188,14 +190,6 @@ def import_weights(
     more = [f"{folder}: {len(faults) - _TENSORS_SHOWN} more tensors are faulty"] if faults[_TENSORS_SHOWN:] else []
     raise_if(faults[:_TENSORS_SHOWN] + more)
     return reader.bytes_read
-
-
-def _faults_of(check: Callable[[], Any]) -> list[str]:
-    try:
-        check()
-    except UserError as error:
-        return list(error.faults)
-    return []
 
 
 class FolderReader:

@@ -110,22 +110,32 @@ def test_a_round_trip_keeps_every_byte_and_the_config(shape, repeat_shared, dtyp
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def model_of(folder, shape):
+    """Our model with the weights of a folder, and its tensors."""
+    model, _ = empty_model(shape)
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    import_weights(folder, shape, tensors)
+    return model, tensors
+
+
+def require_equal_logits(ours, theirs):
+    tokens = torch.randint(0, 48, (2, 17))
+    # FP32, another order of sums.
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("files", [1, 3])
 def test_transformers_computes_the_same_logits_from_the_export(files, tmp_path):
     shape, _ = MODELS["4.6-like"]
     make_folder(tmp_path / "in", shape, False)
-    model, _ = empty_model(shape)
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "in", shape, tensors)
+    model, tensors = model_of(tmp_path / "in", shape)
     config = config_of(shape, read_config(tmp_path / "in"), eos_ids=EOS, dtype="float32")
     options = ExportOptions(dtype=torch.float32, max_file_bytes=10**9 // (1 if files == 1 else 10**5))
     export_weights(tmp_path / "out", shape, config, tensors, options=options)
     assert (tmp_path / "out/model.safetensors").exists() == (files == 1)
     theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.float32
-    tokens = torch.randint(0, 48, (2, 17))
-    # FP32, another order of sums.
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    require_equal_logits(model, theirs)
 
 
 def test_a_folder_that_transformers_saved_is_read_without_prediction_layers(tmp_path):
@@ -136,11 +146,8 @@ def test_a_folder_that_transformers_saved_is_read_without_prediction_layers(tmp_
     stored = stored_shape(tmp_path / "saved")
     assert stored == shape.model_copy(update=dict(num_nextn_predict_layers=0))
     assert stored_shape(tmp_path / "in") == shape
-    model, _ = empty_model(stored)
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "saved", stored, tensors)
-    tokens = torch.randint(0, 48, (2, 17))
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
+    model, _ = model_of(tmp_path / "saved", stored)
+    require_equal_logits(model, theirs)
     with pytest.raises(UserError, match="num_nextn_predict_layers = 1; set it to 0"):
         import_weights(tmp_path / "saved", shape, {})
 
@@ -160,11 +167,8 @@ def test_models_without_a_part_go_from_transformers_and_back(change, tmp_path):
     theirs = Glm4MoeForCausalLM(config)
     theirs.save_pretrained(tmp_path / "saved")
     assert stored_shape(tmp_path / "saved") == shape
-    model, _ = empty_model(shape)
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    import_weights(tmp_path / "saved", shape, tensors)
-    tokens = torch.randint(0, 48, (2, 17))
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)  # FP32, order of sums
+    model, tensors = model_of(tmp_path / "saved", shape)
+    require_equal_logits(model, theirs)
     raw = config_of(shape, read_config(tmp_path / "saved"), eos_ids=EOS, dtype="float32")
     export_weights(tmp_path / "out", shape, raw, tensors, options=ExportOptions(dtype=torch.float32))
     saved, again = read_folder(tmp_path / "saved"), read_folder(tmp_path / "out")
