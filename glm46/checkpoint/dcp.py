@@ -62,15 +62,13 @@ class _HashedFile:
 
     close = flush
 
-    def end(self) -> None:
+    def end(self) -> FileRecord:
         """Close; the content is then on the disk."""
         try:
             self._file.flush()
             fsync(self._file.fileno())
         finally:
             self._file.close()
-
-    def record(self) -> FileRecord:
         return FileRecord(bytes=self._length, sha256=self._digest.hexdigest())
 
 
@@ -89,8 +87,7 @@ class _HashingFileSystem(FileSystem):
         file = _HashedFile(Path(path), self._hasher)
 
         def end() -> None:
-            file.end()
-            self.records[Path(path).name] = file.record()
+            self.records[Path(path).name] = file.end()
 
         try:
             yield file

@@ -7,6 +7,7 @@ same files, with reads and writes at an offset, directly from and to existing me
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -174,15 +175,7 @@ def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, mem
     run = prod(length for _, length in box[outer:]) * size
     strides = [prod(record.shape[dim + 1 :]) * size for dim in range(len(record.shape))]
     base = record.offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    for number, start in enumerate(_row_offsets([length for _, length in box[:outer]], strides)):
-        yield base + start, memory[number * run : (number + 1) * run]
-
-
-def _row_offsets(lengths: list[int], strides: list[int]) -> Iterable[int]:
-    """Byte offsets of all rows of a box, in order."""
-    if not lengths:
-        yield 0
-        return
-    for index in range(lengths[0]):
-        for offset in _row_offsets(lengths[1:], strides[1:]):
-            yield index * strides[0] + offset
+    rows = zip(box[:outer], strides[:outer], strict=True)
+    starts = product(*(range(0, length * stride, stride) for (_, length), stride in rows))
+    for number, start in enumerate(starts):
+        yield base + sum(start), memory[number * run : (number + 1) * run]

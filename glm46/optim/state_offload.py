@@ -28,7 +28,8 @@ class StateStream:
     def __init__(self, items: Sequence[Sequence[State]], device: torch.device, *, is_offloaded: bool):
         """``items`` are this rank's views of the states, disjoint; ``device`` updates them."""
         self._items, self._device, self._is_offloaded = items, device, is_offloaded
-        self._slot_bytes = max((_room(item) for item in items), default=0)
+        sizes = [sum(_aligned(tensor) for state in item for tensor in state_parts(state)) for item in items]
+        self._slot_bytes = max(sizes, default=0)
         self._next = 0
         self._on_gpu = is_offloaded and device.type == "cuda"
         if self._on_gpu:
@@ -90,11 +91,6 @@ class StateStream:
 
 def _aligned(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _room(item: Sequence[State]) -> int:
-    """Bytes of a slot for an item."""
-    return sum(_aligned(tensor) for state in item for tensor in state_parts(state))
 
 
 def _views_like(item: Sequence[State], slot: Tensor) -> list[State]:
