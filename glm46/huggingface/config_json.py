@@ -92,8 +92,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     try:
         return ModelShape.model_validate(keys)
     except ValidationError as error:
-        rows = error.errors()
-        raise UserError(*(f"{file}: {_dotted(row['loc'])} = {row['input']!r}: {row['msg']}" for row in rows)) from error
+        rows = [(".".join(map(str, row["loc"])), row) for row in error.errors()]
+        raise UserError(*(f"{file}: {key} = {row['input']!r}: {row['msg']}" for key, row in rows)) from error
 
 
 def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
@@ -192,7 +192,3 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
         keys["rope_scaling"] = scaling
     return keys, faults
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)
