@@ -207,17 +207,6 @@ def _fingerprint(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-class _Reader(FileSystemReader):
-    """DCP's reader with metadata that is already read and checked."""
-
-    def __init__(self, folder: Path, metadata: Metadata):
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
 def read_tensors(
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -266,7 +255,7 @@ def read_tensors(
 @torch.no_grad()
 def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
     """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
-    planner, reader = DefaultLoadPlanner(), _Reader(folder, metadata)
+    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
     planner.set_up_planner(tensors, metadata, is_first)
     reader.set_up_storage_reader(metadata, is_first)
     plan = reader.prepare_local_plan(planner.create_local_plan())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from glm46.optim.compact_state import Quantized, local_state, make_state
+from glm46.optim.compact_state import local_state, make_state
 from glm46.optim.muon_exchange import make_groups
 from glm46.optim.muon_layout import local_matrices, tensor_layout
 from glm46.optim.muon_plan import Plan, Request, make_plan
@@ -126,43 +126,34 @@ class Muon(torch.optim.Optimizer):
         self, state_dtype: torch.dtype | str | None, is_offloaded: bool, bucket_bytes: int, workspace_bytes: int
     ) -> None:
         """Make the states, the plan and the process groups. Collective."""
-        self._entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
-        for group, index in self._entries:
-            parameter = group["params"][index]
-            name = self._name(group, index)
+        entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
+        parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []
+        for parameter, (group, index) in zip(parameters, entries, strict=True):
+            name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
+            requests.append(_request(name, parameter, group["row_blocks"]))
             tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, on_host=is_offloaded)
             self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
-        requests = [self._request(group, index) for group, index in self._entries]
+            momenta.append(local_state(tensors, True, local_matrices))
         self._plan = make_plan(requests, self._settings, bucket_bytes=bucket_bytes)
-        parameters = [group["params"][index] for group, index in self._entries]
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
         self._work = MuonStep(
-            self._entries,
+            entries,
             requests,
             self._plan,
             self._settings,
             groups,
-            [self._local_momentum(parameter) for parameter in parameters],
+            momenta,
             workspace_bytes=workspace_bytes,
             is_offloaded=is_offloaded,
         )
 
-    def _local_momentum(self, parameter: Tensor) -> Tensor | Quantized:
-        """This rank's part of the momentum as [matrices, rows, columns]."""
-        tensors = {key.removeprefix("momentum_buffer"): value for key, value in self.state[parameter].items()}
-        return local_state(tensors, True, local_matrices)
 
-    @staticmethod
-    def _name(group: dict, index: int) -> str:
-        return group["param_names"][index] if "param_names" in group else f"parameter {index}"
-
-    def _request(self, group: dict, index: int) -> Request:
-        name = self._name(group, index)
-        layout = tensor_layout(group["params"][index])
-        blocks = tuple(group["row_blocks"] or (layout.shape[1],))
-        if sum(blocks) != layout.shape[1] or min(blocks) < 1:
-            raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")
-        return Request(name, layout, blocks)
+def _request(name: str, parameter: Tensor, row_blocks: tuple[int, ...] | None) -> Request:
+    layout = tensor_layout(parameter)
+    blocks = tuple(row_blocks or (layout.shape[1],))
+    if sum(blocks) != layout.shape[1] or min(blocks) < 1:
+        raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")
+    return Request(name, layout, blocks)
