@@ -79,11 +79,12 @@ def test_batches_and_row_blocks_equal_the_reference(workspace_bytes):
     groups = [{"params": [p], "row_blocks": b} for p, b in zip(mine, blocks, strict=True)]
     expected = [p.detach().clone() for p in mine]
     momenta = [torch.zeros_like(p) for p in expected]
-    optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32, workspace_bytes=workspace_bytes)
+    settings = dict(ns_coefficients="keller", ns_steps=5, eps=1e-7, ns_dtype=torch.float32)
+    optimizer = Muon(groups, lr=0.02, workspace_bytes=workspace_bytes, **settings)
     run_steps(optimizer, mine, gradients)
     for step_gradients in gradients:
         for p, g, m, group in zip(expected, step_gradients, momenta, optimizer.param_groups, strict=True):
-            reference_update(p, g, m, group, group["row_blocks"])
+            reference_update(p, g, m, group | settings, group["row_blocks"])
     for p, e in zip(mine, expected, strict=True):
         assert relative_error(p.detach(), e) <= FP32
     for p, m in zip(mine, momenta, strict=True):

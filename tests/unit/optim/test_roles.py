@@ -53,7 +53,9 @@ EXPECTED = {
 def test_every_name_of_the_model_has_its_role():
     roles = assign_roles(list(EXPECTED), Optimizer())
     assert {name: (role.optimizer, role.decay) for name, role in zip(EXPECTED, roles, strict=True)} == EXPECTED
-    assert {role.rule for role in roles} == {row.group for row in PARAMETERS}
+    assert {role.rule for role in roles} == {row.group for row in PARAMETERS if row.part != "value"}
+    (value_head,) = assign_roles(["value_head.weight"], Optimizer())
+    assert (value_head.rule, value_head.optimizer, value_head.decay) == ("value head", "adamw", True)
 
 
 def test_only_the_fused_gate_and_up_is_split():
