@@ -30,10 +30,10 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 20, "benchmark": 840, "checkpoint": 2320, "cli": 110,
+    "__main__": 20, "benchmark": 840, "checkpoint": 2300, "cli": 110,
     "commands": 1990, "compat": 205, "config": 2395, "data": 1950,
-    "distributed": 785, "files": 605, "huggingface": 1410, "inference": 885,
-    "model": 1430, "observe": 665, "optim": 1795, "parallelize": 735,
+    "distributed": 775, "files": 595, "huggingface": 1400, "inference": 870,
+    "model": 1430, "observe": 665, "optim": 1690, "parallelize": 735,
     "planner": 1675, "prepare": 1960, "pretrain": 460, "reliability": 865,
     "training": 1905,
 }  # fmt: skip
