@@ -165,7 +165,10 @@ def write_tensors(
         files = {name: record for _, records in stage.values for name, record in records.items()}
         with ranks.stage("writing metadata") as last:
             if metadata is not None:
-                writer.finish(metadata, [results for results, _ in stage.values])
+                written = [results for results, _ in stage.values]
+                writer.finish(metadata, written)
+                # torch 2.11 finishes a copy of the metadata.
+                metadata.storage_data = {result.index: result.storage_data for of_rank in written for result in of_rank}
                 faults = check_metadata(folder, metadata, files)
                 if faults:  # DCP 2.13 can report success with records missing
                     raise OSError("; ".join(faults))
