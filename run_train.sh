@@ -23,4 +23,7 @@ export GLM46_START
 
 config=${CONFIG_FILE:-train_configs/debug.toml}
 if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
-exec "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" "$@"
+# Signals wait until Python listens, where env can block them (GNU).
+blocking=(env --block-signal=INT,TERM,HUP,USR1)
+"${blocking[@]}" true 2>/dev/null || blocking=(env)
+exec "${blocking[@]}" "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" "$@"

@@ -20,8 +20,15 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from glm46.checkpoint.step_tensors import write_model
 from glm46.config.loader import dump_config
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import load_tokenizer
+from glm46.huggingface.names import HFNames
 from tests.ranks.forked_launch import is_alive
 from tests.small_run import small_config, write_source
 
@@ -67,6 +74,10 @@ def phases(base: Path) -> dict[str, Phase]:
     node = {"CONFIG_FILE": str(config), "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NGPU": "1"}
     first, other = node | {"NODE_RANK": "0"}, node | {"NODE_RANK": "1"}
     folder = ["--input", str(text), "--output", str(base / "own")]
+    step = base / "model" / "step-000000"
+    if not step.exists():
+        write_random_model(step.parent)
+    source = ["--checkpoint", str(step)]
     return {
         "start": Phase([*start, *made], within=3.0),
         "prepare": Phase([*start, *made], "preparing", within=4.0),
@@ -79,8 +90,23 @@ def phases(base: Path) -> dict[str, Phase]:
         "plan": Phase(
             [*verb, "plan", "--config", str(ROOT / "train_configs" / "debug.toml")], within=0.5, trains=False
         ),
+        "convert": Phase(
+            [*verb, "convert", "to-hf", *source, "--output", str(base / uuid.uuid4().hex)], within=6.0, trains=False
+        ),
+        "generate": Phase(
+            [*verb, "generate", *source, "--prompt", "def", "--max-new-tokens", "2000"], within=8.0, trains=False
+        ),
         "benchmark": Phase([*verb, "benchmark", "model"], within=12.0, trains=False),
     }
+
+
+def write_random_model(folder: Path) -> None:
+    """A checkpoint of the debug model with more and wider experts, of 190 MB: converting it takes a moment."""
+    model = Model(flavor="debug", n_routed_experts=64, moe_intermediate_size=256)
+    entries = HFNames(resolve_shape(model), repeat_shared=False).entries
+    kinds = {name: (entry.shape, torch.float32) for name, entry in entries.items()}
+    meta = {"config": dump_config(RunConfig(model=model))}
+    write_model(folder, kinds, lambda name, tensor: tensor.normal_(std=0.02), meta)
 
 
 def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Random, base: Path) -> dict:
@@ -122,8 +148,7 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
 
 
 def is_right(phase: Phase, number: int, code: int | None) -> bool:
-    """Whether the exit code says which signal ended it. Until Python listens, which is before its first import, the
-    system ends it."""
+    """Whether the exit code says which signal ended it. Before Python has started, the system ends it."""
     if number == signal.SIGINT:
         return code in (130, -number)
     return code in ((75,) if phase.trains else (128 + number,)) or code in (-number, 128 + number)
