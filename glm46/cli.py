@@ -14,11 +14,10 @@ from pkgutil import resolve_name
 from glm46.commands.environment import describe_unfit, describe_version, unfit_packages
 from glm46.commands.options import VERBS
 from glm46.config.errors import UserError
+from glm46.reliability.stop import EXIT_BROKEN_PIPE
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
-_EXIT_BROKEN_PIPE = 141
-"""128 + SIGPIPE, as a shell reports it."""
 
 _WORK_IN_ANY_ENVIRONMENT = ("plan", "schema", "init")
 """Verbs that run without comparing the installed packages with pyproject.toml."""
@@ -100,4 +99,4 @@ def _end_without_output(argv: Sequence[str]) -> int:
     # Otherwise the interpreter writes the rest of the output at exit, and fails with an exit code of its own.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     is_cut_off = argv[0] in _WRITE_MORE_THAN_OUTPUT and not _asks_for_help(argv)
-    return _EXIT_BROKEN_PIPE if is_cut_off else 0
+    return EXIT_BROKEN_PIPE if is_cut_off else 0

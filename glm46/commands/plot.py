@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm46.commands.options import verb_parser
 from glm46.config.errors import UserError
+from glm46.files.durable import replace_durably
 from glm46.observe.history import read_history
 
 if TYPE_CHECKING:
@@ -119,9 +121,9 @@ def draw(runs: Sequence[_Run], output: Path, x_axis: str) -> None:
     if "loss_mean" in known:
         entries.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.5, label="loss of one step"))
     figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5), frameon=False)
-    temporary = output.with_name(f"{output.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(output)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_durably(output, [picture.getvalue()])
 
 
 def _draw_run(axes: "Axes", panel: _Panel, run: _Run, colour: str, x: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from glm46.reliability.stop import (
+    EXIT_BROKEN_PIPE,
     EXIT_DIVERGED,
     EXIT_HANG,
     EXIT_SIGNAL,
@@ -120,6 +121,10 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
             return End(signals.exit_code(codes))
         if EXIT_HANG in codes:
             return End(EXIT_HANG, "a rank hung")  # The rank that found it has printed the hang report.
+        if EXIT_BROKEN_PIPE in codes:
+            cause = "the reader of the output has closed the pipe; all ranks were stopped"
+            print(f"error: {cause}", file=sys.stderr)
+            return End(EXIT_BROKEN_PIPE, cause)
         if failure.exitcode == EXIT_STOPPED:  # A signal was sent to a rank and not to this process.
             return End(EXIT_STOPPED)
         cause = f"rank {rank} {describe_exit(failure.exitcode)}"

@@ -1,6 +1,6 @@
 """Rules about the shape of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from glm46.config.faults import Fault, Faults
 from glm46.config.model import ModelShape
@@ -70,18 +70,27 @@ def token_finds_enough_experts(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
-    """Expert rows begin at multiples of 16 bytes, as grouped matmul needs; torch refuses others only at the first
-    step."""
-    entries = 16 // {"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param]
-    for key in ("hidden_size", "moe_intermediate_size"):
-        width = getattr(shape, key)
-        if width % entries and shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
-            yield Fault(
-                (f"model.{key}", "training.mixed_precision_param"),
-                f"model.{key} = {width}: must be a multiple of {entries} for experts in "
-                f"{config.training.mixed_precision_param}, whose rows begin at multiples of 16 bytes; "
-                f"take {-(-width // entries) * entries}",
-            )
+    """Expert rows begin at multiples of 16 bytes."""
+    for key, entries, fault in unaligned_experts(shape, config.training.mixed_precision_param):
+        width = -(-getattr(shape, key) // entries) * entries
+        yield Fault((f"model.{key}", "training.mixed_precision_param"), f"model.{fault}; take {width}")
+
+
+def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int, str]]:
+    """Widths of experts that grouped matmul refuses, in torch only at the first step: rows begin at multiples of 16
+    bytes.
+
+    Yields:
+        Key, the number that its value must be a multiple of, and both as a fault.
+    """
+    entries = 16 // {"bfloat16": 2, "float32": 4}[dtype]
+    if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
+        for key in ("hidden_size", "moe_intermediate_size"):
+            if (width := getattr(shape, key)) % entries:
+                rule = (
+                    f"must be a multiple of {entries} for experts in {dtype}, whose rows begin at multiples of 16 bytes"
+                )
+                yield key, entries, f"{key} = {width}: {rule}"
 
 
 def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:

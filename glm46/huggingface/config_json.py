@@ -122,6 +122,8 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
         for name in ModelShape.model_fields:
             if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
                 _put(config, name, shape)
+        if _is_of_another_tokenizer(raw.get("eos_token_id"), eos_ids):
+            config |= _stops(eos_ids)
     config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
     # Keep the file's spelling; a new file gets the one that all versions of transformers read.
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
@@ -134,7 +136,17 @@ def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
     for name in ModelShape.model_fields:
         if name not in _OURS_ONLY:
             _put(config, name, shape)
-    return config | {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0], "use_cache": True}
+    return config | _stops(eos_ids) | {"use_cache": True}
+
+
+def _stops(eos_ids: list[int]) -> dict[str, Any]:
+    return {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
+
+
+def _is_of_another_tokenizer(known: int | list[int] | None, eos_ids: list[int]) -> bool:
+    """Whether the ids of a file end no text of the tokenizer with these ids. A file may list only some, or more."""
+    known = known if isinstance(known, list) else [known]
+    return known != [None] and bool(eos_ids) and set(eos_ids).isdisjoint(known)
 
 
 def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:

@@ -105,9 +105,12 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
     names = HFNames(shape, repeat_shared=has_repeats(found, shape))
-    # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
-    found = {name: place for name, place in found.items() if name in names.places or prod(place[1].shape)}
     scheme = scheme_of(raw, str(folder / CONFIG))
+    # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
+    empty = {name for name, (_, record) in found.items() if name not in names.places and not prod(record.shape)}
+    if scheme is not None:
+        empty |= {name + scheme.suffix for name in empty}  # one scale per row is not empty
+    found = {name: place for name, place in found.items() if name not in empty}
     records = {name: record for name, (_, record) in found.items()}
     scales, faults = scale_faults(scheme, records, names) if scheme else ((), [])
     faults += names.name_faults(name for name in found if name not in scales)

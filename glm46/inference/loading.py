@@ -11,12 +11,12 @@ from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import resolve_shape
+from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.model.transformer import Transformer
-from glm46.planner.parameters import layer_counts
 
 
 def load_for_inference(
@@ -74,21 +74,11 @@ def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> list[str]:
-    """Widths of experts that `grouped_mm` refuses: rows must begin at multiples of 16 bytes. Conversion takes them."""
-    _, moe_layers, mtp_layers = layer_counts(shape)
-    widths = {key: getattr(shape, key) for key in ("hidden_size", "moe_intermediate_size")}
-    if moe_layers + mtp_layers == 0:
-        return []
-
-    def unaligned(dtype: torch.dtype) -> list[str]:
-        return [key for key, width in widths.items() if width * dtype.itemsize % 16]
-
-    remedy = "this folder can be converted, but not run" if unaligned(torch.float32) else "use float32"
-    return [
-        f"{folder}: {key} = {widths[key]}: must be a multiple of {16 // dtype.itemsize} for experts in "
-        f"{str(dtype).removeprefix('torch.')}, whose rows begin at multiples of 16 bytes; {remedy}"
-        for key in unaligned(dtype)
-    ]
+    """Widths of experts that cannot run in this type. Conversion takes them."""
+    fits_float32 = not any(unaligned_experts(shape, "float32"))
+    remedy = "use float32" if fits_float32 else "this folder can be converted, but not run"
+    faults = unaligned_experts(shape, str(dtype).removeprefix("torch."))
+    return [f"{folder}: {fault}; {remedy}" for _, _, fault in faults]
 
 
 def _empty(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Transformer:

@@ -1,5 +1,6 @@
 """Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -126,6 +127,7 @@ class _TensorBoard:
         # Imported here because it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
+        self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
         self._open = SummaryWriter
         self._purge_step = None if resumed_step is None else resumed_step + 1
@@ -152,8 +154,17 @@ class _TensorBoard:
         self._writer("train").add_text("config", as_code, self._purge_step or 0)
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        try:
+            for writer in self._writers.values():
+                writer.close()
+        finally:
+            threading.excepthook = self._hook_before
+
+    def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:
+        """Print no traceback when the disk fails in TensorBoard's thread: the next write raises the same error."""
+        is_writer = type(arguments.thread).__module__.startswith("tensorboard.")
+        if not (is_writer and issubclass(arguments.exc_type, OSError)):
+            self._hook_before(arguments)
 
 
 def _tag(column: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import _refuse, _refuse_start, choose_processes, describe_next, keep_running
 from glm46.commands.options import config_parser, parse_with_overrides
-from glm46.commands.torchrun import End, describe_exit
+from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
@@ -191,3 +191,22 @@ def test_one_command_passes_overrides_on():
         "error: command line: training.seq_len = 1: must be greater than or equal to 2 (Tokens per sequence)",
         "error: command line: trainin: unknown key; did you mean 'training'?",
     ]
+
+
+def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
+    """Rank 0 writes to the console; the others end because it has left."""
+    from torch.distributed.elastic.multiprocessing.api import ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    failures = {rank: ProcessFailure(rank, 1000 + rank, code, "") for rank, code in enumerate((141, 1))}
+
+    def run(_):
+        raise ChildFailedError("ranks", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    signals = LauncherSignals()
+    try:
+        end = run_ranks(["--nproc-per-node=2"], ["train"], signals)
+    finally:
+        signals.close()
+    assert end.code == 141 and "closed the pipe" in capsys.readouterr().err

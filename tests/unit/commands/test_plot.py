@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -44,6 +45,17 @@ def ink(file, colour) -> np.ndarray:
     hits = (np.abs(picture - colour).max(-1) <= 2)[60:]
     middle, centre = hits.shape[0] // 2, hits.shape[1] // 2
     return np.array([part.sum() for rows in (hits[:middle], hits[middle:]) for part in (rows[:, :centre], rows[:, centre:])])  # fmt: skip  # noqa: E501
+
+
+def test_a_full_disk_leaves_no_part_of_a_picture(tmp_path, small_disk, capsys):
+    disk, _ = small_disk
+    run = write_run(tmp_path / "run")
+    with suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
+        while file.write(b"x" * 4096) == 4096:
+            pass
+    assert main(["plot", str(run), "--output", str(disk / "plot.png")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def test_each_run_is_drawn_in_each_panel(tmp_path, capsys):

@@ -66,17 +66,35 @@ def test_transformers_reads_a_new_file_as_the_same_model(preset, tmp_path):
 
 @pytest.mark.parametrize("raw", [GLM_46, in_transformers_5_form(GLM_46), GLM_46 | {"bar": {"a": [1]}, "foo": None}])
 def test_writing_an_unchanged_model_changes_nothing(raw):
-    assert config_of(PRESETS["GLM-4.6"], raw, eos_ids=[0], dtype="bfloat16") == raw
+    assert config_of(PRESETS["GLM-4.6"], raw, eos_ids=EOS, dtype="bfloat16") == raw
     # Except quantization_config, which describes the imported weights.
-    assert config_of(PRESETS["GLM-4.6"], raw | {"quantization_config": {}}, eos_ids=[0], dtype="bfloat16") == raw
+    assert config_of(PRESETS["GLM-4.6"], raw | {"quantization_config": {}}, eos_ids=EOS, dtype="bfloat16") == raw
+
+
+@pytest.mark.parametrize(
+    ("known", "eos_ids", "written"),
+    [
+        (EOS, [3, 5], [3, 5]),
+        (2, [3, 5], [3, 5]),
+        (151336, EOS, 151336),
+        ([*EOS, 9], EOS, [*EOS, 9]),
+        (None, EOS, None),
+        (EOS, [], EOS),
+    ],
+)
+def test_ids_that_end_a_text_are_those_of_the_tokenizer(known, eos_ids, written):
+    """A file's ids are kept if they are of the same tokenizer."""
+    config = config_of(PRESETS["GLM-4.6"], GLM_46 | {"eos_token_id": known}, eos_ids=eos_ids, dtype="bfloat16")
+    assert config["eos_token_id"] == written
+    assert config["pad_token_id"] == (eos_ids[0] if written == eos_ids else GLM_46["pad_token_id"])
 
 
 def test_writing_a_changed_model_changes_that_and_keeps_the_rest():
     raw = GLM_46 | {"my_field": {"x": 1}}
     shape = PRESETS["GLM-4.6"].model_copy(update=dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0))
-    got = config_of(shape, raw, eos_ids=[0], dtype="float32")
+    got = config_of(shape, raw, eos_ids=EOS, dtype="float32")
     assert got == raw | dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0, torch_dtype="float32")
-    got = config_of(shape, in_transformers_5_form(raw), eos_ids=[0], dtype="float32")
+    got = config_of(shape, in_transformers_5_form(raw), eos_ids=EOS, dtype="float32")
     assert got["rope_parameters"] == {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "default"}
     assert "rope_theta" not in got and got["my_field"] == {"x": 1}
 

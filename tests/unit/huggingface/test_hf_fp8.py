@@ -177,6 +177,25 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
     )
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_fp8_tensors_without_elements_are_omitted(name, tmp_path):
+    """Some tools write the shared experts of a model that has none."""
+    shape, scheme = resolve_shape(TABLE).model_copy(update={"n_shared_experts": 0}), SCHEMES[name]
+    model = Transformer(shape)
+    tensors = {n: torch.nn.init.normal_(t.detach()) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
+    config |= {CONFIG_KEY: config_of_scheme(scheme, HFNames(shape, repeat_shared=False))}
+    export_weights(tmp_path / "a", shape, config, tensors, options=ExportOptions(fp8=scheme))
+    stored = stored_in(tmp_path / "a")
+    for projection, size in (("gate", (0, 256)), ("up", (0, 256)), ("down", (256, 0))):
+        empty = f"model.layers.1.mlp.shared_experts.{projection}_proj.weight"
+        stored[empty] = torch.empty(size, dtype=torch.float8_e4m3fn)
+        stored[f"{empty}_scale"] = torch.ones(scheme.scale_shape(size)) if scheme.block else torch.ones(size[0], 1)
+    rewrite(tmp_path / "a", stored)
+    with FolderReader(tmp_path / "a", shape) as reader:
+        assert not any(reader.fill(n, torch.empty_like(t), global_indices(t)) for n, t in tensors.items())
+
+
 def test_a_model_without_whole_blocks_is_refused():
     shape = resolve_shape(TABLE).model_copy(update={"hidden_size": 200})
     with pytest.raises(UserError, match="--dtype fp8-block.* fp8-channel"):

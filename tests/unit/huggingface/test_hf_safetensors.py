@@ -95,7 +95,7 @@ def test_a_round_trip_keeps_every_byte_and_the_config(shape, repeat_shared, dtyp
     read = import_weights(tmp_path / "in", shape, tensors)
     assert read == sum(t.nbytes for t in published.values())
     raw = read_config(tmp_path / "in")
-    config = config_of(shape_of(raw), raw, eos_ids=[0], dtype="bfloat16")
+    config = config_of(shape_of(raw), raw, eos_ids=EOS, dtype="bfloat16")
     options = ExportOptions(repeat_shared=repeat_shared, max_file_bytes=20_000)
     written = export_weights(tmp_path / "out", shape, config, tensors, options=options)
     assert written == read

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -110,6 +111,28 @@ def test_a_full_disk_pauses_the_files_and_says_so_once(tmp_path, small_disk):
     for name in ("metrics.jsonl", "log.txt"):
         assert said.count(f"{mount / name}: cannot be written (No space left on device)") == 1
         assert said.count(f"{mount / name}: written again") == 1
+
+
+def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, monkeypatch):
+    mount, _ = small_disk
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    report = Report(
+        tmp_path, is_main=True, enable_tensorboard=True, total_tokens=1000,
+        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
+    )  # fmt: skip
+    report._tensorboard._folders = {"train": mount / "tb", "validation": mount / "tb/validation"}
+    (mount / "filler").touch()
+    with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
+        while file.write(b"x" * 4096) == 4096:
+            pass
+    for step in range(1, 400):
+        report.train(_row(step))
+    report.close()
+    said = (tmp_path / "said").read_text()
+    assert said.count(f"{tmp_path / 'tb'}: cannot be written (No space left on device)") == 1
+    assert tracebacks == [] and threading.excepthook == tracebacks.append
+    assert _steps(tmp_path) == list(range(1, 400))
 
 
 def test_a_new_run_keeps_the_earlier_rows_aside(tmp_path):
