@@ -6,14 +6,13 @@ import sys
 
 def _run() -> int:
     # Signals wait until this process listens: none ends its imports with another exit code.
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     from glm46.reliability.stop import EXIT_SIGNAL, code_before_training, end_on_signals
 
     # Before the import of the command line, which takes seconds and in which a KeyboardInterrupt can get lost.
     is_training = sys.argv[1:2] in (["launch"], ["train"])
     end_on_signals(code_before_training if is_training else lambda number: EXIT_SIGNAL + number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     from glm46.cli import main
 
     return main()
