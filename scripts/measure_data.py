@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from glm46.config.text_recipe import TextRecipe  # noqa: E402
-from glm46.data.loader import TrainSource, build_train_loader  # noqa: E402
+from glm46.data.loader import BatchLayout, TrainSource, build_train_loader  # noqa: E402
 from glm46.data.manifest import Manifest, ShardEntry, Split, load_manifest, save_manifest  # noqa: E402
 from glm46.data.shards import write_shard  # noqa: E402
 from glm46.data.tokenizer import BUILTIN_PATH, load_tokenizer  # noqa: E402
@@ -175,9 +175,11 @@ def _reading(work: argparse.Namespace, parent: Path) -> list[Result]:
 
     def build(sources: int, start_sample: int = 0):
         return build_train_loader(
-            [TrainSource(f"s{i}", manifest, 1.0) for i in range(sources)], seq_len=work.seq_len, mtp_depth=1,
-            local_batch_size=work.batch, dp_rank=0, dp_degree=1, seed=0, document_mask=True, start_sample=start_sample,
-        )  # fmt: skip
+            [TrainSource(f"s{i}", manifest, 1.0) for i in range(sources)],
+            BatchLayout(work.seq_len, 1, work.batch, 0, 1, True),
+            seed=0,
+            start_sample=start_sample,
+        )
 
     loader = build(1)
     paths = {"with": iter(loader), "without": iter(loader.dataset)}

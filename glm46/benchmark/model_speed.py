@@ -117,10 +117,9 @@ def race(work: Workload, names: tuple[str, ...], rounds: int | None, report: Cal
     losses = {}
     for contestant in contestants:
         report(f"warming {contestant.name} up")
-        before = _allocated(work.device)
         losses[contestant.name] = contestant.step()
         contestant.step()  # the second step runs compiled code and warm allocators
-        contestant.peak_bytes = _peak_of_step(work.device, contestant, before)
+        contestant.peak_bytes = _peak_of_step(work.device, contestant)
         contestant.model.zero_grad(set_to_none=True)
     _require_equal(losses, _LOSS_TOLERANCE[work.dtype])
     for contestant in interleaved(contestants, rounds, report):
@@ -138,14 +137,10 @@ def _require_equal(losses: dict[str, float], tolerance: float) -> None:
         raise UserError(f"benchmark: the contestants compute different losses, {losses}, so times are not comparable")
 
 
-def _allocated(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def _peak_of_step(device: torch.device, contestant: Contestant, before: int | None) -> int | None:
+def _peak_of_step(device: torch.device, contestant: Contestant) -> int | None:
     """Peak bytes of a step on a GPU: its weights, gradients and temporary tensors. None on a CPU, where torch does not
     count allocations; see `peak_bytes_on_cpu`."""
-    if before is None:
+    if device.type != "cuda":
         return None
     contestant.model.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(device)

@@ -6,10 +6,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import SECONDS
+from glm46.commands.environment import describe_version
 from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
@@ -144,8 +147,6 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _installed() -> tuple[str, ...]:
-    from importlib.util import find_spec
-
     if find_spec(_PEERS) is None:
         _print("transformers is not installed, so only our own speed is measured; pip install 'glm46[hf]' adds it")
         return tuple(name for name in CONTESTANTS if not name.startswith(_PEERS))
@@ -183,18 +184,10 @@ def _report(work: Workload, contestants: list[Contestant]) -> str:
 def _environment(work: Workload) -> str:
     import torch
 
-    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    try:
-        import transformers
-
-        parts.append(f"transformers {transformers.__version__}")
-    except ImportError:
-        parts.append("no transformers")
-    if work.device.type == "cuda":
-        parts.append(torch.cuda.get_device_name(work.device))
-    else:
-        parts.append(f"{_cpu_name()}, {torch.get_num_threads()} threads")
-    return ", ".join(parts)
+    peer = f"transformers {metadata.version(_PEERS)}" if find_spec(_PEERS) else "no transformers"
+    is_gpu = work.device.type == "cuda"
+    device = torch.cuda.get_device_name(work.device) if is_gpu else f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return f"{describe_version()}, {peer}, {device}"
 
 
 def _cpu_name() -> str:

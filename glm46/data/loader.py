@@ -34,10 +34,13 @@ class BatchLayout:
 
     seq_len: int
     mtp_depth: int
+    """Multi-token prediction layers to make inputs and labels for."""
     local_batch_size: int
     dp_rank: int
+    """Data-parallel rank; ranks of one dp_rank read the same samples."""
     dp_degree: int
     document_mask: bool
+    """Restart positions at each document."""
 
     @property
     def global_rows(self) -> int:
@@ -242,21 +245,17 @@ class TrainLoader(_BatchLoader):
 
 
 def build_train_loader(
-    sources: Sequence[TrainSource], *, seq_len: int, mtp_depth: int, local_batch_size: int,
-    dp_rank: int, dp_degree: int, seed: int, document_mask: bool, start_sample: int, num_workers: int = 0,
-    prefetch_factor: int = 2, span: Span = WHOLE_RUN, begin_worker: Callable[[int], None] | None = None,
+    sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: Span = WHOLE_RUN,
+    num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
 ) -> TrainLoader:  # fmt: skip
     """Build the endless training stream of one rank.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
-        mtp_depth: number of multi-token prediction layers to make inputs and labels for.
-        dp_rank, dp_degree: data-parallel rank and degree; ranks of one dp_rank read the same samples.
-        document_mask: restart positions at each document.
         start_sample: global number of the first sample.
+        span: part of the run; by default the whole run.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each worker prefetches.
-        span: part of the run; by default the whole run.
         begin_worker: called first in each worker, with its number.
 
     Returns:
@@ -265,19 +264,16 @@ def build_train_loader(
     Raises:
         UserError: a weight is invalid, or a source is shorter than one row.
     """
-    layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     stream = TrainStream(sources, seed, layout, start_sample, span)
     prefetch = prefetch_factor if num_workers else None
     return TrainLoader(stream, num_workers=num_workers, prefetch_factor=prefetch, worker_init_fn=begin_worker)
 
 
 def build_validation_loader(
-    manifest: Manifest, *, seq_len: int, mtp_depth: int, local_batch_size: int, dp_rank: int, dp_degree: int,
-    document_mask: bool, max_batches: int | None = None,
-) -> StatefulDataLoader:  # fmt: skip
+    manifest: Manifest, layout: BatchLayout, *, max_batches: int | None = None
+) -> StatefulDataLoader:
     """Build the loader of one source's held-out text: every token once over all ranks, equally many batches per rank.
 
     Padding, in the last row with text and after it, has document id -1 and no labels.
     """
-    layout = BatchLayout(seq_len, mtp_depth, local_batch_size, dp_rank, dp_degree, document_mask)
     return _BatchLoader(ValidationStream(manifest, layout, max_batches))

@@ -41,11 +41,6 @@ class Tally:
         entry[0] += number
         entry[1] = (entry[1] + places)[:_MAX_PLACES]
 
-    def count_filtered(self, reason: str, number: int) -> None:
-        """Add filtered documents whose places are no longer known."""
-        if number:
-            self.count(self.filtered, reason, [], number)
-
     def add(self, other: "Tally") -> None:
         """Add the counts of another tally."""
         for mine, theirs in ((self.bad, other.bad), (self.filtered, other.filtered)):

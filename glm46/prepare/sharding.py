@@ -70,8 +70,9 @@ def write_splits(
     for piece in pieces:
         tensors = map_arrays(piece, SHARD_REMEDY)[0]
         equal, similar = duplicates.take(len(tensors["doc_ends"]))
-        tally.count_filtered("exact duplicate", int(equal.sum()))
-        tally.count_filtered("near duplicate", int((similar & ~equal).sum()))
+        for reason, number in (("exact duplicate", equal.sum()), ("near duplicate", (similar & ~equal).sum())):
+            if number:
+                tally.count(tally.filtered, reason, [], int(number))
         keep = ~(equal | similar)
         held_out_here = is_held_out(tensors["hashes"][:, 0], held_out)
         for name, part in (("train", ~held_out_here), ("validation", held_out_here)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from glm46.data.loader import Span, TrainSource, build_train_loader
+from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
 from glm46.data.manifest import Manifest
 from glm46.data.mixing import integer_weights, taken
 from glm46.distributed.mesh import Cluster
@@ -65,13 +65,15 @@ class DataStream:
                 build_train_loader(
                     [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing, folder)
                      for i, s in zip(chosen, sources, strict=True)],
-                    seq_len=stage.seq_len,
-                    mtp_depth=plan.shape.num_nextn_predict_layers,
-                    local_batch_size=config.training.local_batch_size,
-                    dp_rank=self._cluster.dp_rank,
-                    dp_degree=plan.layout.dp_degree,
+                    BatchLayout(
+                        seq_len=stage.seq_len,
+                        mtp_depth=plan.shape.num_nextn_predict_layers,
+                        local_batch_size=config.training.local_batch_size,
+                        dp_rank=self._cluster.dp_rank,
+                        dp_degree=plan.layout.dp_degree,
+                        document_mask=config.data.document_mask,
+                    ),
                     seed=config.debug.seed,
-                    document_mask=config.data.document_mask,
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
                     prefetch_factor=config.data.prefetch_factor,

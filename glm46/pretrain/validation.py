@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from glm46.data.loader import build_validation_loader
+from glm46.data.loader import BatchLayout, build_validation_loader
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import run_on_all_ranks
@@ -43,12 +43,14 @@ def _evaluate_source(
     plan, config, cluster = network.plan, network.plan.config, network.cluster
     loader = build_validation_loader(
         manifest,
-        seq_len=config.training.seq_len,
-        mtp_depth=plan.shape.num_nextn_predict_layers,
-        local_batch_size=config.validation.local_batch_size or config.training.local_batch_size,
-        dp_rank=cluster.dp_rank,
-        dp_degree=plan.layout.dp_degree,
-        document_mask=config.data.document_mask,
+        BatchLayout(
+            seq_len=config.training.seq_len,
+            mtp_depth=plan.shape.num_nextn_predict_layers,
+            local_batch_size=config.validation.local_batch_size or config.training.local_batch_size,
+            dp_rank=cluster.dp_rank,
+            dp_degree=plan.layout.dp_degree,
+            document_mask=config.data.document_mask,
+        ),
         max_batches=None if config.validation.steps == -1 else config.validation.steps,
     )
     loss = torch.zeros((), dtype=torch.float64, device=cluster.device)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.data.best_fit import best_fit, concatenate, plan_groups
-from glm46.data.loader import TrainSource, build_train_loader
+from glm46.data.loader import BatchLayout, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 
 EOS = 8156
@@ -65,10 +65,7 @@ def test_the_loader_gives_whole_documents_with_their_targets(make_source, counti
     documents = counting_documents(lengths)
     folder = make_source(tmp_path / "a", documents, documents_per_shard=3)
     source = TrainSource("a", load_manifest(folder), 1.0, "best_fit")
-    loader = build_train_loader(
-        [source], seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0,
-        dp_degree=1, seed=0, document_mask=True, start_sample=0,
-    )  # fmt: skip
+    loader = build_train_loader([source], BatchLayout(32, 1, 1, 0, 1, True), seed=0, start_sample=0)
     whole = [[*d, EOS] for d in documents]
     following = {t: d[i + 1] for d in whole for i, t in enumerate(d[:-1])}
     rows = loader.dataset.rows_per_source[0]

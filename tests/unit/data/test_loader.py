@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.errors import UserError
-from glm46.data.loader import TrainSource, build_train_loader, build_validation_loader
+from glm46.data.loader import BatchLayout, TrainSource, build_train_loader, build_validation_loader
 from glm46.data.manifest import load_manifest
 
 EOS = 8156
@@ -30,8 +30,7 @@ def sources(make_source, counting_documents, tmp_path_factory):
 def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5):
     return build_train_loader(
         [TrainSource(name, load_manifest(root / name), weight) for name, weight in (("a", 0.7), ("b", 0.3))],
-        seq_len=seq_len, mtp_depth=depth, local_batch_size=rows,
-        dp_rank=rank, dp_degree=degree, seed=seed, document_mask=mask, start_sample=start, num_workers=workers,
+        BatchLayout(seq_len, depth, rows, rank, degree, mask), seed=seed, start_sample=start, num_workers=workers,
         prefetch_factor=2,
     )  # fmt: skip
 
@@ -78,8 +77,7 @@ def test_rows_follow_the_rules_token_by_token(make_source, counting_documents, t
     length, count = 32, (len(tokens) - 1 - depth) // 32
     source = TrainSource("a", load_manifest(folder), 1.0)
     batches = take(build_train_loader(
-        [source], seq_len=length, mtp_depth=depth, local_batch_size=1, dp_rank=0, dp_degree=1,
-        seed=0, document_mask=mask, start_sample=0), count)  # fmt: skip
+        [source], BatchLayout(length, depth, 1, 0, 1, mask), seed=0, start_sample=0), count)  # fmt: skip
     starts = []
     for batch in batches:
         first = batch["input_ids"][0]
@@ -165,8 +163,7 @@ def test_another_seed_is_another_order(sources):
 
 def validation(root, *, rank=0, degree=1, rows=2, limit=None, seq_len=32):
     return build_validation_loader(
-        load_manifest(root / "a"), seq_len=seq_len, mtp_depth=1, local_batch_size=rows, dp_rank=rank, dp_degree=degree,
-        document_mask=True, max_batches=limit,
+        load_manifest(root / "a"), BatchLayout(seq_len, 1, rows, rank, degree, True), max_batches=limit
     )  # fmt: skip
 
 
@@ -204,5 +201,4 @@ def test_validation_stops_at_the_limit(sources):
 def test_a_source_shorter_than_a_row_is_refused(make_source, counting_documents, tmp_path):
     short = [TrainSource("x", load_manifest(make_source(tmp_path / "x", counting_documents([5]))), 1.0)]
     with pytest.raises(UserError, match="fewer than one row .*training.seq_len"):
-        build_train_loader(short, seq_len=32, mtp_depth=1, local_batch_size=1, dp_rank=0, dp_degree=1, seed=0,
-                           document_mask=False, start_sample=0)  # fmt: skip
+        build_train_loader(short, BatchLayout(32, 1, 1, 0, 1, False), seed=0, start_sample=0)

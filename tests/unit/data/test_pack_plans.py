@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from glm46.cli import main
 from glm46.data import best_fit, pack_plans
 from glm46.data.best_fit import concatenate, plan_groups
-from glm46.data.loader import Span, TrainSource, build_train_loader
+from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 from glm46.data.pack_plans import keep_plan, plan_of
 from glm46.data.packing import open_tokens
@@ -60,8 +60,8 @@ def test_groups_do_not_depend_on_the_blocks_that_documents_come_in(lengths, grou
 def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp_path, share):
     def batches(folder=None):
         chosen = [TrainSource("s", load_manifest(source), 1.0, "best_fit", folder)]
-        keys = {"seq_len": 64, "mtp_depth": 1, "local_batch_size": 2, "dp_rank": 0, "dp_degree": 1, "seed": 3}
-        loader = build_train_loader(chosen, document_mask=True, start_sample=5, span=Span(documents=share), **keys)
+        layout = BatchLayout(64, 1, 2, 0, 1, True)
+        loader = build_train_loader(chosen, layout, seed=3, start_sample=5, span=Span(documents=share))
         return [batch for batch, _ in zip(loader, range(40), strict=False)]
 
     with monkeypatch.context() as patch:

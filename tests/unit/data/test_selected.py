@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glm46.data.loader import Span, TrainSource, build_train_loader
+from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 from glm46.data.mixing import integer_weights, mix, taken
 from glm46.data.packing import SelectedTokens, TokenStream, falls_into
@@ -53,7 +53,7 @@ def test_selected_documents_read_as_one_sequence(make_source, counting_documents
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 def test_rows_behind_the_end_of_a_stage_are_padding(make_source, counting_documents, tmp_path, packing):
     manifest = load_manifest(make_source(tmp_path / "s", counting_documents([30] * 20)))
-    keys = dict(seq_len=16, mtp_depth=1, local_batch_size=4, dp_rank=0, dp_degree=1, seed=0, document_mask=True)
+    keys = {"layout": BatchLayout(16, 1, 4, 0, 1, True), "seed": 0}
     loader = build_train_loader(
         [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
     )

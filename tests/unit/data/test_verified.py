@@ -8,7 +8,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.data import shards
-from glm46.data.loader import TrainSource, build_train_loader
+from glm46.data.loader import BatchLayout, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
 from glm46.data.shards import write_shard
 from glm46.data.verified import VerifiedShard
@@ -113,11 +113,8 @@ def test_the_loader_returns_nothing_damaged(make_source, counting_documents, tmp
     folder = make_source(tmp_path / "s", counting_documents([50] * 40), documents_per_shard=10)
     source = TrainSource("s", load_manifest(folder), 1.0, packing)
     batches = iter(
-        build_train_loader(
-            [source], seq_len=64, mtp_depth=1, local_batch_size=1, dp_rank=0,
-            dp_degree=1, seed=0, document_mask=True, start_sample=0, num_workers=workers,
-        )
-    )  # fmt: skip
+        build_train_loader([source], BatchLayout(64, 1, 1, 0, 1, True), seed=0, start_sample=0, num_workers=workers)
+    )
     first = next(batches)
     place = VerifiedShard(folder / "train-00002.safetensors", 8192)._tokens.place + 40
     flip(folder / "train-00002.safetensors", place)
