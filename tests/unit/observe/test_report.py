@@ -239,7 +239,7 @@ def test_an_unknown_metric_is_our_bug(tmp_path):
     with pytest.raises(KeyError, match="lozz"):
         report.train(_row(1, lozz=1.0))
     with pytest.raises(KeyError, match="not split"):
-        report.train(_row(1, **{"lr/wiki": 1.0}))
+        report.train(_row(1, **{"mfu/wiki": 1.0}))
     with pytest.raises(AssertionError, match="not a plain number"):
         report.train(_row(1, perplexity="12"))
     report.close()
