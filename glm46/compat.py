@@ -4,14 +4,11 @@ import logging
 import threading
 import time
 import warnings
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -137,16 +134,6 @@ def flight_recorder_json() -> str:
         return ""
     trace = dump()
     return trace.decode() if isinstance(trace, bytes) else trace
-
-
-def find_saved_tensor(file: BinaryIO, offset: int, length: int) -> tuple[Tensor, int]:
-    """A tensor without values that `torch.save` wrote into a range of a file, and where its storage begins there.
-
-    torch documents `_checkpoint_offset` in its notes on serialization, but gives it no public name.
-    """
-    with FakeTensorMode():
-        described = torch.load(_create_file_view(file, offset, length), map_location="cpu", weights_only=True)
-    return described, described.untyped_storage()._checkpoint_offset
 
 
 def can_pack() -> bool:
