@@ -20,6 +20,7 @@ RELEASE = ".".join(torch.__version__.split(".")[:2])
 LOSSES = {
     "2.11": [9.0080392, 8.6269124, 8.2540545, 7.9434316, 7.6561628, 7.4542913, 7.2401661, 7.0960170],
     "2.13": [9.0080392, 8.6269124, 8.2540545, 7.9434316, 7.6561628, 7.4542913, 7.2401661, 7.0960170],
+    "2.15": [9.0080392, 8.6269124, 8.2540545, 7.9434316, 7.6561628, 7.4542913, 7.2401661, 7.0960170],
 }  # fmt: skip
 # FP32 kernels of other CPUs sum in another order. Seen between torch's scalar, AVX2 and AVX-512 kernels, with one and
 # with two threads: 1e-7 in twelve steps. A learning rate that is 1 % wrong moves the second loss by 3e-4.
