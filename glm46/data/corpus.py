@@ -48,7 +48,7 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
             held_out = manifests[source.name].splits["validation"]
-            # The first token of a document is no target.
+            # The first token of a document is not a target.
             if config.validation.enable and held_out.tokens <= held_out.documents:
                 faults.append(
                     f"{source.path}: validation.enable = true, but no text to predict is held out; set "

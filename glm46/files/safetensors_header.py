@@ -75,7 +75,7 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
         with path.open("rb") as file, safe_open(path, "np") as described:
             start = 8 + int.from_bytes(file.read(8), "little")
             entries = {}
-            for name in described.offset_keys():  # the library has checked that there is no hole between them
+            for name in described.offset_keys():  # the library has checked that no gap lies between them
                 tensor = described.get_slice(name)
                 entries[name] = HeaderEntry(tensor.get_dtype(), tuple(tensor.get_shape()), start)
                 start += entries[name].nbytes

@@ -15,7 +15,7 @@ from glm46.reliability.loss_spikes import NOT_FINITE
 from glm46.training.balance import auxiliary_loss, routing_options
 from glm46.training.named_sums import sum_over_all_ranks, to_host
 from glm46.training.network import Batch, Network, StageResults
-from glm46.training.task import Objective, Task
+from glm46.training.task import Counts, Objective, Task
 from glm46.training.totals import StepTotals
 
 
@@ -107,7 +107,7 @@ def train_step(
 
 
 def compute_gradients(
-    network: Network, objective: Objective, micro_batches: list[Batch], totals: StepTotals, counts, clock: int
+    network: Network, objective: Objective, micro_batches: list[Batch], totals: StepTotals, counts: Counts, clock: int
 ) -> StageResults:
     """Set the gradients of a step: those of the objective and of the auxiliary losses of the experts. Collective."""
     moe = network.plan.config.moe
@@ -130,7 +130,8 @@ def _local_sums(
 ) -> dict[str, Tensor]:
     """This rank's part of the sums over a step, FP64: those of the objective, and aux_losses [2]."""
     sums = objective.empty_sums() | {"aux_losses": torch.zeros(2, dtype=torch.float64)}
-    sums = {name: value.to(network.cluster.device) for name, value in sums.items()}
+    # Made on the device: a copy from the host would be work between backward and the all-reduce.
+    sums = {name: torch.zeros_like(value, device=network.cluster.device) for name, value in sums.items()}
     for output in (output for of_stage in outputs for output in of_stage):
         sums["aux_losses"] += output.aux_losses
     for output, batch in zip(outputs[-1], micro_batches, strict=True):

@@ -165,7 +165,7 @@ BAD = {
         ("[training]", '[mtp]\nloss_weight = "high"\n[training]'),
         [('mtp.loss_weight = "high": ', "finite number, or points [[tokens, value], ...]")],
     ),
-    "schedule that is no number": (
+    "schedule that is not a number": (
         ("[training]", "[mtp]\nloss_weight = nan\n[training]"),
         [("mtp.loss_weight = nan: ", "finite number, or points [[tokens, value], ...]")],
     ),
