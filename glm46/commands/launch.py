@@ -21,9 +21,9 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, share_cores, visible_gpus
-from glm46.planner.budget import budget_tokens
-from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
+from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.plan import resolve_plan
 from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, started_ranks
 
@@ -146,7 +146,7 @@ def _prepare(config: RunConfig, world_size: int) -> None:
     from glm46.prepare.pipeline import prepare_run
 
     manifests = prepare_run(config, report=_report)
-    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).dp_degree
+    rows = resolve_plan(config, world_size).rows_per_micro_batch
     try:
         check_epochs(config, manifests, rows)
     except UserError:
@@ -160,16 +160,16 @@ def describe_next(config: RunConfig, start: Start, world_size: int) -> str:
     from glm46.data.corpus import check_epochs
     from glm46.data.manifest import load_manifest
 
-    rows = config.training.local_batch_size * resolve_layout(config.parallelism, world_size).dp_degree
+    plan = resolve_plan(config, world_size)
     values = {
-        "training.tokens": str(_LONGER * budget_tokens(config, rows)),
+        "training.tokens": str(_LONGER * plan.budget_tokens),
         "job.dump_folder": f"{config.job.dump_folder}_longer",
     }
     lines = [f"all keys      {module_command()} train --help"]
     try:
         longer = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in longer.data.sources}
-        check_epochs(longer, manifests, rows)
+        check_epochs(longer, manifests, plan.rows_per_micro_batch)
         lines.insert(0, f"train longer  {start.command(values)}")
     except UserError:
         pass

@@ -204,6 +204,7 @@ def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
         raise ChildFailedError("ranks", failures)
 
     monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("logging.disable", lambda _: None)  # it would stay so for the tests after this one
     signals = LauncherSignals()
     try:
         end = run_ranks(["--nproc-per-node=2"], ["train"], signals)
