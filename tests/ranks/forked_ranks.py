@@ -11,9 +11,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from glm46.checkpoint import dcp, integrity
+
+# A fork has none of the threads of torch's pool, and the first call that wants them makes a new pool. That is not safe
+# from several threads: autograd starts one per device of a device guard, eight with FakeTensorMode, and now and then
+# one of them aborts with "Invalid thread pool!". In the child's only thread it is safe.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 _STORES: list[dist.Store] = []
 PORT_DIGITS = 5
