@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from glm46.optim.muon import Muon  # noqa: E402
 from glm46.optim.muon_update import Orthogonalizer  # noqa: E402
-from glm46.optim.newton_schulz import step_coefficients  # noqa: E402
 
 ROUNDS = 9
 # Four layers of GLM-4.6 at a sixteenth of its size: experts, attention, shared expert, router.
@@ -82,7 +81,7 @@ def several_processes() -> dict[str, Callable[[], None]]:
     optimizer = Muon(shard(), ns_dtype=torch.float32)
     everywhere = shard()
     momenta = [torch.zeros_like(parameter) for parameter in everywhere]
-    settings = Orthogonalizer(step_coefficients("keller", 5), 1e-7, torch.float32, "eager")
+    settings = Orthogonalizer(5, 1e-7, torch.float32)
 
     @torch.no_grad()
     def gather() -> None:

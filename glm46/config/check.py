@@ -12,7 +12,6 @@ from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
-from glm46.config.rules_optimizer import OPTIMIZER_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.run_config import RunConfig
 
@@ -33,7 +32,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
         return faults
     shape = resolve_shape(config.model)
     faults += [fault for rule in MODEL_RULES for fault in rule(config, shape)]
-    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *OPTIMIZER_RULES)
+    rules = (*LAYOUT_RULES, *PIPELINE_RULES)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
 

@@ -33,11 +33,6 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0.0)
     """AdamW: term added to the denominator."""
 
-    implementation: Annotated[
-        Literal["fused", "foreach", "for-loop"], Needs("state_dtype", "float32"), Needs("training.dtype", "float32")
-    ] = "fused"
-    """AdamW: how torch.optim.AdamW runs, with FP32 states of FP32 weights."""
-
     momentum: Annotated[float, _MUON] = Field(0.95, ge=0.0, lt=1.0)
     """Muon: decay of the momentum."""
 
@@ -47,18 +42,8 @@ class Optimizer(Section):
     ns_steps: Annotated[int, _MUON] = Field(5, ge=1, lt=100)
     """Muon: Newton-Schulz iterations."""
 
-    ns_coefficients: Annotated[Literal["keller", "quintic", "polar_express", "deepseek_v4"], _MUON] = "keller"
-    """Muon: named coefficients of the iteration; sources in glm46/optim/newton_schulz.py."""
-
     ns_dtype: Annotated[Literal["bfloat16", "float16", "float32"], _MUON] = "bfloat16"
     """Muon: precision of the Newton-Schulz products."""
-
-    ns_backend: Annotated[Literal["eager", "compile"], _MUON] = "eager"
-    """Muon: eager runs the iteration as plain products, compile through torch.compile with the normalisation."""
-
-    mesh_invariant: Annotated[bool, _MUON] = False
-    """Muon: one matrix per product, so that every layout gives the same bits for the same gradients in half precision
-    too, given FP32 master weights. Slower for small matrices, above all on a GPU."""
 
     adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _MUON] = "match_rms_adamw"
     """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near

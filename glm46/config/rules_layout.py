@@ -1,4 +1,4 @@
-"""Rules about the mesh: divisibility, number of processes, batch size.
+"""Rules about the mesh: divisibility, number of processes, batch size, blocks of optimizer states.
 
 A world size of None means that the number of processes is not known yet; rules that need it yield nothing then.
 """
@@ -9,6 +9,10 @@ from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Schedule
+
+STATE_BLOCK, STATE_LEAST_ENTRIES = 64, 4096
+"""Columns that share a scale in 8-bit states, and entries of the smallest tensor with such states; a test holds both
+equal to `optim/compact_state.py`."""
 
 
 def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | None:
@@ -157,10 +161,33 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
     )
 
 
+def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Tensor parallelism shards columns between the blocks of 8-bit states."""
+    tensor = config.parallelism.tensor_parallel_degree
+    if config.optimizer.state_dtype != "8bit" or tensor == 1:
+        return
+    cut = [("model.num_attention_heads * head_dim", shape.num_attention_heads * shape.head_dim)]
+    if shape.first_k_dense_replace:
+        cut.append(("model.intermediate_size", shape.intermediate_size))
+    if shape.n_shared_experts:
+        width = shape.n_shared_experts * shape.moe_intermediate_size
+        cut.append(("model.n_shared_experts * moe_intermediate_size", width))
+    for name, columns in cut:
+        has_blocks = columns * shape.hidden_size >= STATE_LEAST_ENTRIES
+        if has_blocks and columns % (STATE_BLOCK * tensor):
+            yield Fault(
+                ("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
+                f'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = {tensor} shards {columns} '
+                f"columns ({name}), which must leave multiples of {STATE_BLOCK} on each rank; use another degree, or "
+                "another state_dtype",
+            )
+
+
 LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     layout_divides_the_model,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,
     expert_shards_are_even,
     batch_divides,
+    state_blocks_are_not_cut,
 )

@@ -1,4 +1,4 @@
-"""AdamW over this rank's parts of the parameters: torch's kernels for FP32 states, a plain update for smaller states.
+"""AdamW over this rank's parts of the parameters: torch's fused kernel for FP32 states, a plain update for others.
 
 The update is entry-wise, so a step runs no DTensor operation, and parameters of different meshes share one fused
 kernel. The saved states are DTensors like the parameters and share the memory of the parts.
@@ -49,7 +49,7 @@ class AdamW:
         self._is_offloaded = config.state_offload == "cpu"
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
-        # torch's kernels need states of the parameter's type.
+        # torch's kernel needs states of the parameter's type.
         self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [
             self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
@@ -70,9 +70,8 @@ class AdamW:
         self._moments = StateStream(states, device, is_offloaded=self._is_offloaded)
 
     def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: torch.dtype | str) -> _Entry:
-        # The fused kernel counts on the device, the others count on the host.
-        on_device = self._is_torch and self._config.implementation == "fused"
-        step = torch.zeros((), dtype=torch.float32, device=part.device if on_device else "cpu")
+        # The fused kernel counts on the device, the plain update on the host.
+        step = torch.zeros((), dtype=torch.float32, device=part.device if self._is_torch else "cpu")
         self._states[f"{name}.step"] = step
         moments = []
         for key, signed in MOMENTS:
@@ -126,8 +125,7 @@ class AdamW:
             [moments[1] for *_, moments, _ in present],
             [],
             [step for *_, step in present],
-            fused=config.implementation == "fused",
-            foreach=config.implementation == "foreach",
+            fused=True,
             amsgrad=False,
             beta1=config.beta1,
             beta2=config.beta2,

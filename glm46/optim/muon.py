@@ -3,7 +3,7 @@
 This file makes options, states, groups and the plan, once. glm46/optim/muon_step.py runs a step with them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 from glm46.optim.compact_state import local_state, make_state
 from glm46.optim.muon_exchange import make_groups
 from glm46.optim.muon_layout import local_matrices, tensor_layout
-from glm46.optim.muon_plan import Plan, Request, make_plan
+from glm46.optim.muon_plan import MuonPlan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
 from glm46.optim.muon_update import Orthogonalizer, update_scale
-from glm46.optim.newton_schulz import step_coefficients
 
 
 class Muon(torch.optim.Optimizer):
@@ -32,7 +31,6 @@ class Muon(torch.optim.Optimizer):
         nesterov: orthogonalise the gradient blended with the momentum instead of the momentum.
         weight_decay: decoupled decay, times ``lr``.
         ns_steps: iterations of Newton-Schulz.
-        ns_coefficients: a name in glm46/optim/newton_schulz.py, or triples (a, b, c); the last one repeats.
         eps: lower bound of the Frobenius norm that a matrix is divided by; a zero gradient and momentum give a zero
             update.
         adjust_lr: "match_rms_adamw" gives updates whose entries have a root mean square of 0.2, with lr near that of
@@ -41,9 +39,6 @@ class Muon(torch.optim.Optimizer):
             travel between ranks in this type, but in bfloat16 to their owner for float16, because gradients can be
             smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
-        ns_backend: "eager"; "compile" fuses the normalisation and the iteration.
-        mesh_invariant: one matrix per product, so that every mesh gives the same bits in half precision too; slower
-            for small matrices, above all on a GPU.
         state_offload: "cpu" keeps the momentum in host memory and copies it in and out during the step.
         bucket_bytes: bound on the whole matrices that one rank collects at a time.
         workspace_bytes: bound on the memory of one stacked iteration.
@@ -69,13 +64,10 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.1,
         ns_steps: int = 5,
-        ns_coefficients: str | Sequence[Sequence[float]] = "keller",
         eps: float = 1e-7,
         adjust_lr: str = "match_rms_adamw",
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype | str | None = None,
-        ns_backend: str = "eager",
-        mesh_invariant: bool = False,
         state_offload: str | None = None,
         bucket_bytes: int = 256 << 20,
         workspace_bytes: int = 1 << 30,
@@ -84,10 +76,10 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, not {ns_steps}")
         update_scale(adjust_lr, 1, 1)  # an unknown rule fails here instead of in the first step
-        self._settings = Orthogonalizer(
-            step_coefficients(ns_coefficients, ns_steps), eps, ns_dtype, ns_backend, mesh_invariant
-        )
+        self._settings = Orthogonalizer(ns_steps, eps, ns_dtype)
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -109,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             raise NotImplementedError("Muon: pass all parameter groups at construction")
         super().add_param_group(param_group)
 
-    def plan(self) -> Plan:
+    def plan(self) -> MuonPlan:
         """The owner of each matrix and the transfers between ranks."""
         return self._plan
 

@@ -27,7 +27,7 @@ def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.Proce
     return {ranks: groups[ranks] for ranks in rank_sets}
 
 
-class Exchange:
+class BucketExchange:
     """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
 
     def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device):

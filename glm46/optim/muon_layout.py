@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from glm46.compat import StridedShard, wrap_local
 from glm46.distributed.local_tensor import global_indices, local_tensor
 
-Interval = tuple[int, int]
+Bounds = tuple[int, int]
 """Start and stop of consecutive indices."""
 
 
@@ -19,9 +19,9 @@ Interval = tuple[int, int]
 class Holding:
     """The part of a tensor [matrices, rows, columns] that one rank holds: consecutive indices of each dimension."""
 
-    batch: Interval
-    rows: Interval
-    columns: Interval
+    batch: Bounds
+    rows: Bounds
+    columns: Bounds
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
     return TensorLayout(shape, mine, holdings, ranks)
 
 
-def _span(index: Tensor) -> Interval:
+def _span(index: Tensor) -> Bounds:
     """Start and stop of ascending indices without a gap, which FSDP over tensor parallelism gives too."""
     return (int(index[0]), int(index[-1]) + 1) if index.numel() else (0, 0)
 

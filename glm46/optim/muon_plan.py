@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from glm46.optim.muon_layout import Holding, Interval, TensorLayout
+from glm46.optim.muon_layout import Bounds, Holding, TensorLayout
 from glm46.optim.muon_update import Orthogonalizer
 from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
@@ -31,8 +31,8 @@ class LocalTask:
     """Matrices of one block of rows of one parameter, whole on this rank; ``matrices`` and ``rows`` count locally."""
 
     parameter: int
-    matrices: Interval
-    rows: Interval
+    matrices: Bounds
+    rows: Bounds
     columns: int
 
 
@@ -47,9 +47,9 @@ class Unit:
     parameter: int
     name: str
     matrix: int
-    rows: Interval
+    rows: Bounds
     columns: int
-    parts: tuple[tuple[Interval, Interval] | None, ...]
+    parts: tuple[tuple[Bounds, Bounds] | None, ...]
     flops: int
     owner: int = -1
 
@@ -79,42 +79,18 @@ class Bucket:
     """Units of one group of ranks that travel together."""
 
     ranks: tuple[int, ...]
-    item_bytes: int
-    """Of an entry, on the way to the owner and back."""
     units: tuple[Unit, ...]
-
-    def gather_size(self, source: int, target: int) -> int:
-        """Entries that ``source`` sends to ``target`` before the iteration."""
-        return sum(unit.size(source) for unit in self.units if unit.owner == target and source in unit.senders)
-
-    def return_size(self, source: int, target: int) -> int:
-        """Entries that ``source`` sends to ``target`` after the iteration."""
-        return sum(unit.size(target) for unit in self.units if unit.owner == source and unit.receives(target))
-
-    def bytes_received(self, member: int) -> int:
-        """Bytes that a rank receives in one step, both ways; what a rank sends to itself is not counted."""
-        others = [other for other in range(len(self.ranks)) if other != member]
-        entries = sum(self.gather_size(other, member) + self.return_size(other, member) for other in others)
-        return entries * self.item_bytes
 
 
 @dataclass(frozen=True)
-class Plan:
+class MuonPlan:
     """The static plan of one rank. Buckets are the same on all ranks of their group."""
 
     local: tuple[LocalTask, ...]
     buckets: tuple[Bucket, ...]
 
-    def bytes_per_rank(self) -> dict[int, int]:
-        """Bytes of parts received per step by each rank that this one exchanges matrices with, by global rank."""
-        totals: dict[int, int] = defaultdict(int)
-        for bucket in self.buckets:
-            for member, rank in enumerate(bucket.ranks):
-                totals[rank] += bucket.bytes_received(member)
-        return dict(totals)
 
-
-def _part(holding: Holding, rows: Interval) -> tuple[Interval, Interval] | None:
+def _part(holding: Holding, rows: Bounds) -> tuple[Bounds, Bounds] | None:
     """The rows within the block ``rows`` and the columns of a holding, None if empty."""
     start, stop = max(holding.rows[0], rows[0]), min(holding.rows[1], rows[1])
     if start >= stop or holding.columns[0] >= holding.columns[1]:
@@ -122,12 +98,12 @@ def _part(holding: Holding, rows: Interval) -> tuple[Interval, Interval] | None:
     return (start - rows[0], stop - rows[0]), holding.columns
 
 
-def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_bytes: int) -> Plan:
+def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_bytes: int) -> MuonPlan:
     """The plan of this rank.
 
     Args:
         requests: one per parameter, in the same order on all ranks that share it.
-        settings: decide the cost of a matrix and the bytes of an entry.
+        settings: decide the cost of a matrix and the bytes of an entry on its way.
         bucket_bytes: bound on the whole matrices that one owner collects at a time, in wire bytes.
     """
     local: list[LocalTask] = []
@@ -146,17 +122,16 @@ def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_b
                     matrices = (0, layout.mine.batch[1] - layout.mine.batch[0])
                     local.append(LocalTask(index, matrices, (first, first + height), columns))
                 continue
-            flops = newton_schulz_flops(height, columns, len(settings.coefficients))
+            flops = newton_schulz_flops(height, columns, settings.steps)
             for matrix in range(layout.mine.batch[1] - layout.mine.batch[0]):
                 cut[ranks].append(Unit(index, request.name, matrix, rows, columns, parts, flops))
     buckets: list[Bucket] = []
-    item_bytes = settings.dtype.itemsize
     # Small groups first, then by rank numbers: with one order for all ranks, no two wait for each other.
     for ranks in sorted(cut, key=lambda ranks: (len(ranks), ranks)):
         owned = _with_owners(cut[ranks], len(ranks))
-        packed = _packed(owned, len(ranks), bucket_bytes // item_bytes)
-        buckets += [Bucket(ranks, item_bytes, tuple(units)) for units in packed]
-    return Plan(tuple(local), tuple(buckets))
+        packed = _packed(owned, len(ranks), bucket_bytes // settings.dtype.itemsize)
+        buckets += [Bucket(ranks, tuple(units)) for units in packed]
+    return MuonPlan(tuple(local), tuple(buckets))
 
 
 def _with_owners(units: Sequence[Unit], members: int) -> list[Unit]:

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.optim.muon_exchange import Exchange
-from glm46.optim.muon_layout import Interval, local_gradient, local_matrices
-from glm46.optim.muon_plan import LocalTask, Plan, Request, Unit, stack_tasks
+from glm46.optim.muon_exchange import BucketExchange
+from glm46.optim.muon_layout import Bounds, local_gradient, local_matrices
+from glm46.optim.muon_plan import LocalTask, MuonPlan, Request, Unit, stack_tasks
 from glm46.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.optim.state_offload import State, StateStream
 
 # Buckets that travel while another one is orthogonalised; more would only hold more memory.
 BUCKETS_IN_FLIGHT = 2
 
-Slice = tuple[int, Interval, Interval]
+Slice = tuple[int, Bounds, Bounds]
 """The number of a parameter, and some of its matrices and rows on this rank."""
 
 
@@ -32,7 +32,7 @@ class MuonStep:
         self,
         entries: Sequence[tuple[dict, int]],
         requests: Sequence[Request],
-        plan: Plan,
+        plan: MuonPlan,
         settings: Orthogonalizer,
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
@@ -60,7 +60,7 @@ class MuonStep:
         if is_offloaded and len(set(devices)) > 1:
             raise ValueError(f"state_offload takes parameters of one device, not of {set(devices)}")
         exchanges = [
-            Exchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
+            BucketExchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
         self._arrange(exchanges, stack_tasks(plan.local, settings, devices, workspace_bytes))
@@ -80,7 +80,7 @@ class MuonStep:
         self._momenta.end()
         self._views = []
 
-    def _arrange(self, exchanges: list[Exchange], chunks: list[list[LocalTask]]) -> None:
+    def _arrange(self, exchanges: list[BucketExchange], chunks: list[list[LocalTask]]) -> None:
         rest = iter(chunks)
         for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
             self._add(self._gather, exchange, map(self._slice_of, exchange.units))
@@ -118,7 +118,7 @@ class MuonStep:
         parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
         return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
 
-    def _gather(self, exchange: Exchange) -> None:
+    def _gather(self, exchange: BucketExchange) -> None:
         with self._momenta.take() as momenta:
             units = zip(exchange.units, momenta, strict=True)
             exchange.gather({unit: self._piece(self._slice_of(unit), m, unit.shape) for unit, m in units})

@@ -9,15 +9,12 @@ Letters: N matrices, R rows, C columns; S and L are the shorter and the longer o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from glm46.optim.compact_state import Quantized, load_state, store_state
-from glm46.optim.newton_schulz import Coefficients, iterate_batched, orthogonalize
-
-NS_BACKENDS = ("eager", "compile")
+from glm46.optim.newton_schulz import orthogonalize
 
 _UPDATE_RMS = 0.2
 """Root mean square of an update under match_rms_adamw, near that of AdamW's updates."""
@@ -25,22 +22,12 @@ _UPDATE_RMS = 0.2
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """Settings of the orthogonalisation of an optimizer.
+    """Settings of the orthogonalisation of an optimizer."""
 
-    Raises:
-        ValueError: an unknown backend.
-    """
-
-    coefficients: Coefficients
+    steps: int
     eps: float
     dtype: torch.dtype
     """Type of the products, and of updates on the way back from their owner."""
-    backend: str
-    one_by_one: bool = False
-
-    def __post_init__(self):
-        if self.backend not in NS_BACKENDS:
-            raise ValueError(f"ns_backend {self.backend!r} is unknown; known: {', '.join(NS_BACKENDS)}")
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -49,19 +36,7 @@ class Orthogonalizer:
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
-        if self.one_by_one and len(x_NSL) > 1:
-            # The number of matrices decides the kernel and with it the rounding.
-            return torch.cat([self(x_1SL) for x_1SL in x_NSL.split(1)])
-        options = {"eps": self.eps, "dtype": self.dtype}
-        if self.backend == "compile":
-            return _compiled()(x_NSL, self.coefficients, iterate=iterate_batched, **options)
-        return orthogonalize(x_NSL, self.coefficients, **options)
-
-
-@cache
-def _compiled():
-    # A model has few canonical shapes; each is compiled once per process.
-    return torch.compile(orthogonalize, dynamic=False)
+        return orthogonalize(x_NSL, self.steps, eps=self.eps, dtype=self.dtype)
 
 
 def update_scale(adjust_lr: str, rows: int, columns: int) -> float:

@@ -78,13 +78,10 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         momentum=config.momentum,
         nesterov=config.nesterov,
         ns_steps=config.ns_steps,
-        ns_coefficients=config.ns_coefficients,
         # Far below the norm of any gradient that is not zero: experts with few tokens still get updates of full size.
         eps=1e-12,
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
-        ns_backend=config.ns_backend,
-        mesh_invariant=config.mesh_invariant,
         state_offload=None if config.state_offload == "none" else config.state_offload,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )

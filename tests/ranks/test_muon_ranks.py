@@ -20,7 +20,7 @@ def figures(server, request, printed) -> list[dict]:
     """The rows that the program prints for a world size."""
     if request.param not in printed:
         printed[request.param] = server.rows("muon_meshes.main", ranks=request.param, seconds=400)
-    assert len(printed[request.param]) == {2: 11, 4: 27}[request.param]
+    assert len(printed[request.param]) == {2: 9, 4: 25}[request.param]
     return printed[request.param]
 
 
@@ -76,11 +76,6 @@ def test_states_in_host_memory_give_the_same_bits(figures):
     assert offloaded["state_offload"] == "cpu"
     # The sum over all weights in FP64: equal bits for certain, as any other weight would change it.
     assert offloaded["bits"] == plain["bits"]
-
-
-def test_mesh_invariant_gives_the_same_bits_in_bfloat16(figures):
-    for row in select(figures, "mesh_invariant"):
-        assert row["mixed"] == 0.0, row
 
 
 def test_real_model_under_tensor_parallelism_and_fsdp(figures):

@@ -259,16 +259,6 @@ BAD = {
         ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
         [('checkpoint.folder = "../elsewhere": ', "relative path inside job.dump_folder; change")],
     ),
-    "coefficients that do not fit the steps": (
-        ("[training]", '[optimizer]\nns_coefficients = "deepseek_v4"\n[training]'),
-        [
-            (
-                'optimizer.ns_coefficients = "deepseek_v4": needs optimizer.ns_steps >= 10, not 5',
-                "set ns_steps = 10",
-                "other coefficients",
-            )
-        ],
-    ),
     "blocks of 8-bit states cut between ranks": (
         (
             "[training]",

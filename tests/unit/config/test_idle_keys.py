@@ -13,8 +13,6 @@ IDLE = {
     'optimizer.ns_dtype = "float32"': ("optimizer.name", 'optimizer.name = "AdamW"'),
     'optimizer.lm_head = "muon"': ("optimizer.name", 'optimizer.name = "AdamW"'),
     "optimizer.adamw_lr = 1e-3": ("optimizer.name", 'optimizer.name = "AdamW"'),
-    'optimizer.implementation = "foreach"': ("optimizer.state_dtype", 'optimizer.state_dtype = "8bit"'),
-    'optimizer.implementation = "fused"': ("training.dtype", 'training.dtype = "bfloat16"'),
     "moe.bias_ema_decay = 0.9": ("moe.balance", ""),
     "moe.bias_clamp = 2.0": ("moe.balance", 'moe.balance = "none"'),
     "moe.bias_update_rate = 0.1": ('"sign" or "proportional"', 'moe.balance = "none"'),

@@ -1,15 +1,14 @@
 """Muon in one process: against torch.optim.Muon, against the plain reference, and against singular values."""
 
 import copy
-import shutil
 
 import pytest
 import torch
 
 from glm46.optim.muon import Muon
-from glm46.optim.muon_reference import reference_update
 from glm46.optim.muon_update import update_scale
-from glm46.optim.newton_schulz import NAMED_COEFFICIENTS, orthogonalize, step_coefficients
+from glm46.optim.newton_schulz import orthogonalize
+from tests.unit.optim.muon_reference import reference_update
 
 # FP32 products in another order; five iterations multiply the rounding by a few tens.
 FP32 = 1e-6
@@ -47,7 +46,7 @@ def plain_newton_schulz(gradient, coefficients, steps, eps):
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_t1_equals_torch_in_fp32(monkeypatch, adjust_lr, nesterov):
+def test_equals_torch_in_fp32(monkeypatch, adjust_lr, nesterov):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", plain_newton_schulz)
     shapes = [(48, 96), (96, 48), (64, 64), (1, 40), (128, 256)]
     mine, gradients = parameters_with_gradients(shapes)
@@ -59,7 +58,7 @@ def test_t1_equals_torch_in_fp32(monkeypatch, adjust_lr, nesterov):
         assert relative_error(a.detach() - s.detach(), b.detach() - s.detach()) <= FP32
 
 
-def test_t1_equals_torch_in_bfloat16_within_its_rounding():
+def test_equals_torch_in_bfloat16_within_its_rounding():
     shapes = [(48, 96), (96, 48), (64, 64)]
     mine, gradients = parameters_with_gradients(shapes)
     theirs, start = copy.deepcopy(mine), copy.deepcopy(mine)
@@ -79,7 +78,7 @@ def test_batches_and_row_blocks_equal_the_reference(workspace_bytes):
     groups = [{"params": [p], "row_blocks": b} for p, b in zip(mine, blocks, strict=True)]
     expected = [p.detach().clone() for p in mine]
     momenta = [torch.zeros_like(p) for p in expected]
-    settings = dict(ns_coefficients="keller", ns_steps=5, eps=1e-7, ns_dtype=torch.float32)
+    settings = dict(ns_steps=5, eps=1e-7, ns_dtype=torch.float32)
     optimizer = Muon(groups, lr=0.02, workspace_bytes=workspace_bytes, **settings)
     run_steps(optimizer, mine, gradients)
     for step_gradients in gradients:
@@ -91,7 +90,7 @@ def test_batches_and_row_blocks_equal_the_reference(workspace_bytes):
         assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
 
 
-def test_t8_fused_rows_equal_separate_parameters_bitwise():
+def test_fused_rows_equal_separate_parameters_bitwise():
     fused, gradients = parameters_with_gradients([(4, 24, 40)])
     parts = [torch.nn.Parameter(fused[0].detach()[:, rows].clone()) for rows in (slice(0, 8), slice(8, 24))]
     part_gradients = [[g[0][:, :8], g[0][:, 8:]] for g in gradients]
@@ -101,7 +100,7 @@ def test_t8_fused_rows_equal_separate_parameters_bitwise():
     assert torch.equal(fused[0].detach(), torch.cat([part.detach() for part in parts], dim=1))
 
 
-def test_t8_heads_equal_separate_parameters_bitwise():
+def test_heads_equal_separate_parameters_bitwise():
     fused, gradients = parameters_with_gradients([(96 * 8, 64)])
     heads = [torch.nn.Parameter(head.clone()) for head in fused[0].detach().split(8)]
     head_gradients = [list(g[0].split(8)) for g in gradients]
@@ -120,44 +119,31 @@ def matrix_with_singular_values(values, columns=96, seed=1):
     return (left * values) @ right.T, left @ right.T
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "lowest", "highest", "distance"),
-    [
-        ("keller", 5, 0.65, 1.25, 0.20),
-        ("quintic", 5, 0.95, 1.17, 0.10),
-        ("polar_express", 5, 0.84, 1.16, 0.11),
-        ("deepseek_v4", 10, 0.99, 1.01, 0.01),
-    ],
-)
 @pytest.mark.parametrize(("dtype", "wider"), [(torch.float32, 0.0), (torch.float16, 0.02), (torch.bfloat16, 0.02)])
-def test_t4_singular_values_and_vectors(name, steps, lowest, highest, distance, dtype, wider):
-    # A power law whose smallest value is 3e-3 of the Frobenius norm, where the sets still reach their plateau.
+def test_singular_values_and_vectors(dtype, wider):
+    # A power law whose smallest value is 3e-3 of the Frobenius norm, where the iteration still reaches its plateau.
     values = torch.arange(1, 65, dtype=torch.float64) ** -1.2
     assert (values.min() / values.norm()).item() >= 3e-3
     x, factor = matrix_with_singular_values(values)
-    out = orthogonalize(x[None], step_coefficients(name, steps), eps=1e-12, dtype=dtype)[0].double()
+    out = orthogonalize(x[None], 5, eps=1e-12, dtype=dtype)[0].double()
     singular = torch.linalg.svdvals(out)
-    assert lowest - wider <= singular.min() and singular.max() <= highest + wider
+    assert 0.65 - wider <= singular.min() and singular.max() <= 1.25 + wider
     if dtype == torch.float32:
-        assert relative_error(out, factor) <= distance
+        assert relative_error(out, factor) <= 0.20
 
 
-@pytest.mark.parametrize(
-    ("shape", "coefficients"),
-    # Keller's polynomial maps the few large singular values of small matrices to 0.7: there another set is looked at.
-    [((256, 640), "keller"), ((640, 256), "keller"), ((64, 160), "quintic"), ((5, 48, 96), "quintic")],
-)
-def test_t4_update_has_the_promised_root_mean_square(shape, coefficients):
+# Not of small matrices: the polynomial maps their few large singular values to 0.7.
+@pytest.mark.parametrize("shape", [(256, 640), (640, 256), (2, 256, 640)])
+def test_update_has_the_promised_root_mean_square(shape):
     parameters, gradients = parameters_with_gradients([shape])
     start = parameters[0].detach().clone()
-    options = dict(ns_coefficients=coefficients, ns_dtype=torch.float32)
-    run_steps(Muon(parameters, lr=1.0, weight_decay=0.0, **options), parameters, gradients[:1])
+    run_steps(Muon(parameters, lr=1.0, weight_decay=0.0, ns_dtype=torch.float32), parameters, gradients[:1])
     # The mean square of the singular values is within a few percent of one.
     assert (parameters[0].detach() - start).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.07)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_t5_update_does_not_depend_on_the_scale_of_the_gradient(dtype):
+def test_update_does_not_depend_on_the_scale_of_the_gradient(dtype):
     updates = []
     for scale in (1e-10, 1.0, 1e6):
         parameters, gradients = parameters_with_gradients([(32, 48)])
@@ -170,7 +156,7 @@ def test_t5_update_does_not_depend_on_the_scale_of_the_gradient(dtype):
     assert max(relative_error(update, updates[1]) for update in updates) <= tolerance
 
 
-def test_t5_zero_gradient_gives_zero_update():
+def test_zero_gradient_gives_zero_update():
     parameters = [torch.nn.Parameter(torch.ones(3, 8, 4))]
     run_steps(Muon(parameters, weight_decay=0.0), parameters, [[torch.zeros(3, 8, 4)]])
     assert torch.equal(parameters[0].detach(), torch.ones(3, 8, 4))
@@ -178,7 +164,7 @@ def test_t5_zero_gradient_gives_zero_update():
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_t6_iteration_changes_neither_gradient_nor_momentum(dtype, nesterov):
+def test_iteration_changes_neither_gradient_nor_momentum(dtype, nesterov):
     parameters, gradients = parameters_with_gradients([(16, 24), (3, 24, 16)], dtype=dtype)
     optimizer = Muon(parameters, nesterov=nesterov, ns_dtype=dtype)
     expected = [torch.zeros_like(p) for p in gradients[0]]
@@ -194,16 +180,6 @@ def test_scales_of_the_update():
     # Rows over columns are 4: two, and one for a matrix that is wider than tall.
     assert (update_scale("original", 64, 16), update_scale("original", 16, 64)) == (2.0, 1.0)
     assert update_scale("match_rms_adamw", 16, 64) == update_scale("match_rms_adamw", 64, 16) == 0.2 * 8
-
-
-def test_mesh_invariant_gives_a_matrix_the_same_bits_in_any_company():
-    # 160 experts of 8 x 16 are one batched product, alone each is a plain one: in BF16 these round differently.
-    together, gradients = parameters_with_gradients([(160, 8, 16)])
-    alone = [torch.nn.Parameter(matrix.clone()) for matrix in together[0].detach()]
-    options = dict(lr=0.1, weight_decay=0.0, mesh_invariant=True)
-    run_steps(Muon(together, **options), together, gradients[:2])
-    run_steps(Muon(alone, **options), alone, [list(step[0]) for step in gradients[:2]])
-    assert torch.equal(together[0].detach(), torch.stack([matrix.detach() for matrix in alone]))
 
 
 @pytest.mark.parametrize("state_offload", [None, "cpu"])
@@ -236,13 +212,9 @@ def test_no_parameters_is_legal():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(ns_coefficients="kelly"), "known: keller"),
-        (dict(ns_coefficients="deepseek_v4"), "needs ns_steps"),
-        (dict(ns_coefficients=[(1.0, 2.0)]), "triples"),
         (dict(ns_steps=0), "ns_steps"),
         (dict(adjust_lr="rms"), "adjust_lr"),
         (dict(momentum=1.0), "momentum"),
-        (dict(ns_backend="fast"), "ns_backend"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(options, message):
@@ -255,18 +227,3 @@ def test_vectors_and_wrong_row_blocks_are_refused():
         Muon([torch.nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="row_blocks"):
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 4))], "row_blocks": (3, 2)}])
-
-
-def test_last_triple_repeats():
-    assert step_coefficients("quintic", 7) == NAMED_COEFFICIENTS["quintic"] + NAMED_COEFFICIENTS["quintic"][-1:] * 2
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.slow
-def test_compiled_iteration_equals_the_plain_one():
-    updates = []
-    for backend in ("eager", "compile"):
-        parameters, gradients = parameters_with_gradients([(3, 32, 48)])
-        run_steps(Muon(parameters, lr=0.02, ns_backend=backend, ns_dtype=torch.float32), parameters, gradients[:1])
-        updates.append(parameters[0].detach())
-    assert relative_error(updates[1], updates[0]) <= FP32

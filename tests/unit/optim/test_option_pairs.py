@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.config import rules_optimizer
+from glm46.config import rules_layout
 from glm46.config.optimizer import Optimizer
 from glm46.optim.compact_state import BLOCK, LEAST_ENTRIES
-from glm46.optim.newton_schulz import NAMED_COEFFICIENTS, orthogonalize
 from glm46.optim.optimizers import build_optimizers
 
 EXPERTS, WIDTH, VOCABULARY = 3, 64, 80
@@ -81,12 +80,8 @@ def loss_of(parameters, tokens) -> torch.Tensor:
 @pytest.mark.parametrize(
     "row", ROWS, ids=lambda row: "-".join(str(value).removeprefix("torch.") for value in row.values())
 )
-def test_every_pair_of_options_trains(row, monkeypatch):
-    # What is compiled is tested elsewhere; here it matters that the options meet, and inductor takes seconds for each.
-    compiled = torch.compile(orthogonalize, dynamic=False, backend="eager")
-    monkeypatch.setattr("glm46.optim.muon_update._compiled", lambda: compiled)
+def test_every_pair_of_options_trains(row):
     options = {name: value for name, value in row.items() if name != "weights"}
-    steps = rules_optimizer.DEEPSEEK_V4_STEPS if row["ns_coefficients"] == "deepseek_v4" else 5
     generator = torch.Generator().manual_seed(0)
     parameters = {
         name: torch.nn.Parameter(
@@ -96,7 +91,7 @@ def test_every_pair_of_options_trains(row, monkeypatch):
         )
         for name, shape in SHAPES.items()
     }
-    optimizer = build_optimizers(list(parameters.items()), Optimizer(lr=0.01, ns_steps=steps, **options))
+    optimizer = build_optimizers(list(parameters.items()), Optimizer(lr=0.01, **options))
     tokens = torch.randint(0, VOCABULARY, (64,), generator=generator)
     losses = []
     for _ in range(6):
@@ -111,5 +106,4 @@ def test_every_pair_of_options_trains(row, monkeypatch):
 
 
 def test_limits_that_the_rules_state_are_those_of_the_code():
-    assert len(NAMED_COEFFICIENTS["deepseek_v4"]) == rules_optimizer.DEEPSEEK_V4_STEPS
-    assert (BLOCK, LEAST_ENTRIES) == (rules_optimizer.STATE_BLOCK, rules_optimizer.STATE_LEAST_ENTRIES)
+    assert (BLOCK, LEAST_ENTRIES) == (rules_layout.STATE_BLOCK, rules_layout.STATE_LEAST_ENTRIES)
