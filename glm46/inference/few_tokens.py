@@ -4,12 +4,12 @@ It reads weights directly, so it supports only modules whose products are the mo
 float8 replaces `Linear.product` or `Experts.product`; such a layer runs its own forward.
 
 With few rows, the time of a product is that of reading the weight. A large weight is read fastest from oneDNN's packed
-copy. For a small one, `weight @ x.T` is faster than `x @ weight.T`, and two equal rows are faster than one. Weights
-with the same input are concatenated. Routing statistics and sorting by expert, which only training needs, are skipped.
+copy. Weights with the same input are concatenated, and so are the heads that one norm and one rotation serve. Routing
+statistics and sorting by expert on the device, which only training needs, are skipped.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,8 @@ from glm46.model.router import RoutingOptions
 MAX_TOKENS = 64
 """Most tokens of a call; up to here this was measured to be faster than the layer's own forward."""
 
-_PACKED_FROM = 2**16
-"""Fewest elements of a packed weight. Below, oneDNN's start-up takes longer than the product."""
-
-_MAX_ROWS = 8
-"""Most rows for which a weight that is not packed is multiplied as `weight @ x.T`."""
-
-_PADDED = {1: 2, 3: 4}
-"""Number of rows -> a larger number that takes less time."""
+_PACKED_FROM = 2**19
+"""Fewest elements of a packed weight. Below, oneDNN's start-up takes longer than it saves."""
 
 
 def is_for(x: Tensor) -> bool:
@@ -58,14 +52,9 @@ class Product:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Map [T, D] to [T, O]; both contiguous."""
-        rows = x_TD.shape[0]
         if self._is_packed:
             return compat.packed_linear(x_TD, self._weight, self._bias)
-        if rows > _MAX_ROWS:
-            return F.linear(x_TD, self._weight, self._bias)
-        two_or_more = torch.cat([x_TD, x_TD]) if rows == 1 else x_TD
-        out = torch.mm(self._weight, two_or_more.t())[:, :rows].t().contiguous()
-        return out if self._bias is None else out.add_(self._bias)
+        return F.linear(x_TD, self._weight, self._bias)
 
 
 class Layer:
@@ -150,20 +139,15 @@ class _Mixture:
         uses_of: dict[int, list[int]] = {}
         for use, expert in enumerate(chosen.flatten().tolist()):
             uses_of.setdefault(expert, []).append(use)
-        # Padding uses have numbers after the real ones, where the routing weight is zero.
-        for uses in uses_of.values():
-            uses += [uses[0] + chosen.numel()] * (_PADDED.get(len(uses), 0) - len(uses))
         use_N = torch.tensor([use for uses in uses_of.values() for use in uses])
-        row_N = use_N.remainder(chosen.numel()).div_(chosen.shape[1], rounding_mode="floor")
-        weight_N = torch.cat([weights, torch.zeros_like(weights)]).flatten()[use_N]
+        row_N = use_N // chosen.shape[1]
         counts = [len(uses) for uses in uses_of.values()]
-        hidden_FN = _by_expert(self._gate_up, uses_of, rows[row_N], counts)
-        gate_FN, up_FN = hidden_FN.chunk(2)
-        active_NF = F.silu(gate_FN).mul_(up_FN).mul_(weight_N).t().contiguous()
+        gate_FN, up_FN = _by_expert(self._gate_up, uses_of, rows[row_N], counts).chunk(2)
+        active_NF = F.silu(gate_FN).mul_(up_FN).mul_(weights.view(-1)[use_N]).t().contiguous()
         return y.index_add_(0, row_N, _by_expert(self._down, uses_of, active_NF, counts).t())
 
 
-def _by_expert(weights: Sequence[Tensor], experts: Sequence[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
+def _by_expert(weights: Sequence[Tensor], experts: Iterable[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
     """Multiply each expert's weight by its rows; returns [O, N].
 
     Args:

@@ -88,4 +88,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the leading part of each head of `x` [B, S, heads, C]; the rest is unchanged."""
+    if not torch.is_grad_enabled():  # the start of a Function takes as long as the rotation of a few tokens
+        return _rotated(x, *tables, 1.0)
     return _Rotate.apply(x, *tables)
