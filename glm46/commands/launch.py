@@ -23,7 +23,7 @@ from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, share_cores, visible_gpus
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
-from glm46.planner.plan import resolve_plan
+from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, started_ranks
 
@@ -107,9 +107,10 @@ def _launch(
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
         load_config(config_file, overrides, world_size=world_size)  # raises the faults, with their origin
+    plan = resolve_plan(config, world_size)
     if nodes.rank == 0:
         _refuse_start(config)
-        _prepare(config, world_size)
+        _prepare(plan)
     share_cores(machine.cores, nproc)
     checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
 
@@ -122,7 +123,7 @@ def _launch(
 
     code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
     if code == 0 and nodes.rank == 0:
-        print(describe_next(config, typed, world_size))
+        print(describe_next(plan, typed))
     return code
 
 
@@ -138,38 +139,37 @@ def _refuse_start(config: RunConfig) -> None:
         file.write(b"\0" * 4096)
 
 
-def _prepare(config: RunConfig, world_size: int) -> None:
+def _prepare(plan: Plan) -> None:
     """Make the missing shards, and refuse a config that would read a source too often, after printing how often each
     is read. The other nodes wait at the rendezvous and then find the shards in the same place."""
     # Imported here: a refusal before this does not need the libraries of the data.
     from glm46.data.corpus import check_epochs, describe_sources
     from glm46.prepare.pipeline import prepare_run
 
-    manifests = prepare_run(config, report=_report)
-    rows = resolve_plan(config, world_size).rows_per_micro_batch
+    manifests = prepare_run(plan, report=_report)
     try:
-        check_epochs(config, manifests, rows)
+        check_epochs(plan, manifests)
     except UserError:
-        print("\n".join(describe_sources(config, manifests, rows)), flush=True)
+        print("\n".join(describe_sources(plan, manifests)), flush=True)
         raise
 
 
-def describe_next(config: RunConfig, start: Start, world_size: int) -> str:
+def describe_next(plan: Plan, start: Start) -> str:
     """Commands to type after a finished run: a longer run, if its config has no faults, and the help."""
     # Imported here: they load the libraries of the data.
     from glm46.data.corpus import check_epochs
     from glm46.data.manifest import load_manifest
 
-    plan = resolve_plan(config, world_size)
+    world_size = plan.layout.world_size
     values = {
         "training.tokens": str(_LONGER * plan.budget_tokens),
-        "job.dump_folder": f"{config.job.dump_folder}_longer",
+        "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
     }
     lines = [f"all keys      {module_command()} train --help"]
     try:
-        longer = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
-        manifests = {source.name: load_manifest(Path(source.path), full=False) for source in longer.data.sources}
-        check_epochs(longer, manifests, plan.rows_per_micro_batch)
+        config = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
+        manifests = {source.name: load_manifest(Path(source.path), full=False) for source in config.data.sources}
+        check_epochs(resolve_plan(config, world_size), manifests)
         lines.insert(0, f"train longer  {start.command(values)}")
     except UserError:
         pass

@@ -27,9 +27,11 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
     arguments, overrides = parse_with_overrides(parser, argv)
     # Imported here: --help needs no numpy.
+    from glm46.planner.plan import resolve_plan
     from glm46.prepare.pipeline import prepare_run
 
-    for name, manifest in prepare_run(load_config(arguments.config, overrides), report=print).items():
+    plan = resolve_plan(load_config(arguments.config, overrides))
+    for name, manifest in prepare_run(plan, report=print).items():
         validation, train = manifest.splits["validation"], manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
     return 0

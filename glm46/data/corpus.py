@@ -1,15 +1,15 @@
 """Tokenizer and sources of a run, checked against each other, the model and the token budget. Needs no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from glm46.config.data import Source
 from glm46.config.errors import UserError
-from glm46.config.presets import resolve_shape
-from glm46.config.run_config import RunConfig
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.planner.budget import budget_tokens, stage_tokens
+from glm46.planner.plan import Plan
 
 
 class SourcePlan(NamedTuple):
@@ -22,14 +22,17 @@ class SourcePlan(NamedTuple):
     """Largest number of passes over any of its documents, computed from tokens; infinite if it has no full row."""
 
 
-def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
-    """Load the tokenizer and the manifests of all sources (by name), and check them against each other and the model.
+def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Tokenizer, dict[str, Manifest]]:
+    """Load the tokenizer and the manifests of the sources (by name), and check them against each other and the model.
+
+    Args:
+        sources: those of the plan to load; None: all.
 
     Raises:
         UserError: all faults at once.
     """
+    config, vocab_size, positions = plan.config, plan.shape.vocab_size, plan.shape.max_position_embeddings
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    vocab_size = resolve_shape(config.model).vocab_size
     manifests, faults = {}, []
     if tokenizer.vocab_size > vocab_size:
         faults.append(
@@ -37,13 +40,12 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
             f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     prompt = len(tokenizer.encode(config.inference.prompt))
-    positions = resolve_shape(config.model).max_position_embeddings
     if prompt and prompt + config.inference.max_new_tokens > positions:
         faults.append(
             f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
             f"above model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
         )
-    for source in config.data.sources:
+    for source in config.data.sources if sources is None else sources:
         try:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
@@ -61,20 +63,20 @@ def load_text(config: RunConfig) -> tuple[Tokenizer, dict[str, Manifest]]:
     return tokenizer, manifests
 
 
-def plan_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[SourcePlan]:
+def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]:
     """Return the planned tokens and passes of each source, in the order of data.sources."""
-    depth = resolve_shape(config.model).num_nextn_predict_layers
-    tokens = [0.0] * len(config.data.sources)
+    sources, depth = plan.config.data.sources, plan.shape.num_nextn_predict_layers
+    tokens = [0.0] * len(sources)
     # Stages with equal length and range of documents share their passes; others read documents of their own.
-    rows: list[dict[tuple, float]] = [{} for _ in config.data.sources]
-    for stage, here in stage_tokens(config, budget_tokens(config, rows_per_micro_batch)):
+    rows: list[dict[tuple, float]] = [{} for _ in sources]
+    for stage, here in zip(plan.text_stages, plan.stage_tokens, strict=True):
         for i, weight in enumerate(stage.weights):
             share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
             tokens[i] += share
             if share:
                 rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
-    for i, source in enumerate(config.data.sources):
+    for i, source in enumerate(sources):
         held = manifests[source.name].splits["train"].tokens
         epochs = 0.0
         for (seq_len, (low, high)), count in rows[i].items():
@@ -84,33 +86,32 @@ def plan_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_mic
     return plans
 
 
-def describe_sources(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> list[str]:
+def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
     """Return one line per source: its size, and the tokens and epochs planned."""
     lines = []
-    for plan in plan_sources(config, manifests, rows_per_micro_batch):
-        split = manifests[plan.name].splits["train"]
+    for source in plan_sources(plan, manifests):
+        split = manifests[source.name].splits["train"]
         lines.append(
-            f"source       {plan.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
-            f"{plan.tokens:,.0f} planned, {plan.epochs:.3g} epochs"
+            f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
+            f"{source.tokens:,.0f} planned, {source.epochs:.3g} epochs"
         )
     return lines
 
 
-def check_epochs(config: RunConfig, manifests: dict[str, Manifest], rows_per_micro_batch: int) -> None:
+def check_epochs(plan: Plan, manifests: dict[str, Manifest]) -> None:
     """Check that no source is read more often than its ``max_epochs``.
 
     Raises:
         UserError: one fault for each such source.
     """
     faults = []
-    for index, (source, plan) in enumerate(
-        zip(config.data.sources, plan_sources(config, manifests, rows_per_micro_batch), strict=True)
-    ):
-        if source.max_epochs is not None and plan.epochs > source.max_epochs:
+    pairs = zip(plan.config.data.sources, plan_sources(plan, manifests), strict=True)
+    for index, (source, planned) in enumerate(pairs):
+        if source.max_epochs is not None and planned.epochs > source.max_epochs:
             faults.append(
                 f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read "
-                f"{plan.epochs:.3g} times in {budget_tokens(config, rows_per_micro_batch):,} tokens; train on fewer "
-                "tokens, lower its weight, or add text"
+                f"{planned.epochs:.3g} times in {plan.budget_tokens:,} tokens; train on fewer tokens, lower its "
+                "weight, or add text"
             )
     if faults:
         raise UserError(*faults)

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.run_config import RunConfig
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import Head, LossSums, StageOutput, Transformer, detached
+from glm46.planner.plan import Plan
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
 Batch = dict[str, Tensor]
@@ -33,27 +32,21 @@ class LocalStage:
         self.outputs: list[LossSums | StageOutput] = []
 
 
-def split_model(shape: ModelShape, config: RunConfig, group: dist.ProcessGroup, head: Head = "lm") -> list[LocalStage]:
-    """This rank's stages of the pipeline `group`, on the meta device."""
-    parallelism = config.parallelism
-    split = split_layers(shape, parallelism.stages, config.training.seq_len)
-    stages = []
-    for index in stages_of_rank(parallelism, dist.get_rank(group)):
-        with torch.device("meta"):
-            model = Transformer(shape, head)
-        model.keep_layers(split[index])
-        stages.append(LocalStage(index, model))
-    return stages
-
-
 class Pipeline:
     """Runs the stages of this rank together with those of the other ranks. Every method is collective over `group`."""
 
-    def __init__(self, stages: list[LocalStage], config: RunConfig, group: dist.ProcessGroup):
-        """``stages`` are those of this rank, after `parallelize`."""
-        self.stages, self._parallelism, self._group = stages, config.parallelism, group
-        self._hidden_type = getattr(torch, config.training.mixed_precision_param)
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, head: Head = "lm"):
+        """Make this rank's stages on the meta device; `parallelize` must prepare their models before the first step."""
+        training, self._parallelism, self._group = plan.config.training, plan.config.parallelism, group
+        self._hidden_type = getattr(torch, training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
+        self.stages: list[LocalStage] = []
+        split = split_layers(plan.shape, self._parallelism.stages, training.seq_len)
+        for index in stages_of_rank(self._parallelism, dist.get_rank(group)):
+            with torch.device("meta"):
+                model = Transformer(plan.shape, head)
+            model.keep_layers(split[index])
+            self.stages.append(LocalStage(index, model))
 
     def train(
         self,

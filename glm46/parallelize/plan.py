@@ -3,23 +3,24 @@
 import torch
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.run_config import RunConfig
 from glm46.distributed.local_tensor import global_indices, local_tensor
-from glm46.distributed.mesh import Meshes
+from glm46.distributed.mesh import Cluster
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
+from glm46.planner.plan import Plan
 
 
-def parallelize(model: Transformer, meshes: Meshes, config: RunConfig, device: torch.device) -> Transformer:
+def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer:
     """Prepare `model`, or this rank's part of it, for training on this rank.
 
     Args:
         model: on the meta device.
 
     Returns:
-        The same model with its parameters sharded over `meshes`, on `device`, with initial values.
+        The same model with its parameters sharded over the cluster, on the device of this rank, with initial values.
     """
+    config, meshes = plan.config, cluster.meshes
     model.cast(getattr(torch, config.training.dtype))  # before sharding: the shards are the master weights
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see the token dispatch
@@ -40,7 +41,7 @@ def parallelize(model: Transformer, meshes: Meshes, config: RunConfig, device: t
         activation_checkpoint.apply(model, config.activation_checkpoint.mode)
     # Last transform: it shards the parameters that the others have split.
     fsdp.apply(model, meshes, config.parallelism, config.training)
-    model.to_empty(device=device)  # allocates memory for this rank's shards only
+    model.to_empty(device=cluster.device)  # allocates memory for this rank's shards only
     initialise(model, config.debug.seed)
     return model
 

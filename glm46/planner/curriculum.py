@@ -24,11 +24,11 @@ class TextStage(NamedTuple):
     """Range of shares of every source's documents that is read."""
 
 
-def plan_stages(config: RunConfig) -> list[TextStage]:
+def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
     """The stages of a run in order, without stages that have no sample."""
     weights = tuple(source.weight for source in config.data.sources)
     if not config.data.stages:
-        return [TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0))]
+        return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0)),)
     stages: list[TextStage] = []
     clock, first = config.lr_scheduler.start_tokens, 0
     for number, stage in enumerate(config.data.stages):
@@ -39,7 +39,7 @@ def plan_stages(config: RunConfig) -> list[TextStage]:
         if stop != first:
             stages.append(TextStage(first, stop, seq_len, stage.weights or weights, stage.documents))
         first = stop or first
-    return stages
+    return tuple(stages)
 
 
 def stage_at(stages: Sequence[TextStage], sample: int) -> TextStage:

@@ -7,7 +7,9 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.budget import budget_tokens
 from glm46.planner.curriculum import TextStage, plan_stages
-from glm46.planner.layout import Layout, resolve_layout
+from glm46.planner.flops import training_flops_per_token
+from glm46.planner.layout import Layout, resolve_layout, smallest_world
+from glm46.planner.schedule import batch_sequences
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,42 @@ class Plan:
         """Tokens of the curriculum at the end of this run: the end of a schedule without a total of its own."""
         return self.config.lr_scheduler.start_tokens + self.budget_tokens
 
+    @property
+    def stage_tokens(self) -> list[int]:
+        """Tokens of each of `text_stages` in this run."""
+        left, tokens = self.budget_tokens, []
+        for stage in self.text_stages:
+            tokens.append(left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len))
+            left -= tokens[-1]
+        return tokens
 
-def resolve_plan(config: RunConfig, world_size: int) -> Plan:
-    """Resolve a config on this many processes.
+    @property
+    def step_tokens(self) -> int | None:
+        """Tokens of one optimizer step; None if steps differ."""
+        batch, lengths = self.config.training.global_batch_size, {stage.seq_len for stage in self.text_stages}
+        if isinstance(batch, tuple) or len(lengths) > 1:
+            return None
+        return batch_sequences(batch, 0, self.rows_per_micro_batch) * lengths.pop()
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole run."""
+        stages = zip(self.text_stages, self.stage_tokens, strict=True)
+        return sum(tokens * training_flops_per_token(self.shape, stage.seq_len) for stage, tokens in stages)
+
+
+def resolve_plan(config: RunConfig, world_size: int | None = None) -> Plan:
+    """Resolve a config on this many processes; absent: the fewest that the degrees allow.
 
     Raises:
         UserError: the parallel degrees do not multiply to the number of processes.
     """
-    layout = resolve_layout(config.parallelism, world_size)
+    layout = resolve_layout(config.parallelism, world_size or smallest_world(config.parallelism))
+    stages = plan_stages(config)
     return Plan(
         config=config,
         shape=resolve_shape(config.model),
         layout=layout,
-        text_stages=tuple(plan_stages(config)),
-        budget_tokens=budget_tokens(config, config.training.local_batch_size * layout.dp_degree),
+        text_stages=stages,
+        budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
     )

@@ -3,15 +3,14 @@
 import sys
 
 from glm46.config.faults import counted
-from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.planner.budget import days, plan_budget
+from glm46.planner.budget import days
 from glm46.planner.flops import training_flops
-from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.parameters import count_parameters
-from glm46.planner.peaks import find_accelerator
+from glm46.planner.peaks import Accelerator, find_accelerator
+from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import memory_lines, verdict_lines
 
 DEFAULT_GPU = "H100"
@@ -46,45 +45,63 @@ def plan_text(
         raise ValueError(
             f"gpu = {gpu!r}, mfu = {mfu}: a name in glm46/planner/peaks.py and a share in (0, 1] are needed"
         )
-    world = world_size or smallest_world(config.parallelism)
-    layout = resolve_layout(config.parallelism, world)
-    shape, plan = resolve_shape(config.model), plan_memory(config, world, device=device)
-    count, flops = count_parameters(shape), training_flops(shape, config.training.seq_len)
-    budget = plan_budget(config, layout.dp_degree)
-    at_most = "  (a row as one document: less with several)" if config.data.document_mask else ""
-    lines = [
-        f"{config.job.description} ({config.model.flavor})",
-        "",
-        "parameters",
-        f"  {'total':<22} {count.total:>22,}  (main {count.main:,}, MTP {count.mtp:,})",
-        f"  {'active per token':<22} {count.active:>22,}  (embedding and head included)",
-        f"  {'tensors':<22} {count.main_tensors + count.mtp_tensors:>22,}  (as Hugging Face counts them)",
-        "",
-        f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens",
-        f"  {'weights':<22} {flops.matrices / 1e9:>22,.3f}  GFLOP",
-        f"  {'causal attention':<22} {flops.attention / 1e9:>22,.3f}  GFLOP{at_most}",
-        f"  {'MTP':<22} {flops.mtp / 1e9:>22,.3f}  GFLOP",
-        f"  {'total':<22} {flops.total / 1e9:>22,.3f}  GFLOP",
-        "",
-        f"memory of each of {counted(world, 'rank')} (pp {layout.pp}, replicate {layout.dp_replicate}, "
-        f"shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, ep {layout.ep})",
-        *memory_lines(plan),
-        "",
-        "run",
-    ]
-    if budget.step_tokens is not None:
-        lines.append(f"  {'tokens per step':<22} {budget.step_tokens:>22,.0f}")
-    lines.append(f"  {'tokens':<22} {budget.tokens:>22,.0f}")
-    lines.append(f"  {'FLOPs':<22} {budget.flops:>22.3e}")
-    if device == "gpu":
-        time = days(budget.flops, world, accelerator.bf16_flops, mfu)
-        rate = world * accelerator.bf16_flops * mfu / flops.total
-        lines.append(f"  {'days':<22} {time:>22,.2f}  ({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)")
-        lines.append(f"  {'tokens per second':<22} {rate:>22,.0f}")
-    devices = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
-    lines += ["", f"does it fit on {world:,} x {accelerator.name}"]
-    lines += [f"  {line}" for line in verdict_lines(config, devices, world)]
+    plan = resolve_plan(config, world_size)
+    layout, world = plan.layout, plan.layout.world_size
+    gpus = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
+    degrees = (
+        f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, "
+        f"ep {layout.ep}"
+    )
+    sections = {
+        f"{config.job.description} ({config.model.flavor})": [],
+        "parameters": _parameter_lines(plan),
+        f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens": _flop_lines(plan),
+        f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(
+            plan_memory(config, world, device=device)
+        ),
+        "run": _run_lines(plan) + (_time_lines(plan, accelerator, mfu) if device == "gpu" else []),
+        f"does it fit on {world:,} x {accelerator.name}": verdict_lines(config, gpus, world),
+    }
     if machine is not None:
-        lines += ["", f"does it fit on this machine ({machine.describe()})"]
-        lines += [f"  {line}" for line in verdict_lines(config, machine, world_size)]
-    return "\n".join(lines)
+        title = f"does it fit on this machine ({machine.describe()})"
+        sections[title] = verdict_lines(config, machine, world_size)
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def _parameter_lines(plan: Plan) -> list[str]:
+    count = count_parameters(plan.shape)
+    return [
+        _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
+        _line("active per token", f"{count.active:,}", "(embedding and head included)"),
+        _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
+    ]
+
+
+def _flop_lines(plan: Plan) -> list[str]:
+    flops = training_flops(plan.shape, plan.config.training.seq_len)
+    at_most = "  (a row as one document: less with several)" if plan.config.data.document_mask else ""
+    return [
+        _line("weights", f"{flops.matrices / 1e9:,.3f}", "GFLOP"),
+        _line("causal attention", f"{flops.attention / 1e9:,.3f}", f"GFLOP{at_most}"),
+        _line("MTP", f"{flops.mtp / 1e9:,.3f}", "GFLOP"),
+        _line("total", f"{flops.total / 1e9:,.3f}", "GFLOP"),
+    ]
+
+
+def _run_lines(plan: Plan) -> list[str]:
+    steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
+    return [*steps, _line("tokens", f"{plan.budget_tokens:,.0f}"), _line("FLOPs", f"{plan.flops:.3e}")]
+
+
+def _time_lines(plan: Plan, accelerator: Accelerator, mfu: float) -> list[str]:
+    world, peak = plan.layout.world_size, accelerator.bf16_flops
+    rate = world * peak * mfu / training_flops(plan.shape, plan.config.training.seq_len).total
+    where = f"({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)"
+    return [
+        _line("days", f"{days(plan.flops, world, peak, mfu):,.2f}", where),
+        _line("tokens per second", f"{rate:,.0f}"),
+    ]
+
+
+def _line(name: str, value: str, remark: str = "") -> str:
+    return f"{name:<22} {value:>22}  {remark}".rstrip()

@@ -116,7 +116,7 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
         f"What this run needs ({config.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
-        *memory_lines(plan),
+        *(f"    {line}" for line in memory_lines(plan)),
     ]
 
 
@@ -133,9 +133,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "program and text": plan.process + plan.text,
     }
     show = _gib if plan.total >= _GIB else _mib
-    lines = [f"    {name:<18} {show(size):>12}" for name, size in parts.items()]
-    lines.append(f"    {'total':<18} {show(plan.total):>12}")
-    return [*lines, f"    {'and of the host':<18} {show(plan.host):>12}"] if plan.host >= 0.1 * _GIB else lines
+    lines = [f"{name:<18} {show(size):>12}" for name, size in parts.items()]
+    lines.append(f"{'total':<18} {show(plan.total):>12}")
+    return [*lines, f"{'and of the host':<18} {show(plan.host):>12}"] if plan.host >= 0.1 * _GIB else lines
 
 
 def _found(machine: Machine) -> list[str]:

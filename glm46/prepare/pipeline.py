@@ -17,7 +17,6 @@ from pathlib import Path
 
 from glm46.config.data import Source
 from glm46.config.errors import UserError
-from glm46.config.run_config import RunConfig
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.corpus import load_text
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
@@ -26,6 +25,7 @@ from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.durable import sync_folder
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
+from glm46.planner.plan import Plan
 from glm46.prepare.compilers import require_compiler, verifier_version
 from glm46.prepare.documents import require_fim_tokens
 from glm46.prepare.input_files import BUILTIN, find_files
@@ -38,7 +38,7 @@ from glm46.prepare.workers import call_in_workers
 PIPELINE = 3
 
 
-def prepare_run(config: RunConfig, *, report: Callable[[str], None]) -> dict[str, Manifest]:
+def prepare_run(plan: Plan, *, report: Callable[[str], None]) -> dict[str, Manifest]:
     """Make the missing sources of a run that have a recipe, and verify all sources.
 
     Returns:
@@ -48,22 +48,20 @@ def prepare_run(config: RunConfig, *, report: Callable[[str], None]) -> dict[str
         UserError: all faults of the tokenizer and the sources. Faults that do not depend on missing sources are raised
             before any source is made.
     """
-    missing = [s for s in config.data.sources if s.recipe is not None and not Path(s.path).exists()]
-    present = tuple(source for source in config.data.sources if source not in missing)
-    data = config.data.model_copy(update={"sources": present})
-    _, manifests = load_text(config.model_copy(update={"data": data}))
+    sources, tokenizer = plan.config.data.sources, plan.config.model.tokenizer_path
+    missing = [source for source in sources if source.recipe is not None and not Path(source.path).exists()]
+    present = [source for source in sources if source not in missing]
+    _, manifests = load_text(plan, present)
     for source in present:
         if source.recipe is not None:
-            require_recipe(manifests[source.name], _text_recipe(source, config))
+            require_recipe(manifests[source.name], _text_recipe(source, tokenizer))
     for source in missing:
-        prepare_text(_text_recipe(source, config), report=report)
-    return load_text(config)[1] if missing else manifests
+        prepare_text(_text_recipe(source, tokenizer), report=report)
+    return load_text(plan)[1] if missing else manifests
 
 
-def _text_recipe(source: Source, config: RunConfig) -> TextRecipe:
-    return TextRecipe(
-        **source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=config.model.tokenizer_path
-    )
+def _text_recipe(source: Source, tokenizer: str) -> TextRecipe:
+    return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 
 def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:

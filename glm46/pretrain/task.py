@@ -38,9 +38,9 @@ class Pretraining:
         Raises:
             UserError: the data or the layout do not match the configuration.
         """
-        self.plan, self.cluster, config = plan, cluster, plan.config
-        self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(config))
-        check_epochs(config, self.manifests, plan.rows_per_micro_batch)
+        self.plan, self.cluster = plan, cluster
+        self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
+        check_epochs(plan, self.manifests)
         self.network = build_network(plan, cluster)
         self.networks, self.objectives = {"model": self.network}, {"model": NextToken(self.network)}
         self.stream = DataStream(plan, cluster, self.manifests)
@@ -77,7 +77,7 @@ class Pretraining:
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""
-        return describe_sources(self.plan.config, self.manifests, self.plan.rows_per_micro_batch)
+        return describe_sources(self.plan, self.manifests)
 
     def load_exported(self, folder: Path) -> None:
         """See `Task.load_exported`."""

@@ -1,7 +1,7 @@
 """One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.fsdp import release_gathered
-from glm46.parallelize.pipeline import Pipeline, split_model
+from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
 from glm46.planner.plan import Plan
 from glm46.training.balance import ExpertBalance
@@ -62,7 +62,7 @@ class Network:
         shape, names = self.plan.shape, ["input_ids", "positions", "labels"]
         if self.plan.config.data.document_mask:
             names.append("document_ids")
-        if self.models[0].shape.num_nextn_predict_layers and "mtp_labels" in batch:
+        if shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
         # Passed explicitly: without document masks the model gets no document ids, but padding stays padding.
         part = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
@@ -131,23 +131,24 @@ def build_network(
         head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
         trainable: False builds a frozen network, without gradients, optimizer and balance of experts.
     """
-    config, shape, meshes = plan.config, plan.shape, cluster.meshes
     if head == "value":
-        shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
-    stages = [] if meshes.pipeline is None else split_model(shape, config, meshes.pipeline, head)
-    models = [stage.model for stage in stages]
-    if not stages:
+        plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
+    group = cluster.meshes.pipeline
+    pipeline = None if group is None else Pipeline(plan, group, head)
+    if pipeline is not None:
+        models = [stage.model for stage in pipeline.stages]
+    else:
         with torch.device("meta"):
-            models = [Transformer(shape, head=head)]
+            models = [Transformer(plan.shape, head=head)]
     for model in models:
-        parallelize(model.requires_grad_(trainable), meshes, config, cluster.device)
+        parallelize(model.requires_grad_(trainable), plan, cluster)
     parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
     return Network(
         plan=plan,
         cluster=cluster,
         models=models,
-        pipeline=Pipeline(stages, config, meshes.pipeline) if stages else None,
+        pipeline=pipeline,
         parameters=parameters,
-        optimizer=build_optimizers(list(parameters.items()), config.optimizer) if trainable else None,
-        balance=ExpertBalance(shape, models, config.moe, cluster.device) if trainable else None,
+        optimizer=build_optimizers(list(parameters.items()), plan.config.optimizer) if trainable else None,
+        balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
     )

@@ -17,7 +17,6 @@ from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
-from glm46.config.run_config import RunConfig
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.distributed.process import Process
 from glm46.reliability.stop import Diverged
@@ -123,9 +122,9 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     return progress.rolled_back_to(earlier, first_bad_sample), meta
 
 
-def _explained(faults: Sequence[str], config: RunConfig, folder: Path) -> list[str]:
+def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
     """Changed keys that explain the faults of a load, with a remedy, then the first few of the faults."""
-    text = "\n".join(faults)
+    text, config = "\n".join(faults), task.plan.config
     parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
     keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
     if config.checkpoint.initial_load_path and Path(config.checkpoint.initial_load_path).resolve() == folder:
@@ -173,7 +172,7 @@ def _load(
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         folder = source if isinstance(source, Path) else step_folder(checkpoints.folder, source)
-        raise UserError(*on_first_rank(*_explained(error.faults, task.plan.config, folder))) from None
+        raise UserError(*on_first_rank(*_explained(error.faults, task, folder))) from None
     rank = task.cluster.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

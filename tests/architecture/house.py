@@ -41,6 +41,11 @@ LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
 _UNLISTED = 12  # a room that is not in the table may be imported by nobody
 
+ROOT_CONFIG = "glm46.config.run_config"
+ROOT_CONFIG_ROOMS = {"config", "planner", "commands"}
+# What starts a rank and makes its Plan; and what compares a config with that of a checkpoint, key by key.
+ROOT_CONFIG_MODULES = {"glm46.training.build", "glm46.pretrain.task", "glm46.training.origin"}
+
 ENVIRONMENT_READER = "glm46.distributed.environment"
 TORCH_INTERNALS = "glm46.compat"
 # The one file that reads a pickle: DCP's metadata, through an unpickler that knows a short list of classes.
@@ -112,6 +117,17 @@ def layer_violations(modules: dict[str, Module]) -> list[str]:
             if theirs >= mine:
                 faults.append(f"{module.name} (layer {mine}) imports {name} (layer {theirs})")
     return faults
+
+
+def root_config_readers(modules: dict[str, Module]) -> list[str]:
+    """Modules that know the root config and are not among those that may; others take a section, or the `Plan`."""
+    return [
+        f"{module.name} imports {ROOT_CONFIG}; take a section, or the Plan"
+        for module in modules.values()
+        if module.room not in ROOT_CONFIG_ROOMS
+        and module.name not in ROOT_CONFIG_MODULES
+        and ROOT_CONFIG in imports(module, modules)
+    ]
 
 
 def unlisted_rooms(modules: dict[str, Module]) -> list[str]:

@@ -21,6 +21,7 @@ def modules() -> dict[str, house.Module]:
 
 ENFORCED = (
     house.layer_violations,
+    house.root_config_readers,
     house.unlisted_rooms,
     house.cycles,
     house.filled_packages,
@@ -59,6 +60,7 @@ def test_sizes_are_reported(modules):
 
 PLANTED = {
     "layer_violations": ("model/rope.py", "def f():\n    from ..training import trainer\n"),
+    "root_config_readers": ("model/rope.py", "from glm46.config.run_config import RunConfig\n"),
     "unlisted_rooms": ("novelty/thing.py", ""),
     "cycles": ("model/rope.py", "import glm46.model.block\n"),
     "filled_packages": ("model/__init__.py", "x = 1\n"),
@@ -74,6 +76,7 @@ PLANTED = {
 }
 EXPECTED = {
     "layer_violations": "glm46.model.rope (layer 3) imports glm46.training.trainer (layer 7)",
+    "root_config_readers": "glm46.model.rope imports glm46.config.run_config; take a section, or the Plan",
     "unlisted_rooms": "novelty",
     "cycles": "glm46.model.block -> glm46.model.rope -> glm46.model.block",
     "filled_packages": "glm46.model",
@@ -95,6 +98,7 @@ EXPECTED = {
 def test_rule_finds_a_planted_violation(name, tmp_path):
     sound = {
         "__init__.py": "",
+        "config/run_config.py": '"""Config."""\n',
         "model/__init__.py": "",
         "model/block.py": '"""Block."""\nimport glm46.model.rope\n',
         "model/rope.py": '"""Rope."""\n',

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
-from glm46.distributed.mesh import build_meshes
+from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise, parallelize
-from glm46.planner.layout import resolve_layout
+from glm46.planner.plan import resolve_plan
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import loss_of_step
 
@@ -154,13 +154,14 @@ def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
             }
         )
     )
-    meshes = build_meshes(resolve_layout(config.parallelism, process.world_size), "cpu")
-    parallelize(model, meshes, config, process.device)
+    plan = resolve_plan(config, process.world_size)
+    cluster = build_cluster(plan.layout, process)
+    parallelize(model, plan, cluster)
     prepare(case, model)
 
     def take(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if meshes.sequence is not None:
-            return meshes.sequence.cut(batch, case.window)
+        if cluster.meshes.sequence is not None:
+            return cluster.meshes.sequence.cut(batch, case.window)
         half = case.rows // process.world_size
         return {name: rows[process.rank * half : (process.rank + 1) * half] for name, rows in batch.items()}
 

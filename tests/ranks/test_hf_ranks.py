@@ -1,7 +1,7 @@
 """Four gloo ranks read and write one Hugging Face folder on many meshes: equal bytes, and no byte read needlessly."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -17,17 +17,17 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
-from glm46.distributed.mesh import build_meshes
-from glm46.distributed.process import join, leave
+from glm46.distributed.mesh import build_cluster
+from glm46.distributed.process import Process, join, leave
 from glm46.distributed.ranks import CheckpointError
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import import_weights
 from glm46.huggingface.names import HFNames
 from glm46.model.transformer import Transformer
-from glm46.parallelize.pipeline import split_model
+from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
-from glm46.planner.layout import resolve_layout
+from glm46.planner.plan import resolve_plan
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -130,15 +130,16 @@ def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
 def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
     """The tensors of a training run: the transforms of parallelize/plan.py, expert axis included."""
     config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
-    meshes = build_meshes(resolve_layout(config.parallelism, WORLD), "cpu")
-    if meshes.pipeline is None:
+    plan = replace(resolve_plan(config, WORLD), shape=shape)
+    cluster = build_cluster(plan.layout, Process(dist.get_rank(), WORLD, torch.device("cpu")))
+    if cluster.meshes.pipeline is None:
         with torch.device("meta"):
             models = [Transformer(shape)]
     else:
-        models = [stage.model for stage in split_model(shape, config, meshes.pipeline)]
+        models = [stage.model for stage in Pipeline(plan, cluster.meshes.pipeline).stages]
     tensors: dict[str, torch.Tensor] = {}
     for model in models:
-        parallelize(model, meshes, config, torch.device("cpu"))
+        parallelize(model, plan, cluster)
         tensors |= dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor.detach() for name, tensor in tensors.items()}
 

@@ -99,7 +99,7 @@ class TinyReinforcement:
 
     def __init__(self, plan, cluster):
         self.plan, self.cluster = plan, cluster
-        self.tokenizer, self.manifests = load_text(plan.config)
+        self.tokenizer, self.manifests = load_text(plan)
         self.networks = {
             "policy": build_network(plan, cluster),
             "reference": build_network(plan, cluster, trainable=False),

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
-from glm46.distributed.mesh import build_meshes
+from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import parallelize
-from glm46.planner.layout import resolve_layout
+from glm46.planner.plan import resolve_plan
 from tests.ranks.sharded_layouts import loss_of_step
 
 CHANGES = dict(
@@ -126,8 +126,9 @@ def measure(process: Process, case: Case) -> dict:
     )
     with torch.device("meta"):
         model = Transformer(SHAPE)
-    meshes = build_meshes(resolve_layout(config.parallelism, process.world_size), "cpu")
-    parallelize(model, meshes, config, process.device)
+    plan = resolve_plan(config, process.world_size)
+    cluster = build_cluster(plan.layout, process)
+    parallelize(model, plan, cluster)
     parameters = dict(model.named_parameters())
     batch = make_batch()
     loss_of = loss_of_step(batch)
@@ -135,8 +136,8 @@ def measure(process: Process, case: Case) -> dict:
     per_reader = ROWS * sharers // process.world_size
     rows = slice(process.rank // sharers * per_reader, (process.rank // sharers + 1) * per_reader)
     batch = {name: tensor[rows] for name, tensor in batch.items()}
-    if meshes.sequence is not None:
-        batch = meshes.sequence.cut(batch, SHAPE.sliding_window)
+    if cluster.meshes.sequence is not None:
+        batch = cluster.meshes.sequence.cut(batch, SHAPE.sliding_window)
     with Traffic() as traffic:
         sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
         loss_of(sums).backward()

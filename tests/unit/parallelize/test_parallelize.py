@@ -19,6 +19,7 @@ from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, expert, fsdp, plan
 from glm46.parallelize.vocabulary import vocabulary_parallel_head
 from glm46.planner.layout import resolve_layout
+from glm46.planner.plan import resolve_plan
 
 SHAPE = PRESETS["debug"].model_copy(
     update=dict(
@@ -77,7 +78,8 @@ class TestPlan:
 
     def parallelize(self, config, **meshes) -> Transformer:
         some = {"expert": None, "sequence": None, "tensor": None, "pipeline": None} | meshes
-        return plan.parallelize(meta_model(), SimpleNamespace(**some), config, torch.device("cpu"))
+        cluster = SimpleNamespace(meshes=SimpleNamespace(**some), device=torch.device("cpu"))
+        return plan.parallelize(meta_model(), resolve_plan(config), cluster)
 
     def test_all_transforms_run_in_the_order_of_the_page(self, make_config, called):
         config = make_config(compile={"enable": True}, activation_checkpoint={"mode": "full"})

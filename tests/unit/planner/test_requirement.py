@@ -7,10 +7,11 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
-from glm46.planner.budget import days, plan_budget
+from glm46.planner.budget import days
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.peaks import find_accelerator
+from glm46.planner.plan import resolve_plan
 from glm46.planner.report import plan_text
 from glm46.planner.requirement import describe_requirement, memory_lines
 
@@ -117,7 +118,7 @@ def test_memory_is_listed_in_one_unit():
 
 def test_days_are_flops_over_speed():
     config = _run("GLM-4.6", tokens=22 * 10**12, steps=None)
-    flops = plan_budget(config, 1).flops
+    flops = resolve_plan(config, 1).flops
     # 22T tokens at 4,096: 5.1e24 FLOPs with MTP, from the facts page.
     assert flops == pytest.approx(5.1e24, rel=0.01)
     peak = find_accelerator("H100").bf16_flops
@@ -126,24 +127,26 @@ def test_days_are_flops_over_speed():
 
 def test_budget_of_steps_and_of_a_ramp():
     config = _run("debug", seq_len=128, local_batch_size=4)
-    assert (plan_budget(config, 2).step_tokens, plan_budget(config, 2).tokens) == (1024, 10240)
+    plan = resolve_plan(config, 2)
+    assert (plan.step_tokens, plan.budget_tokens) == (1024, 10240)
     ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
     # Eight sequences, then sixteen twice: the first step ends where the ramp does.
-    assert (plan_budget(ramp, 1).step_tokens, plan_budget(ramp, 1).tokens) == (None, (8 + 16 + 16) * 128)
+    plan = resolve_plan(ramp, 1)
+    assert (plan.step_tokens, plan.budget_tokens) == (None, (8 + 16 + 16) * 128)
 
 
 def test_a_billion_steps_are_counted_at_once():
     """As one by one: with a ramp, and with stages whose last step is shorter."""
     began = time.process_time()
-    assert plan_budget(_run("debug", seq_len=128, steps=10**9), 2).tokens == 10**9 * 2 * 128
+    assert resolve_plan(_run("debug", seq_len=128, steps=10**9), 2).budget_tokens == 10**9 * 2 * 128
     ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=10**9)
-    assert plan_budget(ramp, 1).tokens == (8 + 16 * (10**9 - 1)) * 128
+    assert resolve_plan(ramp, 1).budget_tokens == (8 + 16 * (10**9 - 1)) * 128
     assert time.process_time() - began < 2
     sections = {"model": {"flavor": "debug"}, "training": {"seq_len": 128, "steps": 9, "global_batch_size": 4}}
     stages = ({"start_tokens": 0, "seq_len": 64}, {"start_tokens": 640})
     staged = RunConfig.model_validate(sections | {"data": {"stages": stages}})
     # Ten samples of 64 tokens in three steps of 4, 4 and 2, then six steps of four samples of 128.
-    assert plan_budget(staged, 1).tokens == 640 + 6 * 4 * 128
+    assert resolve_plan(staged, 1).budget_tokens == 640 + 6 * 4 * 128
 
 
 def test_a_step_whose_text_no_memory_holds_is_refused():

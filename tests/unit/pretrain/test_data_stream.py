@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from glm46.config.check import check_config
 from glm46.data.corpus import load_text, plan_sources
 from glm46.data.manifest import Manifest, load_manifest, save_manifest
-from glm46.planner.budget import budget_tokens, plan_budget
-from glm46.planner.curriculum import plan_stages
 from glm46.planner.plan import resolve_plan
 from glm46.prepare.sharding import SplitWriter
 from glm46.pretrain.data_stream import DataStream, rows_read
@@ -104,7 +102,7 @@ def reference(staged_run):
     """The run, its manifests, and its samples one by one."""
     config = staged_run()
     assert check_config(config, world_size=1) == []
-    manifests = load_text(config)[1]
+    manifests = load_text(resolve_plan(config, 1))[1]
     return config, manifests, stream(config, manifests, [(1, 1, 1, False)])[0]
 
 
@@ -124,7 +122,7 @@ def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
 
 def test_stages_have_their_length_mixture_and_documents(reference, tokenizer):
     config, manifests, expected = reference
-    stages = plan_stages(config)
+    stages = resolve_plan(config, 1).text_stages
     # 500 tokens are 31.25 samples of 16, so the next stage begins at 512; its 388 tokens are 24.25 samples; and so on.
     assert [(s.first, s.stop) for s in stages] == [(0, 32), (32, 57), (57, 91), (91, None)]
     seen: list[dict[str, set]] = []
@@ -141,14 +139,14 @@ def test_stages_have_their_length_mixture_and_documents(reference, tokenizer):
 def test_a_stage_goes_on_where_an_earlier_one_of_its_kind_stopped(reference, tokenizer):
     config, manifests, expected = reference
     ids = [i for g in expected if g < 57 for i in expected[g]["input_ids"] if i % 2 == 0 and i != tokenizer.eos_id]
-    assert plan_sources(config, manifests, 1)[0].epochs < 1
+    assert plan_sources(resolve_plan(config, 1), manifests)[0].epochs < 1
     # Both stages read a for a part of a pass: no token of it comes twice.
     assert len(ids) > 600 and len(set(ids)) == len(ids)
 
 
 def test_planned_tokens_are_those_that_are_read(reference):
     config, manifests, expected = reference
-    planned = {plan.name: plan.tokens for plan in plan_sources(config, manifests, 1)}
+    planned = {plan.name: plan.tokens for plan in plan_sources(resolve_plan(config, 1), manifests)}
     # Stage by stage the mixture is exact to two samples.
     assert sum(planned.values()) == 4_000
     first, second, third, fourth = 32 * 16, 25 * 16, 34 * 32, 4_000 - 512 - 400 - 1_088
@@ -157,8 +155,9 @@ def test_planned_tokens_are_those_that_are_read(reference):
     steps = config.model_copy(update={"training": config.training.model_copy(update={"tokens": None, "steps": 20})})
     # Steps of ten samples: 32, 25 and 34 are cut into 4, 3 and 4 steps, and nine are left for the last stage.
     batches = steps.model_copy(update={"training": steps.training.model_copy(update={"global_batch_size": 10.0})})
-    assert budget_tokens(batches, 1) == first + second + third + 9 * 10 * 16
-    assert plan_budget(batches, 1).step_tokens is None and plan_budget(config, 1).tokens == 4_000
+    plan = resolve_plan(batches, 1)
+    assert plan.budget_tokens == first + second + third + 9 * 10 * 16
+    assert plan.step_tokens is None and resolve_plan(config, 1).budget_tokens == 4_000
 
 
 def test_the_next_phase_continues_after_what_was_read(reference, two_sources):

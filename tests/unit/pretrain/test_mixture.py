@@ -8,6 +8,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.planner.plan import resolve_plan
 from glm46.prepare import input_files
 from glm46.prepare.pipeline import prepare_run
 from glm46.pretrain.task import train
@@ -39,7 +40,7 @@ def example(tmp_path, monkeypatch):
 
 def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example, tmp_path):
     config, lines = example(), []
-    manifests = prepare_run(config, report=lines.append)
+    manifests = prepare_run(resolve_plan(config), report=lines.append)
     assert list(manifests) == ["library", "packages", "headers", "prose"]
     assert all(manifest.splits["validation"].documents for manifest in manifests.values())
     # Real text holds duplicates, and not all package documentation is prose.
@@ -53,6 +54,6 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     assert all(judged[f"validation_bits_per_byte/{name}"] > 1 for name in manifests)
 
     again = []
-    assert prepare_run(config, report=again.append) == manifests and again == []
+    assert prepare_run(resolve_plan(config), report=again.append) == manifests and again == []
     with pytest.raises(UserError, match="made with filter = 'prose', the recipe says 'none'; remove the folder"):
-        prepare_run(example("--data.sources[3].recipe.filter", "none"), report=print)
+        prepare_run(resolve_plan(example("--data.sources[3].recipe.filter", "none")), report=print)
