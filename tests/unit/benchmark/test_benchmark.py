@@ -52,6 +52,7 @@ def test_different_losses_are_refused(monkeypatch):
         race(TINY, ("ours", "transformers grouped_mm"), 1, lambda text: None)
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_measured(capsys):
     work = ["--flavor", "debug", "--layers", "2", "--batch", "2", "--seq-len", "32"]
     assert benchmark_command(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,16 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def consolidate(cluster: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPT, "--node-local-dir", "local", "--output-dir", cluster / "shared"]
+def run_script(python: str, cluster: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [python, SCRIPT, "--node-local-dir", "local", "--output-dir", cluster / "shared"]
     command += ["--hostfile", cluster / "hosts", "--remote-shell", f"{sys.executable} {cluster / 'shell.py'}"]
     return subprocess.run([*command, *options], capture_output=True, text=True, cwd=cluster, check=False)
+
+
+@pytest.fixture
+def consolidate(warm_python):
+    """The script by forks: each node's phases run in processes that do not import torch again."""
+    return partial(run_script, warm_python)
 
 
 def check_gathered(cluster: Path, step: int) -> None:
@@ -73,7 +80,7 @@ def check_gathered(cluster: Path, step: int) -> None:
     assert all(torch.equal(target[name], value) for name, value in tensors(step).items())
 
 
-def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(cluster):
+def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(consolidate, cluster):
     done = consolidate(cluster)
     assert done.returncode == 0, done.stderr
     assert "step 20: copying from 2 node(s)" in done.stdout
@@ -88,23 +95,32 @@ def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(cluster
     check_gathered(cluster, 20)
 
 
-@pytest.mark.parametrize("name", ["step-10", "step-000010"])
-def test_step_folders_on_both_sides_name_the_step(name, cluster):
-    done = consolidate(cluster, "--node-local-dir", f"local/{name}", "--output-dir", str(cluster / "shared" / name))
+@pytest.mark.parametrize(
+    ("name", "is_forked"),
+    [
+        pytest.param("step-000010", True, id="step-000010"),
+        pytest.param("step-10", False, marks=pytest.mark.slow, id="step-10-new_interpreters"),
+    ],
+)
+def test_step_folders_on_both_sides_name_the_step(name, is_forked, warm_python, cluster):
+    python = warm_python if is_forked else sys.executable
+    done = run_script(
+        python, cluster, "--node-local-dir", f"local/{name}", "--output-dir", str(cluster / "shared" / name)
+    )
     assert done.returncode == 0, done.stderr
     check_gathered(cluster, 10)
     assert sorted(path.name for path in (cluster / "shared").iterdir()) == ["latest", "step-000010"]
     assert [path.name for path in sorted(cluster.glob("[ab]/local/*"))] == ["step-000020"] * 2
 
 
-def test_step_folders_that_differ_are_refused(cluster):
+def test_step_folders_that_differ_are_refused(consolidate, cluster):
     for options in (["--output-dir", "shared/step-000020"], ["--step", "20"]):
         done = consolidate(cluster, "--node-local-dir", "local/step-10", *options)
         assert done.returncode == 2
         assert "local/step-10" in done.stderr and options[1] in done.stderr and "give one step" in done.stderr
 
 
-def test_a_node_that_is_down_or_lacks_a_file_changes_nothing(cluster):
+def test_a_node_that_is_down_or_lacks_a_file_changes_nothing(consolidate, cluster):
     (cluster / "hosts").write_text("a\ndown\n")
     done = consolidate(cluster)
     assert done.returncode == 2
@@ -117,7 +133,7 @@ def test_a_node_that_is_down_or_lacks_a_file_changes_nothing(cluster):
     check_gathered(cluster, 10)
 
 
-def test_a_local_file_that_was_changed_is_not_published(cluster):
+def test_a_local_file_that_was_changed_is_not_published(consolidate, cluster):
     path = cluster / "b" / "local" / "step-000020" / "__1_0.distcp"
     path.write_bytes(b"x" + path.read_bytes()[1:])
     done = consolidate(cluster)
@@ -129,7 +145,7 @@ def test_a_local_file_that_was_changed_is_not_published(cluster):
     check_gathered(cluster, 20)
 
 
-def test_bad_options_are_named(cluster):
+def test_bad_options_are_named(consolidate, cluster):
     done = consolidate(cluster, "--step", "15")
     assert done.returncode == 2 and "of step 15" in done.stderr and "10, 20" in done.stderr
     (cluster / "hosts").write_text("# none\n")

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from glm46.checkpoint import dcp
@@ -84,6 +85,7 @@ def value_on(disk: Path) -> float | None:
     return meta["value"]
 
 
+@pytest.mark.slow
 def test_the_old_or_the_new_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatch):
     root = tmp_path / "disk"
     root.mkdir()

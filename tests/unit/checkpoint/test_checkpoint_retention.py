@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def test_each_rule_keeps_its_steps():
     st.sets(st.integers(0, 60), max_size=2),
     st.sets(st.integers(0, 60)),
 )
+@pytest.mark.slow
 def test_the_steps_of_the_rules_are_kept_and_no_others(losses, latest, every, best, in_use, doubtful):
     removed = steps_to_remove(losses, Retention(latest, every, best), in_use, doubtful)
     kept = set(losses) - set(removed)

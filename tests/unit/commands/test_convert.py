@@ -46,6 +46,7 @@ def trained(tmp_path_factory):
     return folder / "step-000007", model
 
 
+@pytest.mark.slow
 def test_transformers_loads_a_converted_folder(trained, tmp_path):
     step, model = trained
     out = tmp_path / "hf"

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure_conversion.py"
 
 
+@pytest.mark.slow
 def test_a_rank_reads_and_holds_only_what_it_keeps(tmp_path):
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--gb", "0.1", "--rounds", "0"]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -19,6 +22,7 @@ def test_a_rank_reads_and_holds_only_what_it_keeps(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_missed_limit_is_named_with_exit_code_1(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("measure_conversion", SCRIPT)
     script = importlib.util.module_from_spec(spec)

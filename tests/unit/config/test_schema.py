@@ -52,7 +52,7 @@ def test_help_prints_every_key_once(capsys):
 
     print_keys()
     lines = capsys.readouterr().out.splitlines()
-    for section in describe_keys():
-        for row in section.rows:
-            times = sum(other.key == row.key for one in describe_keys() for other in one.rows)
-            assert sum(line.startswith(f"  {row.key}  ") for line in lines) == times, row.key
+    rows = [row for section in describe_keys() for row in section.rows]
+    for row in rows:
+        times = sum(other.key == row.key for other in rows)
+        assert sum(line.startswith(f"  {row.key}  ") for line in lines) == times, row.key

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure_data.py"
 
 
+@pytest.mark.slow
 def test_the_path_from_text_to_batches_is_measured_beside_its_goals():
     sizes = ["--batch", "2", "--seq-len", "128", "--rounds", "1", "--megabytes", "1", "--shard-tokens", "2000000"]
     ended = subprocess.run([sys.executable, str(SCRIPT), *sizes], capture_output=True, text=True)

@@ -41,20 +41,17 @@ def stage_requests():
     column, row, inside = (StridedShard(0, split_factor=TP), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))
     width, heads = GLM.hidden_size, GLM.num_attention_heads * GLM.head_dim
     keys, experts, narrow = GLM.num_key_value_heads * GLM.head_dim, GLM.n_routed_experts, GLM.moe_intermediate_size
-    requests = []
-    for layer in range(LAYERS):
-        tensors = {
-            "q": meta((heads, width), dense, column),
-            "k": meta((keys, width), dense, column),
-            "v": meta((keys, width), dense, column),
-            "o": meta((width, heads), dense, row),
-            "gate_up": meta((experts, 2 * narrow, width), sparse, inside),
-            "down": meta((experts, width, narrow), sparse, inside),
-        }
-        for name, tensor in tensors.items():
-            blocks = (narrow, narrow) if name == "gate_up" else (tensor.shape[-2],)
-            requests.append(Request(f"{layer}.{name}", tensor_layout(tensor), blocks))
-    return requests
+    tensors = {
+        "q": meta((heads, width), dense, column),
+        "k": meta((keys, width), dense, column),
+        "v": meta((keys, width), dense, column),
+        "o": meta((width, heads), dense, row),
+        "gate_up": meta((experts, 2 * narrow, width), sparse, inside),
+        "down": meta((experts, width, narrow), sparse, inside),
+    }
+    layouts = {name: tensor_layout(tensor) for name, tensor in tensors.items()}  # a second each, the same in all layers
+    blocks = {name: (tensor.shape[-2],) for name, tensor in tensors.items()} | {"gate_up": (narrow, narrow)}
+    return [Request(f"{layer}.{name}", layouts[name], blocks[name]) for layer in range(LAYERS) for name in tensors]
 
 
 def plan_of(rank):

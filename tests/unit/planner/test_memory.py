@@ -24,6 +24,9 @@ from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
 from glm46.planner.parameters import count_parameters
 
+SMALL_VOCABULARY = {"vocab_size": 512}
+"""Where layers are measured, a large head would only take time."""
+
 
 def _run(**sections) -> RunConfig:
     return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
@@ -59,9 +62,8 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("use_qk_norm", [True, False])
-@pytest.mark.slow
 def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_norm):
-    shape = PRESETS["debug"].model_copy(update={"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
+    shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
     more_moe = shape.model_copy(update={"num_hidden_layers": 3})
     more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
     base, tokens = _kept_bytes(shape, dtype, mtp=False)
@@ -78,13 +80,12 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
 def test_masks_match_what_autograd_keeps(mode, dtype):
     sections = {
         "training": {"seq_len": 128, "local_batch_size": 4, "mixed_precision_param": dtype},
         "activation_checkpoint": {"mode": mode},
     }
-    model = {"flavor": "debug", "num_nextn_predict_layers": 0}
+    model = SMALL_VOCABULARY | {"flavor": "debug", "num_nextn_predict_layers": 0}
     config = _run(**sections, model=model, data={"document_mask": True})
     shape, pairs = resolve_shape(config.model), 4 * 128 * 128
     kept = [
@@ -192,7 +193,9 @@ def _held_bytes(shape):
 
 @pytest.mark.filterwarnings("ignore")  # looking at every live object wakes deprecated ones
 def test_selective_checkpointing_holds_what_the_formula_says():
-    shape = PRESETS["debug"].model_copy(update={"num_hidden_layers": 2, "num_nextn_predict_layers": 0})
+    shape = PRESETS["debug"].model_copy(
+        update=SMALL_VOCABULARY | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    )
     base, tokens = _held_bytes(shape)
     moe = (_held_bytes(shape.model_copy(update={"num_hidden_layers": 3}))[0] - base) / tokens
     more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})

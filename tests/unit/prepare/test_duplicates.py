@@ -142,6 +142,7 @@ print(duplicates_found, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_setting_for_ten_times_the_documents(tmp_path):
     setting = 6_000_000
     peaks = []

@@ -129,6 +129,7 @@ def _kill_at(run: subprocess.Popen, pieces: Path, count: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(library, tmp_path):
     script = tmp_path / "run.py"
     script.write_text(_RUN)
@@ -148,6 +149,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(library, tmp_path)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_make_one_source(library, tmp_path):
     script = tmp_path / "run.py"
     script.write_text(_RUN)
@@ -192,6 +194,7 @@ def test_an_unknown_source_is_refused(tmp_path):
         prepare("wikipedia", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_embedded_sources_hold_twenty_megabytes():
     files = [file for source in input_files.EMBEDDED_SOURCES for file in input_files.embedded_files(source)]
     assert sum(file.stat().st_size for file in files) >= 20e6

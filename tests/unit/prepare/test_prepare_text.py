@@ -88,7 +88,7 @@ def test_the_verb_makes_a_source_and_inspect_shows_it(folder_of_processes, tmp_p
     assert "ends here, its last position has no target" in shown
 
 
-@pytest.mark.parametrize("piece_bytes", [100, 3_000, 10**9])
+@pytest.mark.parametrize("piece_bytes", [pytest.param(100, marks=pytest.mark.slow), 3_000, 10**9])
 def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes):
     texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
     write_lines(folder / "a.jsonl", texts)
@@ -104,6 +104,7 @@ def test_small_pieces_change_nothing(folder, tmp_path, monkeypatch, piece_bytes)
     assert texts_of(manifest) == texts
 
 
+@pytest.mark.slow
 def test_neither_the_memory_for_duplicates_nor_interruptions_change_a_byte(folder, tmp_path, monkeypatch):
     rng = random.Random(0)
     texts = [" ".join(rng.choices(["one", "two", "three", "four"], k=60)) for _ in range(150)]

@@ -38,6 +38,7 @@ def example(tmp_path, monkeypatch):
     return lambda *overrides: load_config(EXAMPLE, [*tokens, *overrides])
 
 
+@pytest.mark.slow
 def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example, tmp_path):
     config, lines = example(), []
     manifests = prepare_run(resolve_plan(config), report=lines.append)

@@ -26,6 +26,7 @@ from glm46.training.saving import SaveFailed
 from glm46.training.state import Progress
 from glm46.training.totals import count_step
 
+SLOW = pytest.mark.slow
 TIMED = ("seconds", "second", "device", "mfu", "gib")
 
 
@@ -88,7 +89,7 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
     assert "lr_scheduler.warmup_tokens = 640, and the run ends at 128 tokens: its learning rate reaches 20%" in text
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, tmp_path, stop_after):
     settings = dict(
         # Waited for: a save behind training is left out while the one before is under way.
@@ -262,7 +263,7 @@ def saved_steps(config) -> list[int]:
     return sorted(int(path.name[5:]) for path in (Path(config.job.dump_folder) / "checkpoint").glob("step-*"))
 
 
-@pytest.mark.parametrize("async_mode", ["async", "disabled"])
+@pytest.mark.parametrize("async_mode", ["async", pytest.param("disabled", marks=SLOW)])
 def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_config, monkeypatch, async_mode):
     settings = dict(checkpoint={"interval": 1, "keep_latest_k": 1, "async_mode": async_mode}, training={"steps": 8})
     config = make_config(**settings)
@@ -414,6 +415,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
     assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_phase_takes_what_its_patterns_say_and_no_more(make_config, tmp_path):
     first = make_config(training={"steps": 3})
     assert train(first) == 0
