@@ -90,7 +90,13 @@ class CheckpointManager:
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
     def save_in_background(
-        self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **options: Any
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
     ) -> bool:
         """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
 
@@ -103,7 +109,7 @@ class CheckpointManager:
         """
         if self._is_any_rank_saving():
             return False
-        snapshot = self._begin(step, tensors, meta, **options)
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
         with self._ranks.stage("copying tensors to host memory"):
             self._background.stage(tensors)
         self._background.start(self._target, snapshot, frozenset(self._in_use))
@@ -238,8 +244,8 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: dict[str, Any],
-        validation_loss: float | None = None,
-        is_good: bool = True,
+        validation_loss: float | None,
+        is_good: bool,
     ) -> Snapshot:
         """The content of a save that starts now. Collective."""
         self._set_aside_newer()

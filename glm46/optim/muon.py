@@ -31,8 +31,6 @@ class Muon(torch.optim.Optimizer):
         nesterov: orthogonalise the gradient blended with the momentum instead of the momentum.
         weight_decay: decoupled decay, times ``lr``.
         ns_steps: iterations of Newton-Schulz.
-        eps: lower bound of the Frobenius norm that a matrix is divided by; a zero gradient and momentum give a zero
-            update.
         adjust_lr: "match_rms_adamw" gives updates whose entries have a root mean square of 0.2, with lr near that of
             AdamW; "original" scales by sqrt(max(1, rows / columns)).
         ns_dtype: type of the products. float16 is as fast as bfloat16 and several times closer to float32. Matrices
@@ -40,13 +38,11 @@ class Muon(torch.optim.Optimizer):
             smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
         state_offload: "cpu" keeps the momentum in host memory and copies it in and out during the step.
-        bucket_bytes: bound on the whole matrices that one rank collects at a time.
-        workspace_bytes: bound on the memory of one stacked iteration.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
     or two, ``momentum_buffer.codes`` and ``.scales``, for 8 bits. They exist from the start, so that a checkpoint can
     be read into them before the first step. A parameter without a gradient is skipped; all ranks must agree on which
-    these are. Non-finite gradients are the caller's to catch.
+    these are. A zero gradient and momentum give a zero update. Non-finite gradients are the caller's to catch.
     Construction and ``step`` are collective over the ranks that share a parameter.
 
     Raises:
@@ -64,13 +60,10 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.1,
         ns_steps: int = 5,
-        eps: float = 1e-7,
         adjust_lr: str = "match_rms_adamw",
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype | str | None = None,
         state_offload: str | None = None,
-        bucket_bytes: int = 256 << 20,
-        workspace_bytes: int = 1 << 30,
     ):
         if state_offload not in (None, "cpu"):
             raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
@@ -79,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         if ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, not {ns_steps}")
         update_scale(adjust_lr, 1, 1)  # an unknown rule fails here instead of in the first step
-        self._settings = Orthogonalizer(ns_steps, eps, ns_dtype)
+        self._settings = Orthogonalizer(ns_steps, ns_dtype)
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -92,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
         super().__init__(params or [{"params": []}], defaults)
-        self._prepare(state_dtype, state_offload == "cpu", bucket_bytes, workspace_bytes)
+        self._prepare(state_dtype, state_offload == "cpu")
         self._is_ready = True
 
     def add_param_group(self, param_group: dict) -> None:
@@ -114,9 +107,7 @@ class Muon(torch.optim.Optimizer):
         """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(
-        self, state_dtype: torch.dtype | str | None, is_offloaded: bool, bucket_bytes: int, workspace_bytes: int
-    ) -> None:
+    def _prepare(self, state_dtype: torch.dtype | str | None, is_offloaded: bool) -> None:
         """Make the states, the plan and the process groups. Collective."""
         entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []
@@ -126,21 +117,12 @@ class Muon(torch.optim.Optimizer):
             tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, on_host=is_offloaded)
             self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
             momenta.append(local_state(tensors, True, local_matrices))
-        self._plan = make_plan(requests, self._settings, bucket_bytes=bucket_bytes)
+        self._plan = make_plan(requests, self._settings)
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
-        self._work = MuonStep(
-            entries,
-            requests,
-            self._plan,
-            self._settings,
-            groups,
-            momenta,
-            workspace_bytes=workspace_bytes,
-            is_offloaded=is_offloaded,
-        )
+        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, is_offloaded=is_offloaded)
 
 
 def _request(name: str, parameter: Tensor, row_blocks: tuple[int, ...] | None) -> Request:

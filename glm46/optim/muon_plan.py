@@ -16,6 +16,11 @@ from glm46.optim.muon_layout import Bounds, Holding, TensorLayout
 from glm46.optim.muon_update import Orthogonalizer
 from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
 
+BUCKET_BYTES = 256 << 20
+"""Bound on the whole matrices that one owner collects at a time, in the type in which they travel."""
+WORKSPACE_BYTES = 1 << 30
+"""Bound on the memory of one stacked iteration."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -98,13 +103,12 @@ def _part(holding: Holding, rows: Bounds) -> tuple[Bounds, Bounds] | None:
     return (start - rows[0], stop - rows[0]), holding.columns
 
 
-def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_bytes: int) -> MuonPlan:
+def make_plan(requests: Sequence[Request], settings: Orthogonalizer) -> MuonPlan:
     """The plan of this rank.
 
     Args:
         requests: one per parameter, in the same order on all ranks that share it.
         settings: decide the cost of a matrix and the bytes of an entry on its way.
-        bucket_bytes: bound on the whole matrices that one owner collects at a time, in wire bytes.
     """
     local: list[LocalTask] = []
     cut: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
@@ -129,7 +133,7 @@ def make_plan(requests: Sequence[Request], settings: Orthogonalizer, *, bucket_b
     # Small groups first, then by rank numbers: with one order for all ranks, no two wait for each other.
     for ranks in sorted(cut, key=lambda ranks: (len(ranks), ranks)):
         owned = _with_owners(cut[ranks], len(ranks))
-        packed = _packed(owned, len(ranks), bucket_bytes // settings.dtype.itemsize)
+        packed = _packed(owned, len(ranks), BUCKET_BYTES // settings.dtype.itemsize)
         buckets += [Bucket(ranks, tuple(units)) for units in packed]
     return MuonPlan(tuple(local), tuple(buckets))
 
@@ -161,7 +165,7 @@ def _packed(units: Sequence[Unit], members: int, most: int) -> list[list[Unit]]:
 
 
 def stack_tasks(
-    tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device], workspace_bytes: int
+    tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device]
 ) -> list[list[LocalTask]]:
     """Tasks of one canonical shape, in chunks whose iteration fits the workspace; ``devices`` of the parameters."""
     alike: dict[tuple, list[LocalTask]] = defaultdict(list)
@@ -171,7 +175,7 @@ def stack_tasks(
     chunks: list[list[LocalTask]] = []
     for (short, long, device), same in alike.items():
         # The stack, its normalised copy and two results in turn; two short x short products.
-        limit = max(1, workspace_bytes // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
+        limit = max(1, WORKSPACE_BYTES // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
         if device.type == "cpu":
             limit = min(limit, stack_limit(short, long, settings.dtype))
         room = 0

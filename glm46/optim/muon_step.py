@@ -37,7 +37,6 @@ class MuonStep:
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
         *,
-        workspace_bytes: int,
         is_offloaded: bool,
     ):
         """
@@ -46,7 +45,7 @@ class MuonStep:
             requests: the requests that the plan was made from, one per parameter.
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
-            workspace_bytes, is_offloaded: see `Muon`.
+            is_offloaded: whether the momenta are in host memory.
 
         Raises:
             ValueError: momenta in host memory of parameters on several devices.
@@ -63,7 +62,7 @@ class MuonStep:
             BucketExchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
-        self._arrange(exchanges, stack_tasks(plan.local, settings, devices, workspace_bytes))
+        self._arrange(exchanges, stack_tasks(plan.local, settings, devices))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
             for slices in self._taken

@@ -25,7 +25,6 @@ class Orthogonalizer:
     """Settings of the orthogonalisation of an optimizer."""
 
     steps: int
-    eps: float
     dtype: torch.dtype
     """Type of the products, and of updates on the way back from their owner."""
 
@@ -36,7 +35,7 @@ class Orthogonalizer:
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
-        return orthogonalize(x_NSL, self.steps, eps=self.eps, dtype=self.dtype)
+        return orthogonalize(x_NSL, self.steps, self.dtype)
 
 
 def update_scale(adjust_lr: str, rows: int, columns: int) -> float:

@@ -11,6 +11,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c: steepest at zero, and singular values end in [0.7, 1.2]. Source: Keller Jordan,
 https://kellerjordan.github.io/posts/muon."""
 
+# Far below the norm of any gradient that is not zero: experts with few tokens still get updates of full size.
+LEAST_NORM = 1e-12
+"""Lower bound of the Frobenius norm that a matrix is divided by; a zero matrix stays zero."""
+
 # On a CPU stacking helps while one iteration fits in the cache of a core; larger matrices go one by one (measured: a
 # quarter faster than either extreme on 96 x 320 in bf16).
 CPU_CACHE_BYTES = 4 << 20
@@ -27,11 +31,11 @@ def stack_limit(short: int, long: int, dtype: torch.dtype) -> int:
     return max(1, CPU_CACHE_BYTES // (dtype.itemsize * (4 * short * long + 2 * short * short)))
 
 
-def normalize(x_NSL: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """A new tensor: each matrix divided by its Frobenius norm (FP32 or better, at least ``eps``), as ``dtype``."""
+def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor: each matrix divided by its Frobenius norm (FP32 or better), as ``dtype``."""
     # fp32: a norm rounded to bf16 would shift all singular values by up to half a percent.
     wide = torch.promote_types(x_NSL.dtype, torch.float32)
-    norm_N11 = torch.linalg.vector_norm(x_NSL, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min_(eps)
+    norm_N11 = torch.linalg.vector_norm(x_NSL, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min_(LEAST_NORM)
     return (x_NSL / norm_N11).to(dtype)
 
 
@@ -54,23 +58,22 @@ def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
     return x_NSL
 
 
-def orthogonalize(x_NSL: Tensor, steps: int, *, eps: float, dtype: torch.dtype) -> Tensor:
+def orthogonalize(x_NSL: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """The approximate orthogonal factor of each matrix, in ``dtype``; ``x_NSL`` is not changed.
 
     Iterates on all matrices at once or one by one, whichever is faster on this device.
 
     Args:
         x_NSL: [N, S, L] with S <= L, any floating type.
-        eps: lower bound of the Frobenius norm; a zero matrix stays zero.
         dtype: type of the products.
     """
     limit = stack_limit(x_NSL.shape[-2], x_NSL.shape[-1], dtype)
     if x_NSL.device.type != "cpu" or 1 < len(x_NSL) <= limit:
-        return iterate_batched(normalize(x_NSL, eps, dtype), steps)
+        return iterate_batched(normalize(x_NSL, dtype), steps)
     out_NSL = torch.empty(x_NSL.shape, dtype=dtype)
     for out_nSL, x_nSL in zip(out_NSL.split(limit), x_NSL.split(limit), strict=True):
         if limit == 1 or len(x_nSL) == 1:
-            iterate_into(out_nSL[0], normalize(x_nSL[0], eps, dtype), steps)
+            iterate_into(out_nSL[0], normalize(x_nSL[0], dtype), steps)
         else:
-            out_nSL.copy_(iterate_batched(normalize(x_nSL, eps, dtype), steps))
+            out_nSL.copy_(iterate_batched(normalize(x_nSL, dtype), steps))
     return out_NSL

@@ -78,8 +78,6 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         momentum=config.momentum,
         nesterov=config.nesterov,
         ns_steps=config.ns_steps,
-        # Far below the norm of any gradient that is not zero: experts with few tokens still get updates of full size.
-        eps=1e-12,
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
         state_offload=None if config.state_offload == "none" else config.state_offload,

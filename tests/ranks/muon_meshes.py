@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46.compat import StridedShard
-from glm46.optim import muon_layout
+from glm46.optim import muon_layout, muon_plan
 from glm46.optim.muon import Muon
 from tests.unit.optim.muon_reference import entries_per_rank
 
@@ -132,14 +132,14 @@ def build(case: Case, mesh: DeviceMesh, dtype: torch.dtype, **options) -> tuple[
     parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, dtype, 0)]
     named = [(f"{case.name} {number}", parameter) for number, parameter in enumerate(parameters)]
     group = {"params": named, "row_blocks": case.row_blocks}
-    return parameters, Muon([group], lr=0.02, ns_dtype=dtype, eps=1e-12, **options)
+    return parameters, Muon([group], lr=0.02, ns_dtype=dtype, **options)
 
 
 def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -> list[Tensor]:
     """The same steps on whole, plain tensors."""
     parameters = [nn.Parameter(full) for full in random_tensors(case, dtype, 0)]
     group = {"params": parameters, "row_blocks": case.row_blocks}
-    optimizer = Muon([group], **(dict(lr=0.02, ns_dtype=dtype, eps=1e-12) | options))
+    optimizer = Muon([group], **(dict(lr=0.02, ns_dtype=dtype) | options))
     for step in range(1, steps + 1):
         for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
             parameter.grad = gradient
@@ -228,8 +228,8 @@ def run_mixed(chosen: list[Case], meshes: dict, **extra) -> dict:
         parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, torch.float32, 0)]
         groups.append({"params": parameters, "row_blocks": case.row_blocks})
         everything.append((case, mesh, parameters))
-    options = dict(lr=0.02, ns_dtype=torch.float32, eps=1e-12) | extra
-    optimizer = Muon(groups, bucket_bytes=70_000, workspace_bytes=200_000, **options)
+    with mock.patch.multiple(muon_plan, BUCKET_BYTES=70_000, WORKSPACE_BYTES=200_000):
+        optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32, **extra)
     for step in range(1, STEPS + 1):
         for case, mesh, parameters in everything:
             set_gradients(parameters, case, mesh, step)

@@ -25,7 +25,7 @@ def reference_update(
     for p, u in zip(parameter.reshape(-1, rows, columns), direction.reshape(-1, rows, columns), strict=True):
         for p_block, u_block in zip(p.split(blocks), u.split(blocks), strict=True):
             x = u_block if u_block.shape[0] <= u_block.shape[1] else u_block.T
-            x = x / x.norm().clamp(min=group["eps"])
+            x = x / x.norm().clamp(min=1e-12)
             x = x.to(group["ns_dtype"])
             a, b, c = COEFFICIENTS
             for _ in range(group["ns_steps"]):

@@ -19,7 +19,7 @@ from tests.unit.optim.muon_reference import entries_per_rank, entries_received
 
 WORLD, TP, EP, LAYERS = 512, 8, 32, 6
 GLM = PRESETS["GLM-4.6"]
-SETTINGS = Orthogonalizer(5, 1e-12, torch.bfloat16)
+SETTINGS = Orthogonalizer(5, torch.bfloat16)
 
 
 def meta(shape, mesh, placements):
@@ -57,7 +57,7 @@ def stage_requests():
 def plan_of(rank):
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        return make_plan(stage_requests(), SETTINGS, bucket_bytes=256 << 20)
+        return make_plan(stage_requests(), SETTINGS)
     finally:
         dist.destroy_process_group()
 
