@@ -31,9 +31,9 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "benchmark": 555, "checkpoint": 2355, "cli": 105,
-    "commands": 1925, "compat": 205, "config": 2365, "data": 1885,
+    "commands": 1920, "compat": 205, "config": 2365, "data": 1885,
     "distributed": 775, "files": 595, "huggingface": 1400, "inference": 860,
-    "model": 1430, "observe": 665, "optim": 1540, "parallelize": 735,
+    "model": 1430, "observe": 665, "optim": 1525, "parallelize": 730,
     "planner": 1675, "prepare": 1625, "pretrain": 460, "reliability": 850,
     "training": 1905,
 }  # fmt: skip
