@@ -156,16 +156,16 @@ def median_ratio(contestant: Contestant, base: Contestant) -> float:
     return statistics.median(slow / fast for slow, fast in pairs)
 
 
-def peak_bytes_on_cpu(name: str, work: Workload, threads: int) -> int | None:
+def peak_bytes_on_cpu(name: str, work: Workload, threads: int) -> int:
     """Peak resident memory of a fresh process that takes some steps of one contestant, program included.
 
-    A process of its own, because torch does not count allocations on a CPU. None without /proc.
+    A process of its own, because torch does not count allocations on a CPU.
     """
     ((_, peak),) = call_in_workers(1, torch.set_num_threads, (threads,), _peak_of_this_process, [(name, work)])
     return peak
 
 
-def _peak_of_this_process(name: str, work: Workload) -> int | None:
+def _peak_of_this_process(name: str, work: Workload) -> int:
     ours = build_ours(work)
     contestant = build_contestant(name, work, ours)
     if contestant.model is not ours:

@@ -61,14 +61,13 @@ class NodePart:
     """All files that the manifest lists."""
 
 
-def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
+def gather(node: NodeFolder, output: Path, ranks: Ranks) -> None:
     """Copy the newest save that is whole over all nodes to the shared folder, then free the local disks. Collective.
+
+    Does nothing when no save is whole, or the shared folder has a later one of the same step.
 
     Args:
         output: the shared checkpoint folder.
-
-    Returns:
-        The step, or None when no save is whole, or the shared folder has a later one of the same step.
 
     Raises:
         CheckpointError: on all ranks. The local files stay; the next gathering continues.
@@ -83,7 +82,7 @@ def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
             stage.value = parts_in(node.path)[0]
     saves = whole_saves(part for parts in stage.values for part in parts)
     if not saves:
-        return None
+        return
     newest, mine = saves[-1], stage.values[ranks.rank]
     has_part = any(part.seal == newest.seal for part in mine)
     with ranks.stage("looking at the shared folder") as shared:
@@ -91,7 +90,7 @@ def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
             shared.value = is_gathered(output, newest), is_superseded(output, newest)
     gathered, superseded = shared.values[0]
     if superseded:
-        return None
+        return
     if not gathered:
         _copy_and_publish(node if has_part else None, output, newest, ranks)
     with ranks.stage("removing node-local files"):
@@ -100,7 +99,6 @@ def gather(node: NodeFolder, output: Path, ranks: Ranks) -> int | None:
         for part in mine:
             if part.step < newest.step:  # superseded by the one just gathered
                 remove(step_folder(node.path, part.step))
-    return newest.step
 
 
 def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: Ranks) -> None:

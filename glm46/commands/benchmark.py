@@ -83,7 +83,7 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-class _Progress:
+class _Lines:
     """Prints lines of progress to stderr: all on a terminal, elsewhere at most one in 15 seconds."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-_progress = _Progress()
+_progress = _Lines()
 
 
 def _model(arguments: argparse.Namespace) -> None:
@@ -191,9 +191,6 @@ def _environment(work: Workload) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()  # ARM lists no names

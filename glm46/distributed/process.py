@@ -4,7 +4,6 @@ import ctypes
 import datetime
 import os
 import signal
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +36,9 @@ class Process:
 def die_with_parent() -> None:
     """Have the system kill this process when torchrun, its parent, ends; it would otherwise run on and keep its GPU.
 
-    Linux only; does nothing if torchrun did not start this process.
+    Does nothing if torchrun did not start this process.
     """
-    if launched_world_size() is None or not sys.platform.startswith("linux"):
+    if launched_world_size() is None:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -44,11 +44,10 @@ def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * size**3 / best
 
 
-def process_bytes(field: str = "VmRSS") -> int | None:
-    """Main memory of this process in bytes; with "VmHWM" its peak. None without /proc."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+def process_bytes(field: str = "VmRSS") -> int:
+    """Main memory of this process in bytes; with "VmHWM" its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class HardwareMonitor:
@@ -60,10 +59,7 @@ class HardwareMonitor:
 
     def read(self) -> dict[str, float]:
         """Columns of metrics.jsonl. Peaks are since the last call."""
-        row = {}
-        resident = process_bytes()
-        if resident is not None:
-            row["resident_memory_gib"] = resident / _GIB
+        row = {"resident_memory_gib": process_bytes() / _GIB}
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             reserved = torch.cuda.max_memory_reserved(self._device)

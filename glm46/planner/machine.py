@@ -55,7 +55,7 @@ def _read(path: Path) -> str:
 
 
 def _cores(root: Path) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
         # The share of a container in a large machine, rounded up: half a core still runs one process.
@@ -68,11 +68,7 @@ def _memory(root: Path) -> tuple[int, int]:
     for line in _read(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         fields[name] = int(value.split()[0]) * 1024
-    if "MemTotal" in fields:
-        total, free = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
-    else:
-        # macOS and the BSDs have no /proc, and free memory is unknown without a library.
-        total = free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total, free = fields["MemTotal"], fields["MemAvailable"]
     for limit_file, usage_file in (
         ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
         ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),

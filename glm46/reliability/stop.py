@@ -3,11 +3,10 @@
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from glm46.config.errors import UserError
@@ -162,22 +161,10 @@ def _descendants(process: int) -> list[int]:
 def _processes() -> dict[int, tuple[int, int]]:
     """Parent and group of each living process."""
     table = {}
-    for pid, state, parent, group in _process_lines():
-        if state[0] not in "ZX":
-            table[int(pid)] = (int(parent), int(group))
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            with open(f"/proc/{pid}/stat", errors="replace") as file:
+                state, parent, group = file.read().rpartition(")")[2].split()[:3]
+            if state not in "ZX":
+                table[int(pid)] = (int(parent), int(group))
     return table
-
-
-def _process_lines() -> Iterator[list[str]]:
-    if not os.path.exists("/proc/self/stat"):  # macOS
-        listed = subprocess.run(
-            ["ps", "-A", "-o", "pid=,stat=,ppid=,pgid="], capture_output=True, text=True, check=False
-        )
-        yield from map(str.split, listed.stdout.splitlines())
-        return
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", errors="replace") as file:
-                yield [name, *file.read().rpartition(")")[2].split()[:3]]
-        except OSError:  # it has ended
-            continue

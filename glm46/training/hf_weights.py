@@ -34,7 +34,8 @@ def load_weights(network: Network, folder: Path) -> None:
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> Path:
     """Save the model as a Hugging Face folder under job.dump_folder. Collective.
 
-    A run that started from such a folder keeps the fields of its config.json and its choice of copies.
+    A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
+    folder does.
 
     Returns:
         The folder.

@@ -35,6 +35,7 @@ def test_the_core_quota_of_a_container_counts(tmp_path):
 
 def test_gpus_of_a_machine_without_nvml(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_gpus_from_nvml", lambda: [])
+    _files(tmp_path, proc__meminfo="MemTotal: 8000 kB\nMemAvailable: 6000 kB\n")
     for index, bus in enumerate(("0000:01:00.0", "0000:02:00.0")):
         folder = tmp_path / "proc/driver/nvidia/gpus" / bus
         folder.mkdir(parents=True)
