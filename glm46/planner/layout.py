@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from glm46.config.errors import UserError
-from glm46.config.faults import counted
 from glm46.config.parallelism import Parallelism
 
 
@@ -73,19 +71,10 @@ def smallest_world(parallelism: Parallelism) -> int:
 
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
-    """The degrees on this many processes.
-
-    Raises:
-        UserError: the degrees do not multiply to the number of processes.
-    """
+    """The degrees on this many processes; a rule of the config has checked that they multiply to it."""
     fixed = fixed_processes(parallelism)
     is_open = parallelism.data_parallel_shard_degree == -1
-    if world_size % fixed if is_open else world_size != fixed:
-        rule = "a multiple of" if is_open else "exactly"
-        raise UserError(
-            f"parallelism: {counted(world_size, 'process')}; the degrees multiply to {fixed}, so the number of "
-            f"processes must be {rule} {fixed}; set NGPU, or change a degree"
-        )
+    assert world_size % fixed == 0 and (is_open or world_size == fixed), f"{world_size} processes, degrees of {fixed}"
     return Layout(
         pp=parallelism.pipeline_parallel_degree,
         dp_replicate=parallelism.data_parallel_replicate_degree,

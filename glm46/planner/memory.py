@@ -92,9 +92,6 @@ def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> M
 
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
-
-    Raises:
-        UserError: the degrees do not multiply to `world_size`.
     """
     shape, layout = resolve_shape(config.model), resolve_layout(config.parallelism, world_size)
     ranks = _layers_of_ranks(config, shape, layout)

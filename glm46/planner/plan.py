@@ -58,11 +58,7 @@ class Plan:
 
 
 def resolve_plan(config: RunConfig, world_size: int | None = None) -> Plan:
-    """Resolve a config on this many processes; absent: the fewest that the degrees allow.
-
-    Raises:
-        UserError: the parallel degrees do not multiply to the number of processes.
-    """
+    """Resolve a config on this many processes; absent: the fewest that the degrees allow."""
     layout = resolve_layout(config.parallelism, world_size or smallest_world(config.parallelism))
     stages = plan_stages(config)
     return Plan(

@@ -24,7 +24,6 @@ def plan_text(
     world_size: int | None = None,
     gpu: str = DEFAULT_GPU,
     mfu: float = DEFAULT_MFU,
-    device: str = "gpu",
     machine: Machine | None = None,
 ) -> str:
     """Parameters, FLOPs, memory per rank, tokens and days of a run, and whether it fits.
@@ -33,11 +32,9 @@ def plan_text(
         world_size: processes; absent: the fewest that the degrees allow.
         gpu: name in the table of peaks, for which memory and time are computed.
         mfu: assumed share of that peak.
-        device: "gpu" or "cpu", for the memory of the process itself.
         machine: another machine to compare the run with.
 
     Raises:
-        UserError: the degrees do not multiply to `world_size`.
         ValueError: the GPU is not in the table, or `mfu` is not in (0, 1].
     """
     accelerator = find_accelerator(gpu)
@@ -56,10 +53,8 @@ def plan_text(
         f"{config.job.description} ({config.model.flavor})": [],
         "parameters": _parameter_lines(plan),
         f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens": _flop_lines(plan),
-        f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(
-            plan_memory(config, world, device=device)
-        ),
-        "run": _run_lines(plan) + (_time_lines(plan, accelerator, mfu) if device == "gpu" else []),
+        f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(plan_memory(config, world)),
+        "run": _run_lines(plan) + _time_lines(plan, accelerator, mfu),
         f"does it fit on {world:,} x {accelerator.name}": verdict_lines(config, gpus, world),
     }
     if machine is not None:

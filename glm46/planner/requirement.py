@@ -40,9 +40,6 @@ def describe_requirement(
     Args:
         world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
         remedies: further advice for a run that does not fit.
-
-    Raises:
-        UserError: `world_size` is given and the degrees do not multiply to it.
     """
     verdict = _judge(config, machine, world_size)
     lines = [*_needs(config, machine, verdict), "", *_found(machine), ""]
@@ -65,7 +62,6 @@ def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -
 def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verdict:
     needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
     if world_size is not None:
-        resolve_layout(config.parallelism, world_size)
         needed = world_size
     elif gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(config.parallelism)
