@@ -52,10 +52,10 @@ class Phase(NamedTuple):
     environment: dict[str, str] = {}
 
 
-def phases(base: Path) -> dict[str, Phase]:
-    """All phases before a rank trains; stops.py has those behind."""
-    start = ["bash", str(ROOT / "run_train.sh"), f"--job.dump_folder={base / 'out'}"]
-    made = [f"--data.sources[{i}].path={base / f'source{i}'}" for i in range(2)]
+def phases(base: Path, outputs: Path) -> dict[str, Phase]:
+    """All phases before a rank trains; stops.py has those behind. The first call makes in ``base`` what they read."""
+    start = ["bash", str(ROOT / "run_train.sh"), f"--job.dump_folder={outputs / 'out'}"]
+    made = [f"--data.sources[{i}].path={outputs / f'source{i}'}" for i in range(2)]
     verb = [sys.executable, "-m", "glm46"]
     text = base / "text.jsonl"
     if not text.exists():
@@ -73,7 +73,7 @@ def phases(base: Path) -> dict[str, Phase]:
         )
     node = {"CONFIG_FILE": str(config), "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NGPU": "1"}
     first, other = node | {"NODE_RANK": "0"}, node | {"NODE_RANK": "1"}
-    folder = ["--input", str(text), "--output", str(base / "own")]
+    folder = ["--input", str(text), "--output", str(outputs / "own")]
     step = base / "model" / "step-000000"
     if not step.exists():
         write_random_model(step.parent)
@@ -91,7 +91,7 @@ def phases(base: Path) -> dict[str, Phase]:
             [*verb, "plan", "--config", str(ROOT / "train_configs" / "debug.toml")], within=0.5, trains=False
         ),
         "convert": Phase(
-            [*verb, "convert", "to-hf", *source, "--output", str(base / uuid.uuid4().hex)], within=6.0, trains=False
+            [*verb, "convert", "to-hf", *source, "--output", str(outputs / uuid.uuid4().hex)], within=6.0, trains=False
         ),
         "generate": Phase(
             [*verb, "generate", *source, "--prompt", "def", "--max-new-tokens", "2000"], within=8.0, trains=False
@@ -177,10 +177,10 @@ def main(*given: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         for _ in range(arguments.rounds):
-            for phase in arguments.only or phases(base):
+            for phase in arguments.only or phases(base, base):
                 number = chance.choice(SIGNALS)
                 for numbers in ((number,), (number, chance.choice([number, signal.SIGINT, signal.SIGTERM]))):
-                    row = attempt(phase, phases(base)[phase], numbers, chance, base)
+                    row = attempt(phase, phases(base, base)[phase], numbers, chance, base)
                     print(json.dumps(row), flush=True)
 
 

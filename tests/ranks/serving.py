@@ -3,6 +3,7 @@
 It reads one JSON object per line, what to start or whom to look after, and answers with a process id or an exit code.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -13,6 +14,8 @@ import torch
 
 import glm46.prepare.pipeline  # noqa: F401
 import glm46.pretrain.task  # noqa: F401
+import tests.small_run  # noqa: F401
+from glm46.observe.hardware import device_peak_flops
 from tests.ranks.forked_launch import end_with
 from tests.ranks.forked_ranks import run_ranks
 
@@ -40,6 +43,9 @@ def _run(program: str, arguments: list, ranks: int | None) -> int | None:
 def main() -> None:
     """Serve until the tests close the input."""
     torch.set_num_threads(1)
+    device_peak_flops(torch.device("cpu"), torch.float32)  # a third of a second, else in each rank that trains
+    gc.collect()
+    gc.freeze()  # a garbage collection in a rank would look at all that was imported, and copy its memory
     running = set()
     for line in sys.stdin:
         task = json.loads(line)

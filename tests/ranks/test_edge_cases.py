@@ -16,5 +16,5 @@ def test_a_case_equals_one_process(case_row, case):
     if CASES[case].favourite is not None:
         assert row["busiest"] == row["assignments"], "the case must be as extreme as its name says"
     assert row["counts_equal"]
-    # FP32 sums in another order, over the gradients of four steps.
+    # FP32 sums in another order, over the gradients of three steps.
     assert differences(row, {"loss_error": 1e-6, "gradient_error": 1e-5}) == []

@@ -11,6 +11,12 @@ import pytest
 from tests.ranks.interrupts import ROOT, attempt, phases
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Folder of text, a prepared source, a configuration and a model, which all phases read and none changes."""
+    return tmp_path_factory.mktemp("inputs")
+
+
 @pytest.mark.parametrize(
     ("phase", "numbers"),
     [
@@ -25,8 +31,8 @@ from tests.ranks.interrupts import ROOT, attempt, phases
         ("generate", (signal.SIGINT, signal.SIGINT)),
     ],
 )
-def test_a_signal_ends_all_that_was_started(phase, numbers, tmp_path):
-    row = attempt(phase, phases(tmp_path)[phase], numbers, random.Random(0), tmp_path)
+def test_a_signal_ends_all_that_was_started(phase, numbers, inputs, tmp_path):
+    row = attempt(phase, phases(inputs, tmp_path)[phase], numbers, random.Random(0), tmp_path)
     assert row["right"] and not row["left"] and row["seconds"] < 10, row
     assert "Traceback" not in row["said"], row
 
