@@ -91,7 +91,7 @@ def phases(base: Path, outputs: Path) -> dict[str, Phase]:
             [*verb, "plan", "--config", str(ROOT / "train_configs" / "debug.toml")], within=0.5, trains=False
         ),
         "convert": Phase(
-            [*verb, "convert", "to-hf", *source, "--output", str(outputs / uuid.uuid4().hex)], within=6.0, trains=False
+            [*verb, "convert", "to-hf", *source, "--output", str(outputs / uuid.uuid4().hex)], within=4.0, trains=False
         ),
         "generate": Phase(
             [*verb, "generate", *source, "--prompt", "def", "--max-new-tokens", "2000"], within=8.0, trains=False
