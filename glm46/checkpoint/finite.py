@@ -1,13 +1,19 @@
-"""Checks for NaN and infinity in tensors to be saved: training cannot continue from them."""
+"""Checks for NaN and infinity in tensors to be saved and in checkpoints: training cannot continue from them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
+from glm46.checkpoint.metadata import read_checked_metadata
+from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.ranks import CheckpointError, Ranks
+from glm46.files.durable import FileRecord
 
+_PIECE_BYTES = 64 << 20
 _NAMES_SHOWN = 3
 
 
@@ -40,6 +46,42 @@ def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
             local = local.float() if local.dtype.itemsize == 1 else local
             bounds[name] = torch.stack(torch.aminmax(local)).double().cpu()  # NaN if any value is
     return [name for name, extremes in bounds.items() if not extremes.isfinite().all()]
+
+
+def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
+    """Faults of a checkpoint's values and of their index, one line each. Collective.
+
+    Args:
+        files: the files of the checkpoint, verified.
+    """
+    with ranks.stage(f"reading the values of {folder}") as stage:
+        metadata, faults = read_checked_metadata(folder, files)
+        stage.value = faults, [] if faults else _stored_names(folder, metadata, ranks)
+    faults = sorted({fault for found, _ in stage.values for fault in found})
+    names = sorted(name for _, found in stage.values for name in found)
+    return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
+
+
+def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
+    """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
+    floating = [
+        name for name, entry in metadata.state_dict_metadata.items() if entry.properties.dtype.is_floating_point
+    ]
+    return [
+        name
+        for name in sorted(floating)[ranks.rank :: ranks.size]
+        if any(names_not_finite({name: piece}) for piece in _pieces(StoredTensor(folder, metadata, name)))
+    ]
+
+
+def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
+    whole = (slice(None),) * len(stored.shape)
+    if not stored.shape or stored.nbytes <= _PIECE_BYTES:
+        yield stored[whole]
+        return
+    rows = max(_PIECE_BYTES * stored.shape[0] // stored.nbytes, 1)
+    for first in range(0, stored.shape[0], rows):
+        yield stored[(slice(first, first + rows), *whole[1:])]
 
 
 def describe(names: Collection[str]) -> str:

@@ -1,23 +1,23 @@
 """Summaries of checkpoints and of the tensors in them; no function here changes a file."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+from glm46.checkpoint.finite import stored_not_finite
 from glm46.checkpoint.integrity import (
     META,
+    check_files,
     check_hash,
     published_steps,
-    quick_faults,
+    read_manifest,
     records_of,
     step_folder,
     step_of,
-    verify_folder,
 )
-from glm46.checkpoint.metadata import METADATA, read_checked_metadata
+from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import ALONE
 
@@ -40,12 +40,24 @@ class CheckpointSummary:
     """Empty when the checkpoint is complete."""
 
 
+@dataclass(frozen=True)
+class TensorSummary:
+    """A tensor of a checkpoint; sizes are those of the whole tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    parts: int
+    """Number of records, one for each rank that had a shard."""
+
+
 def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
     """The published checkpoints of a folder, oldest first.
 
     Args:
         folder: the checkpoint folder of a run, or one step folder.
-        read_contents: hash every file; else compare lengths and names only.
+        read_contents: hash every file and check values for NaN and infinity; else compare lengths and names only.
 
     Raises:
         UserError: the folder is absent.
@@ -60,10 +72,15 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
 
 
 def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
-    body, faults = verify_folder(path, step, ALONE) if read_contents else quick_faults(path, step)
+    body, faults = read_manifest(path, step)
     if body is None:
         return CheckpointSummary(path, step, None, None, None, None, False, tuple(faults))
     records = records_of(body)
+    faults = check_files(path, body)
+    if read_contents and not faults:
+        faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
+        if not faults:
+            faults = stored_not_finite(path, records, ALONE)
     meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
     return CheckpointSummary(
         path=path,
@@ -77,20 +94,30 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
     )
 
 
-def contents(path: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
-    """The meta of one checkpoint, and DCP's description of each tensor by name.
+def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
+    """The meta of one checkpoint, and its tensors ordered by name.
 
     Raises:
         UserError: the checkpoint is absent or incomplete, or its index is damaged.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
-    body, faults = quick_faults(path, step_of(path.absolute()))
-    if not faults:
-        records = records_of(body)
-        faults = [fault for name in (META, METADATA) for fault in check_hash(path / name, records[name])]
+    body, faults = read_manifest(path, step_of(path.absolute()))
+    if body is None:
+        raise UserError(*faults)
+    records = records_of(body)
+    faults = check_files(path, body) or [
+        fault for name in (META, ".metadata") for fault in check_hash(path / name, records[name])
+    ]
     if not faults:
         metadata, faults = read_checked_metadata(path, records)
     if faults:
         raise UserError(*faults)
-    return json.loads((path / META).read_bytes()), metadata.state_dict_metadata
+    tensors = []
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        dtype = entry.properties.dtype
+        size = math.prod(entry.size) * dtype.itemsize
+        tensors.append(
+            TensorSummary(name, str(dtype).removeprefix("torch."), tuple(entry.size), size, len(entry.chunks))
+        )
+    return json.loads((path / META).read_bytes()), tensors

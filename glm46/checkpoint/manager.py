@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glm46.checkpoint.background import BackgroundSaver
 from glm46.checkpoint.dcp import read_tensors
-from glm46.checkpoint.finite import NotFiniteError, refuse_not_finite
+from glm46.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
 from glm46.checkpoint.gathering import NodeFolder, gather
 from glm46.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
 from glm46.checkpoint.publish import Retention, repair, set_aside
@@ -218,7 +218,7 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
         path = Path(path)
-        body, faults = verify_folder(path, step_of(path), self._ranks)
+        body, faults = self._verify_folder(path, step_of(path))
         if faults:
             raise UserError(*faults)
         return self._fill(path, body, tensors, optional, ignored)
@@ -278,7 +278,15 @@ class CheckpointManager:
     def _verify(self, step: int) -> tuple[dict[str, Any] | None, list[str]]:
         if step in self._verified:
             return self._verified[step], []
-        body, faults = verify_folder(step_folder(self.folder, step), step, self._ranks)
+        body, faults = self._verify_folder(step_folder(self.folder, step), step)
         if not faults:
             self._verified[step] = body
+        return body, faults
+
+    def _verify_folder(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+        """The manifest and the faults of a checkpoint. Checks its values too, unless the manifest says that the save
+        has. Collective."""
+        body, faults = verify_folder(path, step, self._ranks)
+        if not faults and not body.get("finite", False):
+            faults = stored_not_finite(path, records_of(body), self._ranks)
         return body, faults

@@ -33,14 +33,19 @@ class Snapshot:
     is_good: bool = True
     """Whether the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
 
-    def facts(self, world_size: int) -> dict[str, Any]:
-        """The fields of the manifest besides the files, for people and for retention."""
+    def facts(self, world_size: int, *, is_finite: bool) -> dict[str, Any]:
+        """The fields of the manifest besides the files, for people and for retention.
+
+        Args:
+            is_finite: whether every value was checked, and is finite.
+        """
         return {
             "saved_at": time.time(),
             "world_size": world_size,
             "torch": torch.__version__,
             "validation_loss": self.validation_loss,
             "good": self.is_good,
+            "finite": is_finite,
         }
 
 
@@ -120,7 +125,7 @@ def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, stag
         with ranks.stage("reading the index") as stage:
             if ranks.is_first:
                 index = (draft / METADATA).read_bytes() if sum(made.values) > 1 else None
-                stage.value = index, snapshot.meta, snapshot.facts(ranks.size)
+                stage.value = index, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
         index, meta, facts = stage.values[0]
         with ranks.stage("publishing"):
             if is_leader:

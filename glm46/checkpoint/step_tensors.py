@@ -132,8 +132,7 @@ def write_model(
 
     Args:
         kinds: glm46 name -> shape and dtype.
-        fill: writes the values of a named tensor, all of them finite, into a CPU tensor; called once for each name, in
-            another thread.
+        fill: writes the values of a named tensor into a CPU tensor; called once for each name, in another thread.
 
     Returns:
         The step folder.
@@ -148,7 +147,7 @@ def write_model(
     try:
         with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
             files = write_tensors(draft, meta_tensors, ALONE, made, file_per_tensor=True)
-        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ALONE.size))
+        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ALONE.size, is_finite=False))
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -80,20 +80,17 @@ def _size(count: int) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    meta, entries = contents(arguments.folder)
+    meta, tensors = contents(arguments.folder)
     for key, value in meta.items():
         text = value if isinstance(value, str) else json.dumps(value)
         if "\n" in text or len(text) > _LONGEST_SHOWN:
             text = f"{len(text):,} characters, in {arguments.folder / 'meta.json'}"
         print(f"{key:20} {text}")
-    width, total = max(map(len, entries), default=0), 0
-    for name, entry in sorted(entries.items()):
-        dtype, shape = entry.properties.dtype, " x ".join(map(str, entry.size)) or "scalar"
-        nbytes = math.prod(entry.size) * dtype.itemsize
-        total += nbytes
-        kind = str(dtype).removeprefix("torch.")
-        print(f"{name:{width}}  {kind:9} {shape:24} {_size(nbytes):>10}  {len(entry.chunks)} part(s)")
-    print(f"{len(entries)} tensors, {_size(total)}")
+    width = max((len(tensor.name) for tensor in tensors), default=0)
+    for tensor in tensors:
+        shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
+        print(f"{tensor.name:{width}}  {tensor.dtype:9} {shape:24} {_size(tensor.bytes):>10}  {tensor.parts} part(s)")
+    print(f"{len(tensors)} tensors, {_size(sum(tensor.bytes for tensor in tensors))}")
     return 0
 
 
