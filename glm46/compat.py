@@ -1,5 +1,6 @@
 """All uses of private torch APIs, and of APIs that differ between torch 2.11 and 2.15."""
 
+import inspect
 import logging
 import threading
 import time
@@ -31,12 +32,57 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`. Up to torch 2.11 it takes fewer key heads than query heads unasked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **grouped)
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`plain_attention` by torch's CPU kernel.
+
+    An operator behind `F.scaled_dot_product_attention`, which keeps the mask of every call for backward.
+    """
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), attn_mask=_added(mask, q.dtype)
+    )
+    return out[0].transpose(0, 1), log_sum[0]
+
+
+def cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`plain_attention_backward` by torch's CPU kernel."""
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)),
+        log_sum.unsqueeze(0), 0.0, False, attn_mask=_added(mask, q.dtype),
+    )  # fmt: skip
+    return tuple(x[0].transpose(0, 1) for x in gradients)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the kernel adds to the scores: 0 where the mask is true, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 def let_backward_run_twice() -> None:
     """Allow two backward passes through compiled layers, for pipeline schedules that split backward. By default torch
     overwrites saved tensors in the first pass and rejects a second one."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+def let_size_vary(tensor: Tensor) -> None:
+    """Let `torch.compile` make code for any size of dimension 0. By default it makes code for one size, and again for
+    any size of each tensor that it sees change."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

@@ -21,40 +21,30 @@ class SequenceShard:
     ranks: int
     rank: int
 
-    def places(self, length: int, window: int | None) -> list[Tensor]:
-        """For each rank of the group, the positions of its tokens in a row of one document; int64."""
-        return list(torch.from_numpy(balanced_places(np.zeros(length, np.int64), self.ranks, window)))
-
-    def cut(self, rows: dict[str, Tensor], window: int | None) -> dict[str, Tensor]:
-        """This rank's part of tensors [B, S] or [B, K, S].
+    def places(self, document_ids: Tensor | None, size: tuple[int, int], window: int | None) -> Tensor:
+        """The positions of each rank's tokens in every row, ascending: int64 [B, ranks, S / ranks].
 
         Args:
-            rows: with `document_ids` [B, S], each row is divided by its documents; without, all rows alike.
+            document_ids: [B, S] on the CPU, by which each row is divided; None divides all rows alike.
+            size: B and S.
             window: largest number of keys that a token sees; None for no limit.
         """
-        B, length = next(iter(rows.values())).shape[0], next(iter(rows.values())).shape[-1]
-        places_BS = self._places(rows.get("document_ids"), B, length, window)[:, self.rank]
-        return {name: _pick(tensor, places_BS.to(tensor.device)) for name, tensor in rows.items()}
+        B, S = size
+        if document_ids is None:
+            return torch.from_numpy(balanced_places(np.zeros(S, np.int64), self.ranks, window)).expand(B, -1, -1)
+        return torch.from_numpy(np.stack([balanced_places(row, self.ranks, window) for row in document_ids.numpy()]))
 
-    def restore(self, part: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor:
-        """The whole rows [N, B, S], from every rank's part [N, B, S / ranks]; without gradient. Collective.
+    def cut(self, rows: dict[str, Tensor], places_BRS: Tensor) -> dict[str, Tensor]:
+        """This rank's part of tensors [B, S] or [B, K, S] on the CPU, by the result of `places`."""
+        return {name: _pick(tensor, places_BRS[:, self.rank]) for name, tensor in rows.items()}
 
-        Args:
-            document_ids: [B, S] of the whole rows, if `cut` got them.
-        """
+    def restore(self, part: Tensor, places_BRS: Tensor) -> Tensor:
+        """The whole rows [N, B, S], from every rank's part [N, B, S / ranks]; without gradient. Collective."""
         parts = [torch.empty_like(part) for _ in range(self.ranks)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         gathered = torch.cat(parts, dim=-1)
-        places_BRS = self._places(document_ids, gathered.shape[1], gathered.shape[-1], window)
         order = places_BRS.flatten(1).to(part.device).expand_as(gathered)
         return torch.empty_like(gathered).scatter_(-1, order, gathered)
-
-    def _places(self, document_ids: Tensor | None, rows: int, length: int, window: int | None) -> Tensor:
-        """int64 [B, ranks, S / ranks]."""
-        if document_ids is None:
-            return torch.stack(self.places(length, window)).expand(rows, -1, -1)
-        documents = document_ids.cpu().numpy()
-        return torch.from_numpy(np.stack([balanced_places(row, self.ranks, window) for row in documents]))
 
 
 def _pick(tensor: Tensor, places_BS: Tensor) -> Tensor:

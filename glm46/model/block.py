@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
 from glm46.model.attention import Attention
+from glm46.model.attention_layout import AttentionLayout
 from glm46.model.layers import FeedForward, RMSNorm
 from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions, RoutingStatistics
@@ -24,12 +25,12 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
     ) -> tuple[Tensor, RoutingStatistics | None]:
         """Map [B, S, D] to [B, S, D]. Also return the routing statistics of an MoE layer, None for a dense one."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        x = x + self.self_attn(self.input_layernorm(x), rope, layout)
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
             return x + self.mlp(normed), None

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
+from glm46.model.attention_layout import AttentionLayout
 from glm46.model.block import TransformerBlock
 from glm46.model.layers import Linear, RMSNorm
 from glm46.model.router import RoutingOptions, RoutingStatistics
@@ -28,7 +29,7 @@ class MTPLayer(nn.Module):
         hidden: Tensor,
         embedding: Tensor,
         rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
     ) -> tuple[Tensor, RoutingStatistics]:
@@ -39,5 +40,5 @@ class MTPLayer(nn.Module):
             embedding: [B, S, D], embeddings of the tokens k positions ahead.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        x, statistics = self.block(x, rope, mask, is_real, options)
+        x, statistics = self.block(x, rope, layout, is_real, options)
         return self.norm(x), statistics

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from glm46.config.model import ModelShape
-from glm46.model.attention import MaskBuilder, attention_mask
+from glm46.model.attention_layout import AttentionLayout, attention_layout
 from glm46.model.block import TransformerBlock
 from glm46.model.cross_entropy import HeadForm, HeadOutput, summed_loss
 from glm46.model.layers import Linear, RMSNorm, local_weight
@@ -115,7 +115,6 @@ class Transformer(nn.Module):
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
-        self.build_mask: MaskBuilder = attention_mask
 
     def cast(self, dtype: torch.dtype) -> "Transformer":
         """Change the dtype of all parameters in place. Selection biases stay FP32: BF16 is too coarse for them."""
@@ -142,6 +141,7 @@ class Transformer(nn.Module):
         mtp_embeddings: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        layout: AttentionLayout | None = None,
         is_real: Tensor | None = None,
         labels: Tensor | None = None,
         mtp_input_ids: Tensor | None = None,
@@ -156,6 +156,8 @@ class Transformer(nn.Module):
             hidden, mtp_embeddings: of the previous part, see `StageOutput`.
             positions: integer [B, S]; None counts from 0.
             document_ids: integer [B, S], -1 for padding; tokens attend within their document. None: one document.
+            layout: who sees whom. None: derived from document_ids and the window, which waits for the device; required
+                under context parallelism.
             is_real: boolean [B, S], false for padding, which is not routed and not counted. None: derived from
                 document_ids, or no padding.
             labels: int64 [B, S], -100 without a target.
@@ -173,9 +175,11 @@ class Transformer(nn.Module):
             hidden = self.embed_tokens(input_ids)
         if is_real is None and document_ids is not None:
             is_real = document_ids >= 0
+        if layout is None:
+            layout = attention_layout(document_ids, tuple(positions.shape), self.shape.sliding_window)
+            layout = None if layout is None else layout.to(positions.device)
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
-        rope = rotary_tables(positions, self.shape, hidden.dtype)
-        context = rope, self.build_mask(document_ids, positions, self.shape.sliding_window), is_real, options
+        context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, options
         statistics: list[RoutingStatistics] = []
         for layer in self.layers.values():
             hidden, of_layer = layer(hidden, *context)

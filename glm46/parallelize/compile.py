@@ -1,8 +1,11 @@
 """torch.compile of each layer."""
 
+from collections.abc import Callable
+
 import torch
 
 from glm46 import compat
+from glm46.model.attention_layout import AttentionLayout
 from glm46.model.transformer import Transformer
 
 
@@ -18,4 +21,18 @@ def apply(model: Transformer, *, whole_graphs: bool, splits_backward: bool = Fal
     if splits_backward:
         compat.let_backward_run_twice()
     for layer in (*model.layers.values(), *model.mtp.values()):
-        layer.forward = torch.compile(layer.forward, fullgraph=whole_graphs)
+        layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs))
+
+
+def _for_any_layout(forward: Callable) -> Callable:
+    """The forward of a layer, compiled once for any number of documents."""
+
+    def call(*arguments: object):
+        for layout in arguments:
+            if isinstance(layout, AttentionLayout):
+                for tensor in (layout.cu_seq_q, layout.cu_seq_k, layout.keys):
+                    if tensor is not None:
+                        compat.let_size_vary(tensor)
+        return forward(*arguments)
+
+    return call

@@ -15,12 +15,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.model.attention_layout import AttentionLayout
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import Head, LossSums, StageOutput, Transformer, detached
 from glm46.planner.plan import Plan
 from glm46.planner.stages import rank_of_stage, split_layers, stages_of_rank
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 """Arguments of `Transformer.forward`."""
 
 
@@ -70,12 +71,14 @@ class Pipeline:
         """
         finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
         forwards = [stage.model.forward for stage in self.stages]
+        layouts = [batch["layout"] for batch in batches]  # schedules divide tensors by rows, and nothing else
         for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
             stage.outputs = []
             # Patched, not wrapped: the schedule must see an FSDP module, or it reduces gradients more than once.
-            stage.model.forward = _adapted(stage, forward, arguments, finish, fields)
+            stage.model.forward = _adapted(stage, forward, arguments, finish, fields, layouts)
         try:
-            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            names = [name for name in batches[0] if name != "layout"]
+            whole = {name: torch.cat([batch[name] for batch in batches]) for name in names}
             ids = whole.pop("input_ids")
             inputs = (ids,) if self.stages[0].index == 0 else ()
             self._schedule_for(len(batches), batches[0]).step(*inputs, target=ids, return_outputs=False, **whole)
@@ -154,14 +157,20 @@ class Pipeline:
 
 
 def _adapted(
-    stage: LocalStage, forward: Callable, arguments: dict[str, Any], finish: Callable, fields: Sequence[str]
+    stage: LocalStage,
+    forward: Callable,
+    arguments: dict[str, Any],
+    finish: Callable,
+    fields: Sequence[str],
+    layouts: Sequence[AttentionLayout | None],
 ) -> Callable:
     """The model's forward as a schedule calls it: tensors in, tensors out. Other results go to ``stage.outputs``."""
 
     def adapted(*received: Tensor, **batch: Tensor):
         inputs = {"input_ids": received[0]} if stage.index == 0 else _stage_inputs(received)
         for_objective = {name: batch.pop(name) for name in fields}
-        output = forward(**inputs, **batch, **arguments)
+        layout = layouts[len(stage.outputs)]  # every schedule runs the micro-batches of a stage in their order
+        output = forward(**inputs, **batch, layout=layout, **arguments)
         # Without the tensors that are sent on, which would stay in memory for the whole step.
         kept = output if isinstance(output, LossSums) else output._replace(hidden=None, mtp_embeddings=None)
         stage.outputs.append(detached(kept))

@@ -58,10 +58,11 @@ def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
     return joined + moe_layer_bytes(shape, width)
 
 
-def mask_bytes(rows: int, queries: float, keys: int) -> float:
-    """One attention mask: a boolean for each query and key of each row. The attention of a layer copies it to the
-    compute type for backward."""
-    return rows * queries * keys
+def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
+    """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
+    the first chunk and the last one of the rank see 1 + 1 / (2 cp) times the row between them."""
+    heads = shape.num_key_value_heads / tp
+    return 2 * rows * length * (1 + 1 / (2 * cp)) * heads * shape.head_dim * width
 
 
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:

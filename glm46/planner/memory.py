@@ -16,7 +16,7 @@ from glm46.planner.activations import (
     FP32,
     INDEX,
     dense_layer_bytes,
-    mask_bytes,
+    gathered_key_bytes,
     moe_layer_bytes,
     mtp_layer_bytes,
     selective_attention_bytes,
@@ -58,8 +58,8 @@ class MemoryPlan:
     """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer."""
     activations: float
     """Tensors that forward keeps for backward."""
-    masks: float
-    """Attention masks, if attention is not plainly causal."""
+    gathered_keys: float
+    """Keys and values of other ranks, under context parallelism."""
     loss: float
     """Logits of one chunk and the gradient of the head."""
     process: float
@@ -158,7 +158,7 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
         optimizer=on_device,
         gathered=_gathered(config, shape, layout, layers),
         activations=_activations(config, shape, layout, rank, layers),
-        masks=_masks(config, shape, layout, rank, layers),
+        gathered_keys=_gathered_keys(config, shape, layout, rank, layers),
         loss=_loss(config, shape, layout) if any(row.name == "lm_head.weight" for row in rows) else 0.0,
         process=0.0,
         host=sum(sizes) if config.optimizer.state_offload == "cpu" else 0.0,
@@ -227,21 +227,18 @@ def _activations(config: RunConfig, shape: ModelShape, layout: Layout, rank: int
     return tokens * (in_flight * kept + max(layer.activation for layer in stage))
 
 
-def _masks(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
-    """Masks: each stage makes one per micro-batch, over all keys of its queries, and each layer copies it."""
-    if not config.data.document_mask and shape.sliding_window is None and layout.cp == 1:
+def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
+    """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
+    if layout.cp == 1:
         return 0.0
-    # Without document masks all rows share one mask.
-    rows = config.training.local_batch_size if config.data.document_mask else 1
-    mask = mask_bytes(rows, config.training.seq_len / layout.cp, config.training.seq_len)
-    copy = mask * _BYTES[config.training.mixed_precision_param]
-    in_flight, stages = 1, 1
-    if layout.pp > 1:
-        in_flight, stages = _in_flight(config, layout, rank), config.parallelism.stages_per_rank
-    if config.activation_checkpoint.mode == "none":
-        # Backward needs only the copies; the mask exists during the forward of one micro-batch.
-        return in_flight * sum(layer.attends for layer in layers) * copy + mask
-    return in_flight * stages * mask + copy
+    rows, length = config.training.local_batch_size, config.training.seq_len
+    width = _BYTES[config.training.mixed_precision_param]
+    kept = gathered_key_bytes(shape, width, rows=rows, length=length, cp=layout.cp, tp=layout.tp)
+    gathered = rows * length * shape.num_key_value_heads / layout.tp * shape.head_dim * width
+    if config.activation_checkpoint.mode != "none":
+        return kept + gathered  # of the layer that is computed, or computed again
+    in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1
+    return in_flight * sum(layer.attends for layer in layers) * kept + gathered
 
 
 def _loss(config: RunConfig, shape: ModelShape, layout: Layout) -> float:

@@ -11,13 +11,15 @@ from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
+from glm46.parallelize.context import take_part
 from glm46.parallelize.fsdp import release_gathered
 from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
 from glm46.planner.plan import Plan
 from glm46.training.balance import ExpertBalance
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
+"""Tensors of the loader; or arguments of `Transformer.forward`, which are tensors but for the ``layout``."""
 
 StageResults = list[list[LossSums | StageOutput]]
 """For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
@@ -59,18 +61,18 @@ class Network:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
         are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction; under a pipeline every
         layer must take part."""
-        shape, names = self.plan.shape, ["input_ids", "positions", "labels"]
-        if self.plan.config.data.document_mask:
-            names.append("document_ids")
-        if shape.num_nextn_predict_layers and "mtp_labels" in batch:
+        names = ["input_ids", "positions", "labels"]
+        if self.models[0].shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
-        # Passed explicitly: without document masks the model gets no document ids, but padding stays padding.
-        part = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
-        if self.cluster.meshes.sequence is not None:
-            part = self.cluster.meshes.sequence.cut(part, shape.sliding_window)
+        # Passed explicitly: without document masks padding stays padding.
+        rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
+        part = take_part(rows, self._mask_ids(batch), self.plan.shape.sliding_window, self.cluster.meshes.sequence)
         if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
-            part = {name: tensor.pin_memory() for name, tensor in part.items()}
-        return {name: tensor.to(self.cluster.device, non_blocking=True) for name, tensor in part.items()}
+            part = {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in part.items()}
+        to = {"non_blocking": True}
+        return {
+            name: value.to(self.cluster.device, **to) if value is not None else None for name, value in part.items()
+        }
 
     def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
         """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without
@@ -78,8 +80,12 @@ class Network:
         sequence = self.cluster.meshes.sequence
         if sequence is None:
             return values.detach()
-        document_ids = batch["document_ids"] if self.plan.config.data.document_mask else None
-        return sequence.restore(values.detach(), document_ids, self.plan.shape.sliding_window)
+        places = sequence.places(self._mask_ids(batch), tuple(batch["input_ids"].shape), self.plan.shape.sliding_window)
+        return sequence.restore(values.detach(), places)
+
+    def _mask_ids(self, batch: Batch) -> Tensor | None:
+        """The documents that attention tells apart."""
+        return batch["document_ids"] if self.plan.config.data.document_mask else None
 
     def forward_backward(
         self,

@@ -21,6 +21,7 @@ from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
+from glm46.parallelize.context import take_part
 from glm46.parallelize.plan import initialise, parallelize
 from glm46.planner.plan import resolve_plan
 from tests.ranks.forked_ranks import run_cases
@@ -161,7 +162,10 @@ def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
 
     def take(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if cluster.meshes.sequence is not None:
-            return cluster.meshes.sequence.cut(batch, case.window)
+            ids = batch.get("document_ids")
+            rows = {name: rows for name, rows in batch.items() if name != "document_ids"}
+            rows |= {} if ids is None else {"is_real": ids >= 0}
+            return take_part(rows, ids, case.window, cluster.meshes.sequence)
         half = case.rows // process.world_size
         return {name: rows[process.rank * half : (process.rank + 1) * half] for name, rows in batch.items()}
 

@@ -20,6 +20,7 @@ from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
+from glm46.parallelize.context import take_part
 from glm46.parallelize.plan import parallelize
 from glm46.planner.plan import resolve_plan
 from tests.ranks.sharded_layouts import loss_of_step
@@ -136,8 +137,9 @@ def measure(process: Process, case: Case) -> dict:
     per_reader = ROWS * sharers // process.world_size
     rows = slice(process.rank // sharers * per_reader, (process.rank // sharers + 1) * per_reader)
     batch = {name: tensor[rows] for name, tensor in batch.items()}
-    if cluster.meshes.sequence is not None:
-        batch = cluster.meshes.sequence.cut(batch, SHAPE.sliding_window)
+    document_ids = batch.pop("document_ids")
+    rows = batch | {"is_real": document_ids >= 0}
+    batch = take_part(rows, document_ids, SHAPE.sliding_window, cluster.meshes.sequence)
     with Traffic() as traffic:
         sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
         loss_of(sums).backward()

@@ -1,36 +1,173 @@
 """Who sees whom: documents packed in one row, windows, and padding that nobody notices."""
 
+import math
+
+import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.model.attention import attention_mask, sdpa_core
+from glm46.distributed.sequence import SequenceShard
+from glm46.model.attention import attend
+from glm46.model.attention_layout import attention_layout
+from glm46.model.attention_runs import block_attention, plain_attention, plain_attention_backward
 from glm46.model.router import RoutingOptions
 
 
-def test_mask_is_causal_inside_document_and_window():
-    documents = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1]])
-    mask = attention_mask(documents, positions, 2)
-    for i in range(7):
-        for j in range(7):
-            sees = j <= i and i - j < 2 and documents[0, i] == documents[0, j]
-            assert mask[0, 0, i, j] == sees
-    assert mask.any(-1).all()  # a row without any key gives NaN
+def dense(q, k, v, documents, window):
+    """Attention with a mask of all pairs, written out."""
+    order = torch.arange(q.shape[1])
+    distance = order.unsqueeze(1) - order
+    seen = (distance >= 0) & (distance < (window or math.inf))
+    if documents is not None:
+        seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1))
+    else:
+        seen = seen.expand(q.shape[0], -1, -1)
+    groups = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bihc,bjhc->bhij", q, k.repeat_interleave(groups, 2)) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen.unsqueeze(1), -math.inf).softmax(-1)
+    return torch.einsum("bhij,bjhc->bihc", weights, v.repeat_interleave(groups, 2))
 
 
-def test_without_documents_or_window_there_is_no_mask():
-    assert attention_mask(None, torch.zeros(1, 5), None) is None
+def random_packing(rows, length, generator):
+    """Documents of one token, of a few, of many, and as long as the row; every second row ends with padding."""
+    ids = torch.empty(rows, length, dtype=torch.int64)
+    for b, row in enumerate(ids):
+        start = number = 0
+        while start < length:
+            size = (1, 3, 17, 150, length)[int(torch.randint(5, (), generator=generator))]
+            row[start : start + size] = number
+            start, number = start + size, number + 1
+        row[length - 5 * (b % 2) :] = -1
+    return ids
 
 
-def test_core_equals_written_out_softmax():
-    q, k, v = torch.randn(2, 7, 6, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, -1]])
-    for mask in (None, attention_mask(documents, documents, None), attention_mask(documents, documents, 2)):
-        allowed = torch.ones(7, 7).tril().bool() if mask is None else mask
-        scores = torch.einsum("bihc,bjhc->bhij", q, k.repeat_interleave(3, 2)) * 8**-0.5
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-        expected = torch.einsum("bhij,bjhc->bihc", weights, v.repeat_interleave(3, 2))
-        torch.testing.assert_close(sdpa_core(q, k, v, mask), expected, rtol=0, atol=2e-6)
+def of_ranks(q, k, v, documents, window, ranks):
+    """What context-parallel ranks compute, in one process: each its own queries with the gathered keys."""
+    (B, S), heads = q.shape[:2], k.shape[2]
+    places = SequenceShard(None, ranks, 0).places(documents, (B, S), window)
+
+    def part(x, rank):
+        return x.gather(1, places[:, rank, :, None, None].expand(-1, -1, *x.shape[2:]))
+
+    keys, values = (torch.cat([part(x, rank).flatten(0, 1) for rank in range(ranks)]) for x in (k, v))
+    assert keys.shape == (B * S, heads, k.shape[3])
+    out = torch.zeros_like(q)
+    for rank in range(ranks):
+        layout = attention_layout(documents, (B, S), window, places, rank)
+        index = places[:, rank, :, None, None].expand(-1, -1, *q.shape[2:])
+        out = out.scatter(1, index, attend(part(q, rank), keys, values, layout))
+    return out
+
+
+def error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [None, 7, 300])
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
+def test_runs_equal_the_mask_of_all_pairs(packed, window, ranks):
+    """Outputs and all gradients, with one key head for twelve query heads and with one for three."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, length, heads, dtype in ((2, 400, 1, torch.float64), (3, 216, 4, torch.float32)):
+        documents = random_packing(rows, length, generator) if packed else None
+        q, k, v, grad = (
+            torch.randn(rows, length, n, 8, dtype=dtype, generator=generator, requires_grad=n != 0)
+            for n in (12, heads, heads, 12)
+        )
+        if ranks == 1:
+            out = attend(q, k, v, attention_layout(documents, (rows, length), window))
+        else:
+            out = of_ranks(q, k, v, documents, window, ranks)
+        expected = dense(q, k, v, documents, window)
+        bound = 1e-13 if dtype == torch.float64 else 1e-5
+        assert error(out, expected) < bound
+        got, want = (torch.autograd.grad(x, (q, k, v), grad) for x in (out, expected))
+        for name, a, b in zip("qkv", got, want, strict=True):
+            assert error(a, b) < bound, name
+
+
+def test_a_window_of_one_sees_the_own_key_only():
+    q, k, v = torch.randn(1, 200, 4, 8), torch.randn(1, 200, 2, 8), torch.randn(1, 200, 2, 8)
+    out = attend(q, k, v, attention_layout(None, (1, 200), 1))
+    torch.testing.assert_close(out, v.repeat_interleave(2, 2), rtol=0, atol=1e-6)
+
+
+def test_the_bf16_error_is_that_of_the_dense_form():
+    """Against FP64 from the same BF16 values; both round scores' inputs and results alike."""
+    generator = torch.Generator().manual_seed(0)
+    documents = random_packing(2, 300, generator)
+    q, k, v, grad = (torch.randn(2, 300, n, 32, generator=generator).bfloat16() for n in (8, 2, 2, 8))
+
+    def results(core, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = core(*inputs)
+        return out, *torch.autograd.grad(out, inputs, grad.to(dtype))
+
+    layout = attention_layout(documents, (2, 300), None)
+    exact = results(lambda *x: dense(*x, documents, None), torch.float64)
+    masked = results(lambda *x: dense(*x, documents, None), torch.bfloat16)
+    ours = results(lambda *x: attend(*x, layout), torch.bfloat16)
+    for a, b, truth in zip(ours, masked, exact, strict=True):
+        assert error(a.double(), truth) < 1.5 * error(b.double(), truth) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_kernel_equals_products(dtype):
+    """`plain_attention` is what a GPU runs in FP32. BF16: weights are rounded once in one, and not in the other."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(n, h, 16, generator=generator).to(dtype) for n, h in ((40, 6), (90, 2), (90, 2), (40, 6))
+    )
+    lengths = torch.tensor([0, 40], dtype=torch.int32), torch.tensor([0, 90], dtype=torch.int32)
+    bound = 1e-6 if dtype == torch.float32 else 2 * 2**-8
+    causal = torch.arange(90) <= torch.arange(50, 90).unsqueeze(1)
+    out, log_sum = plain_attention(q, k, v, causal)
+    got, got_sum = block_attention(q, k, v, *lengths, None)
+    assert error(got, out) < bound and error(got_sum, log_sum) < bound
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    of_kernel = torch.autograd.grad(block_attention(*inputs, *lengths, None)[0], inputs, grad)
+    for a, b in zip(of_kernel, plain_attention_backward(grad, q, k, v, out, log_sum, causal), strict=True):
+        assert error(a, b) < bound
+
+
+def test_the_operator_keeps_its_promises_to_the_compiler():
+    layout = attention_layout(torch.tensor([[0] * 5 + [1] * 7]), (1, 12), None)
+    inputs = [torch.randn(12, n, 8, requires_grad=True) for n in (4, 2, 2)]
+    torch.library.opcheck(block_attention, (*inputs, layout.cu_seq_q, layout.cu_seq_k, 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
+    """On the meta device, in the heads of GLM-4.6 and a row of 196,608 tokens of 16 documents."""
+    length = 196_608
+    documents = torch.arange(16).repeat_interleave(length // 16).unsqueeze(0)
+    places = None if ranks == 1 else SequenceShard(None, ranks, 0).places(documents, (1, length), window)
+    layout = attention_layout(documents, (1, length), window, places, 0).to(torch.device("meta"))
+    q = torch.empty(1, length // ranks, 96, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    k, v = (torch.empty(length, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            nonlocal largest
+            result = function(*arguments, **keywords or {})
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                largest = max(largest, tensor.numel()) if isinstance(tensor, torch.Tensor) else largest
+            return result
+
+    with Sizes():
+        attend(q, k, v, layout).sum().backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+    assert largest <= max(q.numel(), 1.25 * k.numel())
+    # What the kernel is told: every run within its document, and one tensor where queries and keys are the same.
+    assert (layout.cu_seq_q is layout.cu_seq_k) == (ranks == 1)
+    assert layout.max_k <= length // 16 and layout.max_q <= length // 16 and layout.window == window
+
+
+def test_without_documents_or_window_a_row_is_plainly_causal():
+    assert attention_layout(None, (2, 5), None) is None
 
 
 LENGTHS = (5, 1, 9, 4)
