@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention.varlen import varlen_attn
 
 StridedShard = _StridedShard
 """Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a
@@ -36,10 +37,12 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`. Up to torch 2.11 it takes fewer key heads than query heads unasked."""
-    from torch.nn.attention.varlen import varlen_attn
-
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **grouped)
+
+
+VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default
+"""The operator behind `varlen_attn`; its result is saved by selective activation checkpointing."""
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,9 +175,7 @@ class Transformer(nn.Module):
             hidden = self.embed_tokens(input_ids)
         if is_real is None and document_ids is not None:
             is_real = document_ids >= 0
-        if layout is None:
-            layout = attention_layout(document_ids, tuple(positions.shape), self.shape.sliding_window)
-            layout = None if layout is None else layout.to(positions.device)
+        layout = layout or self._layout(document_ids, positions)
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, options
         statistics: list[RoutingStatistics] = []
@@ -198,6 +196,10 @@ class Transformer(nn.Module):
         if labels is None:
             return self.lm_head(hidden)
         return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
+
+    def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
+        layout = attention_layout(document_ids, tuple(positions.shape), self.shape.sliding_window)
+        return None if layout is None else layout.to(positions.device)
 
     def _loss_sums(
         self,

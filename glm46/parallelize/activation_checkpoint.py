@@ -3,10 +3,10 @@
 import functools
 
 import torch
-import torch.nn.attention.varlen  # registers its operator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
+from glm46.model.attention_runs import block_attention
 from glm46.model.experts import grouped_mm
 from glm46.model.mtp import MTPLayer
 from glm46.model.transformer import Transformer
@@ -14,8 +14,8 @@ from glm46.model.transformer import Transformer
 _aten = torch.ops.aten
 _SAVED_OPERATORS = {
     # Attention: its cost is quadratic in the sequence, its result is linear.
-    torch.ops.glm46.block_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    block_attention._opoverload,
+    compat.VARLEN_OPERATOR,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
