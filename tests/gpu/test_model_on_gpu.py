@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from glm46.config.presets import PRESETS
+from glm46.model.attention import attend
+from glm46.model.attention_layout import attention_layout
 from glm46.model.cross_entropy import summed_loss, token_logprobs
 from glm46.model.dispatch import LocalDispatcher
 from glm46.model.experts import grouped_mm
 from glm46.model.init import fill_parameter
 from glm46.model.router import Routing, RoutingOptions
 from glm46.model.transformer import Transformer
+from tests.unit.model.test_attention import dense, random_packing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +43,25 @@ def debug_batch(model, batch=4, length=512):
         input_ids=ids(batch, length), labels=ids(batch, length),
         mtp_input_ids=ids(batch, 1, length), mtp_labels=ids(batch, 1, length),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_of_runs_equals_the_mask_of_all_pairs(window, dtype):
+    """Flash in BF16, products in FP32, against FP64 on the CPU from the same values. BF16 rounds weights and results to
+    2**-9 each; gradients pass two more products of rounded values."""
+    generator = torch.Generator().manual_seed(0)
+    documents = random_packing(2, 400, generator)
+    q, k, v, grad = (torch.randn(2, 400, n, 64, generator=generator).to(dtype) for n in (12, 4, 4, 12))
+    inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs, attention_layout(documents, (2, 400), window).to(torch.device("cuda")))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = dense(*exact, documents, window)
+    found = (out, *torch.autograd.grad(out, inputs, grad.cuda()))
+    wanted = (expected, *torch.autograd.grad(expected, exact, grad.double()))
+    for got, want in zip(found, wanted, strict=True):
+        error = ((got.cpu().double() - want).norm() / want.norm()).item()
+        assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("sizes", [[300, 0, 212, 512], [0, 0, 0, 1024], [256] * 4], ids=str)
