@@ -4,6 +4,7 @@ The file is a pickle. Unpickling calls any function that it names, so only the c
 DCP itself does not check that the stored chunks cover a tensor, or that a file name stays in the folder.
 """
 
+import enum
 import io
 import math
 import pickle
@@ -38,10 +39,19 @@ _BROKEN_PICKLE = (
 )  # fmt: skip
 
 
+def _enum_member(owner: Any, name: str) -> enum.Enum:
+    """Stands for `getattr`: some releases of Python, 3.11.2 is one, pickle a member as ``getattr(its enum, its name)``."""
+    if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
+        raise pickle.UnpicklingError("it names builtins.getattr for more than a member of an enum; nothing was run")
+    return owner[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP metadata does not use; nothing was run")

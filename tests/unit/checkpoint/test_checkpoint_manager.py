@@ -1,5 +1,6 @@
 """One process: a checkpoint loads bit for bit, or is refused with the reason."""
 
+import enum
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
@@ -261,6 +263,38 @@ def test_a_hostile_pickle_in_metadata_is_not_run(tmp_path):
     with pytest.raises(UserError, match=r"refused: .*posix.mkdir"):
         fresh(tmp_path).load(1, make_tensors(1))
     assert not (tmp_path / "pwned").exists()
+
+
+class PicklerOfPython3112(pickle._Pickler):
+    """Writes members of an enum as that release does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_a_python_that_names_getattr_is_read(tmp_path):
+    save_steps(tmp_path, 1)
+    step = tmp_path / "step-000001"
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    with (step / ".metadata").open("wb") as file:
+        PicklerOfPython3112(file).dump(metadata)
+    assert b"getattr" in (step / ".metadata").read_bytes()
+    reseal(step)
+    fresh(tmp_path).load(1, make_tensors(1))
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_getattr_in_metadata_takes_members_of_an_enum_only(tmp_path):
+    save_steps(tmp_path, 1)
+    step = tmp_path / "step-000001"
+    (step / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    reseal(step)
+    with pytest.raises(UserError, match="refused: .*member of an enum"):
+        fresh(tmp_path).load(1, make_tensors(1))
 
 
 def edit_metadata(step: Path, change) -> None:
