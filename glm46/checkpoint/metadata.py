@@ -40,7 +40,7 @@ _BROKEN_PICKLE = (
 
 
 def _enum_member(owner: Any, name: str) -> enum.Enum:
-    """Stands for `getattr`: some releases of Python, 3.11.2 is one, pickle a member as ``getattr(its enum, its name)``."""
+    """Stands for `getattr`: Python 3.11.2, for one, pickles a member of an enum as ``getattr(enum, name)``."""
     if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr for more than a member of an enum; nothing was run")
     return owner[name]
