@@ -117,7 +117,7 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
     with log.open("w") as file:
         process = subprocess.Popen(
             phase.command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_take_signals,
         )  # fmt: skip
     limit = time.monotonic() + 120
     while phase.after not in log.read_text() and process.poll() is None and time.monotonic() < limit:
@@ -145,6 +145,12 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
         "phase": name, "signals": names, "code": code, "seconds": seconds, "left": len(left),
         "ended_before": ended_before, "said": log.read_text()[-3000:], "right": is_right(phase, numbers[0], code),
     }  # fmt: skip
+
+
+def _take_signals() -> None:
+    """Shells ignore SIGINT for what they start in the background, nohup SIGHUP for all that it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_right(phase: Phase, number: int, code: int | None) -> bool:

@@ -46,6 +46,7 @@ def main() -> None:
     device_peak_flops(torch.device("cpu"), torch.float32)  # a third of a second, else in each rank that trains
     gc.collect()
     gc.freeze()  # a garbage collection in a rank would look at all that was imported, and copy its memory
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for all that it starts
     running = set()
     for line in sys.stdin:
         task = json.loads(line)
