@@ -33,12 +33,15 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
+
+
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`. Up to torch 2.11 it takes fewer key heads than query heads unasked."""
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **grouped)
+    """`torch.nn.attention.varlen.varlen_attn`."""
+    return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
 
 
 VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default

@@ -18,11 +18,10 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionLayout | None], Tenso
 def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
     """Causal attention with scale C**-0.5, of the runs of a layout if there is one; an `AttentionCore`.
 
-    Keys and values are [keys, K, C] if the layout has them in another order than the tokens.
+    Gathered keys and values are [1, ranks * B * S, K, C].
     """
     if layout is not None:
-        q = q_BSHC.flatten(0, 1)
-        k, v = (x if x.ndim == 3 else x.flatten(0, 1) for x in (k_BSKC, v_BSKC))
+        q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))
         return attend_in_runs(q, k, v, layout).view(q_BSHC.shape)
     out_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2), k_BSKC.transpose(1, 2), v_BSKC.transpose(1, 2), is_causal=True, enable_gqa=True

@@ -46,7 +46,7 @@ def take_part(
 
 def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
     # As one row: the parts of several rows would be copied into the order of the rows, and again into that of the runs.
-    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1).unsqueeze(0), shard.group).squeeze(0))
+    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1).unsqueeze(0), shard.group))
 
     def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return core(q, gather(k), gather(v), layout)

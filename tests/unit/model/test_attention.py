@@ -49,8 +49,8 @@ def of_ranks(q, k, v, documents, window, ranks):
     def part(x, rank):
         return x.gather(1, places[:, rank, :, None, None].expand(-1, -1, *x.shape[2:]))
 
-    keys, values = (torch.cat([part(x, rank).flatten(0, 1) for rank in range(ranks)]) for x in (k, v))
-    assert keys.shape == (B * S, heads, k.shape[3])
+    keys, values = (torch.cat([part(x, rank).flatten(0, 1) for rank in range(ranks)]).unsqueeze(0) for x in (k, v))
+    assert keys.shape == (1, B * S, heads, k.shape[3])
     out = torch.zeros_like(q)
     for rank in range(ranks):
         layout = attention_layout(documents, (B, S), window, places, rank)
@@ -146,7 +146,7 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
     places = None if ranks == 1 else SequenceShard(None, ranks, 0).places(documents, (1, length), window)
     layout = attention_layout(documents, (1, length), window, places, 0).to(torch.device("meta"))
     q = torch.empty(1, length // ranks, 96, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    k, v = (torch.empty(length, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
+    k, v = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -105,7 +105,7 @@ def test_gathered_keys_match_what_autograd_keeps(ranks, monkeypatch):
     plain, _ = _kept_bytes(shape, torch.bfloat16)
 
     def gathering(q, k, v, layout):
-        return attend(q, *(x.flatten(0, 1).repeat(ranks, 1, 1) for x in (k, v)), layout)
+        return attend(q, *(x.flatten(0, 1).repeat(ranks, 1, 1).unsqueeze(0) for x in (k, v)), layout)
 
     monkeypatch.setattr("glm46.model.attention.attend", gathering)
     kept, _ = _kept_bytes(shape, torch.bfloat16, layout=layout)
