@@ -81,7 +81,7 @@ def several_processes() -> dict[str, Callable[[], None]]:
     optimizer = Muon(shard(), ns_dtype=torch.float32)
     everywhere = shard()
     momenta = [torch.zeros_like(parameter) for parameter in everywhere]
-    settings = Orthogonalizer(5, 1e-7, torch.float32)
+    settings = Orthogonalizer(5, torch.float32)
 
     @torch.no_grad()
     def gather() -> None:

@@ -29,7 +29,7 @@ def apply(model: Transformer, shard: SequenceShard) -> None:
 def take_part(
     rows: dict[str, Tensor], document_ids: Tensor | None, window: int | None, shard: SequenceShard | None
 ) -> dict[str, Any]:
-    """This rank's part of whole rows, on the CPU, and their `layout`; arguments of the model.
+    """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
 
     Args:
         rows: [B, S] or [B, K, S], ``input_ids`` among them.
@@ -39,7 +39,8 @@ def take_part(
     """
     size = tuple(rows["input_ids"].shape)
     if shard is None:
-        return rows | {"layout": attention_layout(document_ids, size, window)}
+        layout = attention_layout(document_ids, size, window)
+        return rows if layout is None else rows | {"layout": layout}
     places = shard.places(document_ids, size, window)
     return shard.cut(rows, places) | {"layout": attention_layout(document_ids, size, window, places, shard.rank)}
 

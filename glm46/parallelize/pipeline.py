@@ -71,7 +71,7 @@ class Pipeline:
         """
         finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
         forwards = [stage.model.forward for stage in self.stages]
-        layouts = [batch["layout"] for batch in batches]  # schedules divide tensors by rows, and nothing else
+        layouts = [batch.get("layout") for batch in batches]  # schedules divide tensors by rows, and nothing else
         for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
             stage.outputs = []
             # Patched, not wrapped: the schedule must see an FSDP module, or it reduces gradients more than once.

@@ -124,7 +124,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "optimizer states": plan.optimizer,
         "gathered weights": plan.gathered,
         "activations": plan.activations,
-        "gathered keys and values": plan.gathered_keys,
+        "gathered keys": plan.gathered_keys,
         "loss and logits": plan.loss,
         "program and text": plan.process + plan.text,
     }

@@ -68,11 +68,8 @@ class Network:
         rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
         part = take_part(rows, self._mask_ids(batch), self.plan.shape.sliding_window, self.cluster.meshes.sequence)
         if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
-            part = {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in part.items()}
-        to = {"non_blocking": True}
-        return {
-            name: value.to(self.cluster.device, **to) if value is not None else None for name, value in part.items()
-        }
+            part = {name: value.pin_memory() for name, value in part.items()}
+        return {name: value.to(self.cluster.device, non_blocking=True) for name, value in part.items()}
 
     def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
         """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without

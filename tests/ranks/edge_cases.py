@@ -35,8 +35,8 @@ SHAPE = PRESETS["debug"].model_copy(
     )
 )  # fmt: skip
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
-STEPS = 3
-"""The first one compiles, the second learns that sizes change, in the third nothing may be compiled again."""
+STEPS = 4
+"""The first one compiles, the second learns that sizes change, from then on nothing may be compiled again."""
 
 
 class Case(NamedTuple):

@@ -138,8 +138,7 @@ MTP_WEIGHT = 0.3
 MOE = MoE(balance="none", sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
-STEPS = 2
-"""The second one starts from updated weights and moments; `run_by_token` is a forward and backward before the first."""
+STEPS = 3
 LAYOUTS_AT_ONCE = 5
 """Then new ranks: each process group has threads that wake up a hundred times a second."""
 
