@@ -32,7 +32,14 @@ def inputs(tmp_path_factory):
     ],
 )
 def test_a_signal_ends_all_that_was_started(phase, numbers, inputs, tmp_path):
-    row = attempt(phase, phases(inputs, tmp_path)[phase], numbers, random.Random(0), tmp_path)
+    for i in range(4):
+        outputs = tmp_path / str(i)
+        outputs.mkdir()
+        started = phases(inputs, outputs)[phase]
+        # A fast machine may be done before the signal comes, which shows nothing: the next one comes earlier.
+        row = attempt(phase, started._replace(within=started.within / 4**i), numbers, random.Random(0), outputs)
+        if not row["ended_before"]:
+            break
     assert row["right"] and not row["left"] and row["seconds"] < 10, row
     assert "Traceback" not in row["said"], row
 
