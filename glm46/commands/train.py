@@ -6,6 +6,7 @@ from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.config.command_line import Start
 from glm46.config.loader import load_config
 from glm46.distributed.environment import launched_world_size
+from glm46.planner.plan import resolve_plan
 from glm46.reliability.stop import StopRequest
 
 
@@ -26,5 +27,5 @@ def train_command(argv: Sequence[str]) -> int:
     if code == 0 and launched_world_size() is None:
         from glm46.commands.launch import describe_next
 
-        print(describe_next(config, Start(arguments.config, overrides, verb="train"), 1))
+        print(describe_next(resolve_plan(config, 1), Start(arguments.config, overrides, verb="train")))
     return code
