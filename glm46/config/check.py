@@ -120,13 +120,31 @@ def _curriculum_tokens(config: RunConfig) -> int | None:
 
 def hugging_face_knows_the_model(config: RunConfig) -> Faults:
     """Hugging Face's model class can compute what this config trains."""
-    checkpoint = config.checkpoint
-    if checkpoint.last_save_in_hf and config.model.sliding_window is not None:
-        yield Fault(
-            ("checkpoint.last_save_in_hf", "model.sliding_window"),
-            f"checkpoint.last_save_in_hf = true: Hugging Face's GLM has no model.sliding_window = "
-            f"{config.model.sliding_window}, so its readers would attend to all tokens; set only one of the two",
-        )
+    if not config.checkpoint.last_save_in_hf:
+        return
+    for key, window in _last_windows(config).items():
+        if window not in (None, -1):
+            unknown = "" if config.training.steps is None else " (any stage may be the last one of training.steps)"
+            yield Fault(
+                ("checkpoint.last_save_in_hf", key),
+                f"checkpoint.last_save_in_hf = true: Hugging Face's GLM has no {key} = {window}, so its readers would "
+                f"attend to all tokens{unknown}; set only one of the two",
+            )
+            return
+
+
+def _last_windows(config: RunConfig) -> dict[str, int | None]:
+    """The windows, by their keys, with which a run may end: of its last stage of text, or of all stages under a budget
+    in steps."""
+    stages, tokens = dict(enumerate(config.data.stages)), config.training.tokens
+    if stages and tokens is not None:
+        end = config.lr_scheduler.start_tokens + tokens
+        last = max((index for index, stage in stages.items() if stage.start_tokens < end), default=0)
+        stages = {last: stages[last]}
+    windows = {f"data.stages[{index}].sliding_window": stage.sliding_window for index, stage in stages.items()}
+    if not windows or None in windows.values():
+        windows["model.sliding_window"] = config.model.sliding_window
+    return windows
 
 
 def checkpoint_folder_is_inside(config: RunConfig) -> Faults:

@@ -1,10 +1,11 @@
 """The section [data] and its sources."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.model import ModelShape, RopeScaling
+from glm46.config.section import CountOrAll, LocalPath, Needs, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -32,14 +33,21 @@ class Source(Section):
 
 
 class DataStage(Section):
-    """[[data.stages]]: the sequence length and the mixture from a token count on."""
+    """[[data.stages]]: the sequence length, the mixture and the attention from a token count on."""
 
     start_tokens: int = Field(ge=0)
     """Start of the stage, in tokens since the start of the curriculum. It takes effect at the next sample."""
 
     seq_len: int | None = Field(None, ge=2)
-    """Tokens per sequence, at most training.seq_len, which memory is planned for and validation uses. Absent:
-    training.seq_len."""
+    """Tokens per sequence, at most training.seq_len, which validation uses. Absent: training.seq_len."""
+
+    sliding_window: CountOrAll | None = None
+    """Each token attends to at most this many tokens, itself included. -1: to all previous tokens, also where
+    model.sliding_window is set. Absent: model.sliding_window."""
+
+    rope_scaling: RopeScaling | None = None
+    """Stretching of positions, a table like [model.rope_scaling]. A factor of 1 stretches nothing, also where
+    model.rope_scaling is set. Absent: model.rope_scaling."""
 
     weights: tuple[float, ...] | None = None
     """Share of each source in the order of data.sources; 0 skips a source. Absent: the weights of the sources."""
@@ -47,6 +55,15 @@ class DataStage(Section):
     documents: tuple[float, float] = (0.0, 1.0)
     """Part of each source's documents to read, as a range of shares; a hash places each document in [0, 1). Stages with
     different sequence lengths that read the same source need ranges that do not overlap."""
+
+    def shape_of(self, model: ModelShape) -> ModelShape:
+        """The shape of a model with the window and the stretching of this stage."""
+        own: dict[str, Any] = {}
+        if self.sliding_window is not None:
+            own["sliding_window"] = None if self.sliding_window == -1 else self.sliding_window
+        if self.rope_scaling is not None:
+            own["rope_scaling"] = None if self.rope_scaling.factor == 1.0 else self.rope_scaling
+        return model.model_copy(update=own)
 
 
 class Data(Section):
@@ -56,8 +73,8 @@ class Data(Section):
     """The mixture. Training needs at least one source."""
 
     stages: tuple[DataStage, ...] = ()
-    """Mixtures and sequence lengths by token count. Absent: one stage with training.seq_len and the weights of the
-    sources."""
+    """Mixtures, sequence lengths and attention by token count. Absent: one stage with training.seq_len and the weights
+    of the sources."""
 
     plan_folder: Annotated[LocalPath | None, Needs("sources[].packing", "best_fit")] = None
     """Folder of the plans of best-fit packing. Absent: the folder of each source; if it is read-only, every process

@@ -73,14 +73,26 @@ def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
         if stage.seq_len is not None and stage.seq_len > config.training.seq_len:
             yield Fault(
                 (key, "training.seq_len"),
-                f"{key} = {stage.seq_len}: longer than training.seq_len = {config.training.seq_len}, which memory is "
-                "planned for; raise training.seq_len to the longest stage",
+                f"{key} = {stage.seq_len}: longer than training.seq_len = {config.training.seq_len}, which validation "
+                "uses; raise training.seq_len to the longest stage",
             )
         elif stage.seq_len is not None and stage.seq_len % pieces:
             yield Fault(
                 (key, "parallelism"),
                 f"{key} = {stage.seq_len}: must be a multiple of {pieces}, into which context and tensor parallelism "
                 f"split a sequence; take {-(-stage.seq_len // pieces) * pieces}",
+            )
+
+
+def windows_fit_into_their_stages(config: RunConfig) -> Faults:
+    """The window of a stage is not longer than its sequences."""
+    for index, stage in enumerate(config.data.stages):
+        key, length = f"data.stages[{index}].sliding_window", stage.seq_len or config.training.seq_len
+        if stage.sliding_window is not None and stage.sliding_window > length:
+            yield Fault(
+                (key, f"data.stages[{index}].seq_len", "training.seq_len"),
+                f"{key} = {stage.sliding_window}: longer than the sequences of this stage, {length} tokens, so it "
+                "limits nothing; lower it, or write -1 to attend to all previous tokens",
             )
 
 
@@ -121,5 +133,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     stages_follow_each_other,
     stages_weigh_the_sources,
     stages_fit_the_longest_sequence,
+    windows_fit_into_their_stages,
     stages_read_apart,
 )

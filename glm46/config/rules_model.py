@@ -105,11 +105,14 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
 
 def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
     """YaRN needs the original length, which separates fast from slow frequencies."""
-    key, scaling = "model.rope_scaling.original_max_position_embeddings", shape.rope_scaling
-    if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
-        yield Fault(
-            (key,), f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training'
-        )
+    tables = {"model": shape.rope_scaling}
+    tables |= {f"data.stages[{index}]": stage.rope_scaling for index, stage in enumerate(config.data.stages)}
+    for place, scaling in tables.items():
+        if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
+            key = f"{place}.rope_scaling.original_max_position_embeddings"
+            yield Fault(
+                (key,), f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training'
+            )
 
 
 MODEL_RULES: tuple[Callable[[RunConfig, ModelShape], Faults], ...] = (

@@ -54,10 +54,15 @@ def _section(spec: dict) -> str | None:
 
 def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
     section = sections[name]
+    header, meaning = _title(section)
     rows, inner = [], []
     for key, spec in section["properties"].items():
         if nested := _section(spec):
-            inner += _describe(nested, sections)
+            place, _ = _title(sections[nested])
+            if place.strip("[]").startswith(header.strip("[]")):
+                inner += _describe(nested, sections)
+            else:  # described there
+                rows.append(KeyRow(key, f"a table like {place}", "absent", " ".join(spec["description"].split())))
             continue
         default = spec.get("default")
         text = "absent" if default is None else show(default)
@@ -66,9 +71,13 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
         elif name == "Model" and key in ModelShape.model_fields:
             text = "of the preset"
         rows.append(KeyRow(key, _values(spec), text, " ".join(spec["description"].split())))
-    # The docstring of a section class begins with the header of its table.
-    header, _, meaning = " ".join(section["description"].split()).partition(": ")
     return [SectionRows(header, meaning, rows), *inner]
+
+
+def _title(section: dict) -> tuple[str, str]:
+    """The header of a table and its meaning: the docstring of a section class begins with the header."""
+    header, _, meaning = " ".join(section["description"].split()).partition(": ")
+    return header, meaning
 
 
 def _values(spec: dict) -> str:

@@ -60,9 +60,11 @@ def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
 
 def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
     """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
-    the first chunk and the last one of the rank see 1 + 1 / (2 cp) times the row between them."""
-    heads = shape.num_key_value_heads / tp
-    return 2 * rows * length * (1 + 1 / (2 * cp)) * heads * shape.head_dim * width
+    the first chunk and the last one of the rank see 1 + 1 / (2 cp) times the row between them. Under a window this
+    holds for the part of the row where the window fills; of the rest, the rank's chunk sees itself and a window."""
+    grows = min(shape.sliding_window or length, length)
+    keys = grows * (1 + 1 / (2 * cp)) + ((length - grows) / cp + grows if grows < length else 0)
+    return 2 * rows * keys * shape.num_key_value_heads / tp * shape.head_dim * width
 
 
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:

@@ -1,4 +1,4 @@
-"""The stages of a run's text: the sequence length and the mixture of each range of samples.
+"""The stages of a run's text: the sequence length, the mixture and the model's shape of each range of samples.
 
 The config alone decides after how many samples a stage ends. Layout, batch size and resumes do not change it.
 """
@@ -6,11 +6,13 @@ The config alone decides after how many samples a stage ends. Layout, batch size
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from glm46.config.model import ModelShape
+from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 
 
 class TextStage(NamedTuple):
-    """A range of global sample numbers with its sequence length and mixture."""
+    """A range of global sample numbers with its sequence length, mixture and shape."""
 
     first: int
     """The first sample."""
@@ -22,13 +24,15 @@ class TextStage(NamedTuple):
     """Share of each source in the order of data.sources; 0 skips it."""
     documents: tuple[float, float]
     """Range of shares of every source's documents that is read."""
+    shape: ModelShape
+    """The model's shape with the sliding window and the RoPE scaling of the stage."""
 
 
 def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
     """The stages of a run in order, without stages that have no sample."""
-    weights = tuple(source.weight for source in config.data.sources)
+    weights, shape = tuple(source.weight for source in config.data.sources), resolve_shape(config.model)
     if not config.data.stages:
-        return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0)),)
+        return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0), shape),)
     stages: list[TextStage] = []
     clock, first = config.lr_scheduler.start_tokens, 0
     for number, stage in enumerate(config.data.stages):
@@ -37,7 +41,8 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
             samples = max(0, -(-(config.data.stages[number + 1].start_tokens - clock) // seq_len))
             clock, stop = clock + samples * seq_len, first + samples
         if stop != first:
-            stages.append(TextStage(first, stop, seq_len, stage.weights or weights, stage.documents))
+            mixture = stage.weights or weights
+            stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, stage.shape_of(shape)))
         first = stop or first
     return tuple(stages)
 

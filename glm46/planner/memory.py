@@ -4,6 +4,7 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from glm46.config.model import ModelShape
@@ -22,8 +23,10 @@ from glm46.planner.activations import (
     selective_attention_bytes,
     selective_experts_bytes,
 )
-from glm46.planner.layout import Layout, resolve_layout
+from glm46.planner.curriculum import TextStage
+from glm46.planner.layout import Layout
 from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.stages import split_layers, stages_of_rank
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
@@ -88,24 +91,46 @@ class _Layer:
 
 
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
-    """Memory in bytes of the rank that needs most, for a run on this many processes.
+    """Memory in bytes of the rank that needs most, for a run on this many processes, in its largest stage of text.
 
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
-    shape, layout = resolve_shape(config.model), resolve_layout(config.parallelism, world_size)
-    ranks = _layers_of_ranks(config, shape, layout)
-    plans = [_rank_plan(config, shape, layout, rank, layers) for rank, layers in enumerate(ranks)]
-    largest = max(plans, key=lambda plan: plan.total)
-    if device == "cpu":
-        # A CPU has one memory, so offloaded states and token data are in it too.
-        largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=step_text(config, layout))
-    return replace(largest, process=PROCESS_BYTES[device])
+    return max(stage_memory(resolve_plan(config, world_size), device=device), key=lambda memory: memory.total)
 
 
-def step_text(config: RunConfig, layout: Layout) -> float:
-    """Bytes of token data of one step, which a rank reads at once: four numbers per token, and two more per MTP
-    layer."""
+def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
+    """`plan_memory` of each stage of text that the run reaches."""
+    ranks = _layers_of_ranks(plan.config, plan.shape, plan.layout)  # a pipeline divides its layers once
+    memory = []
+    for stage, config in _stage_configs(plan):
+        plans = [_rank_plan(config, stage.shape, plan.layout, rank, layers) for rank, layers in enumerate(ranks)]
+        largest = max(plans, key=lambda plan: plan.total)
+        if device == "cpu":
+            # A CPU has one memory, so offloaded states and token data are in it too.
+            text = _text(config, plan.layout)
+            largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=text)
+        memory.append(replace(largest, process=PROCESS_BYTES[device]))
+    return memory
+
+
+def step_text(config: RunConfig, world_size: int) -> float:
+    """Bytes of token data of one step, which a rank reads at once, in the largest stage of text."""
+    plan = resolve_plan(config, world_size)
+    return max(_text(of_stage, plan.layout) for _, of_stage in _stage_configs(plan))
+
+
+def _stage_configs(plan: Plan) -> Iterator[tuple[TextStage, RunConfig]]:
+    """Each stage of text that the run reaches, and the config with its length and largest batch for the whole run."""
+    for index, (stage, tokens) in enumerate(zip(plan.text_stages, plan.stage_tokens, strict=True)):
+        if tokens or not index:
+            batch = float(plan.batches_of(index)[1])
+            training = {"seq_len": stage.seq_len, "global_batch_size": batch}
+            yield stage, plan.config.model_copy(update={"training": plan.config.training.model_copy(update=training)})
+
+
+def _text(config: RunConfig, layout: Layout) -> float:
+    """Bytes of token data of one step: four numbers per token, and two more per MTP layer."""
     rows = max(values_of(config.training.global_batch_size), default=0) / layout.dp_degree
     numbers = INDEX * (4 + 2 * resolve_shape(config.model).num_nextn_predict_layers)
     return max(rows, config.training.local_batch_size) * config.training.seq_len * numbers

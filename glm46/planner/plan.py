@@ -6,7 +6,7 @@ from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.budget import budget_tokens
-from glm46.planner.curriculum import TextStage, plan_stages
+from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.layout import Layout, resolve_layout, smallest_world
 from glm46.planner.schedule import batch_sequences
@@ -18,6 +18,7 @@ class Plan:
 
     config: RunConfig
     shape: ModelShape
+    """Of [model]; a stage of text may have another window or RoPE scaling, see `shape_after`."""
     layout: Layout
     text_stages: tuple[TextStage, ...]
     budget_tokens: int
@@ -42,6 +43,20 @@ class Plan:
             left -= tokens[-1]
         return tokens
 
+    def shape_after(self, samples: int) -> ModelShape:
+        """The shape in force after this many samples: that of the last one, or of the first one at the start."""
+        return stage_at(self.text_stages, max(samples - 1, 0)).shape
+
+    def batches_of(self, index: int) -> tuple[int, int]:
+        """The smallest and the largest number of sequences of a step in one of `text_stages`."""
+        batch, rows = self.config.training.global_batch_size, self.rows_per_micro_batch
+        first = self.config.lr_scheduler.start_tokens + sum(self.stage_tokens[:index])
+        last = max(first, first + self.stage_tokens[index] - self.text_stages[index].seq_len)  # of the last sample
+        points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
+        clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
+        sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
+        return min(sizes), max(sizes)
+
     @property
     def step_tokens(self) -> int | None:
         """Tokens of one optimizer step; None if steps differ."""
@@ -54,7 +69,7 @@ class Plan:
     def flops(self) -> float:
         """FLOPs of the whole run."""
         stages = zip(self.text_stages, self.stage_tokens, strict=True)
-        return sum(tokens * training_flops_per_token(self.shape, stage.seq_len) for stage, tokens in stages)
+        return sum(tokens * training_flops_per_token(stage.shape, stage.seq_len) for stage, tokens in stages)
 
 
 def resolve_plan(config: RunConfig, world_size: int | None = None) -> Plan:

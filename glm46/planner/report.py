@@ -5,13 +5,14 @@ import sys
 from glm46.config.faults import counted
 from glm46.config.run_config import RunConfig
 from glm46.planner.budget import days
+from glm46.planner.curriculum import TextStage
 from glm46.planner.flops import training_flops
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
 from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import Accelerator, find_accelerator
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.requirement import memory_lines, verdict_lines
+from glm46.planner.requirement import memory_lines, stage_lines, verdict_lines
 
 DEFAULT_GPU = "H100"
 DEFAULT_MFU = 0.35
@@ -45,6 +46,7 @@ def plan_text(
     plan = resolve_plan(config, world_size)
     layout, world = plan.layout, plan.layout.world_size
     gpus = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
+    longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
     degrees = (
         f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, "
         f"ep {layout.ep}"
@@ -52,8 +54,9 @@ def plan_text(
     sections = {
         f"{config.job.description} ({config.model.flavor})": [],
         "parameters": _parameter_lines(plan),
-        f"FLOPs per token, forward and backward, at {config.training.seq_len:,} tokens": _flop_lines(plan),
+        f"FLOPs per token, forward and backward, at {longest.seq_len:,} tokens": _flop_lines(plan, longest),
         f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(plan_memory(config, world)),
+        "stages of text": stage_lines(config, gpus, world),
         "run": _run_lines(plan) + _time_lines(plan, accelerator, mfu),
         f"does it fit on {world:,} x {accelerator.name}": verdict_lines(config, gpus, world),
     }
@@ -72,8 +75,8 @@ def _parameter_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _flop_lines(plan: Plan) -> list[str]:
-    flops = training_flops(plan.shape, plan.config.training.seq_len)
+def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
+    flops = training_flops(stage.shape, stage.seq_len)
     at_most = "  (a row as one document: less with several)" if plan.config.data.document_mask else ""
     return [
         _line("weights", f"{flops.matrices / 1e9:,.3f}", "GFLOP"),
@@ -90,7 +93,7 @@ def _run_lines(plan: Plan) -> list[str]:
 
 def _time_lines(plan: Plan, accelerator: Accelerator, mfu: float) -> list[str]:
     world, peak = plan.layout.world_size, accelerator.bf16_flops
-    rate = world * peak * mfu / training_flops(plan.shape, plan.config.training.seq_len).total
+    rate = world * peak * mfu * plan.budget_tokens / plan.flops
     where = f"({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)"
     return [
         _line("days", f"{days(plan.flops, world, peak, mfu):,.2f}", where),

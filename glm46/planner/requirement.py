@@ -12,6 +12,8 @@ from glm46.planner.machine import Machine
 from glm46.planner.memory import MemoryPlan, plan_memory, step_text
 from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
+from glm46.planner.plan import resolve_plan
+from glm46.planner.stage_table import stage_table
 
 _GIB = 2**30
 _USABLE_CPU_RATIO = 0.95
@@ -30,6 +32,8 @@ class _Verdict:
     """Needed and available memory, if the run fits."""
     world_size: int
     plan: MemoryPlan
+    stages: list[str]
+    """See `stage_table`."""
 
 
 def describe_requirement(
@@ -46,7 +50,7 @@ def describe_requirement(
     if not verdict.faults:
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
-    text = step_text(config, resolve_layout(config.parallelism, verdict.world_size))
+    text = step_text(config, verdict.world_size)
     advice = _smallest_that_fits(config, machine)
     if 2 * text > verdict.plan.total:
         advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {_gib(text)}"
@@ -59,32 +63,41 @@ def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -
     return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
 
 
+def stage_lines(config: RunConfig, machine: Machine, world_size: int | None) -> list[str]:
+    """`stage_table` of a run, compared with the memory of a machine."""
+    return _judge(config, machine, world_size).stages
+
+
 def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verdict:
     needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
     if world_size is not None:
         needed = world_size
     elif gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(config.parallelism)
-    plan = plan_memory(config, needed, device="gpu" if machine.gpus else "cpu")
     faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
+    device, capacity = "gpu" if machine.gpus else "cpu", None
+    plan = plan_memory(config, needed, device=device)
     if gpus and needed > gpus:
         faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
     if machine.gpus:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
         if sizes:
-            fits, margin = _compare("each GPU needs", plan.total, min(sizes) * _USABLE_GPU_RATIO, min(sizes))
+            capacity = min(sizes) * _USABLE_GPU_RATIO
+            fits, margin = _compare("each GPU needs", plan.total, capacity, min(sizes))
             faults += [] if fits else [margin]
         who = f"optimizer states and text of {counted(here, 'process')} need"
-        beside = plan.host + step_text(config, resolve_layout(config.parallelism, needed))
+        beside = plan.host + step_text(config, needed)
         fits, host = _compare(who, beside * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
+        capacity = machine.free_bytes * _USABLE_CPU_RATIO / here
         who = f"{here:,} processes need" if here > 1 else "one process needs"
         fits, margin = _compare(who, plan.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    return _Verdict(faults, margin, needed, plan)
+    stages = stage_table(resolve_plan(config, needed), device=device, capacity=capacity)
+    return _Verdict(faults, margin, needed, plan, stages)
 
 
 def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
@@ -113,6 +126,8 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
         *(f"    {line}" for line in memory_lines(plan)),
+        "  stages of text",
+        *(f"    {line}" for line in verdict.stages),
     ]
 
 

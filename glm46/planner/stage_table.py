@@ -1,0 +1,60 @@
+"""The stages of a run's text as a table: what a step of each one is, what it needs, and whether it fits."""
+
+from glm46.config.model import ModelShape
+from glm46.planner.flops import training_flops_per_token
+from glm46.planner.memory import stage_memory
+from glm46.planner.plan import Plan
+from glm46.planner.stages import bubble
+
+_HEADER = (
+    "stage", "from", "tokens", "length", "window", "RoPE scaling", "sequences", "micro-batches", "bubble",
+    "GFLOP/token", "memory", "fits",
+)  # fmt: skip
+
+
+def stage_table(plan: Plan, *, device: str = "gpu", capacity: float | None = None) -> list[str]:
+    """A header, and a line for each stage that the run reaches, with the memory of the rank that needs most.
+
+    Args:
+        device: see `plan_memory`.
+        capacity: bytes that a rank can fill; absent: unknown.
+    """
+    rows, clock = [_HEADER], plan.config.lr_scheduler.start_tokens
+    for index, memory in enumerate(stage_memory(plan, device=device)):
+        stage, tokens = plan.text_stages[index], plan.stage_tokens[index]
+        batches = plan.batches_of(index)
+        micro_batches = [size // plan.rows_per_micro_batch for size in batches]
+        bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
+        fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
+        rows.append((
+            str(index + 1), _short(clock), _short(tokens), f"{stage.seq_len:,}", *describe_attention(stage.shape),
+            _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
+            _range(*bubbles) if plan.layout.pp > 1 else "-",
+            f"{training_flops_per_token(stage.shape, stage.seq_len) / 1e9:,.4g}",
+            f"{memory.total / 2**30:,.1f} GiB", fits,
+        ))  # fmt: skip
+        clock += tokens
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if len(rows) <= len(plan.text_stages):
+        lines.append(f"stages {len(rows)} to {len(plan.text_stages)} begin after the end of this run")
+    return lines
+
+
+def describe_attention(shape: ModelShape) -> tuple[str, str]:
+    """The sliding window and the RoPE scaling of a shape in words."""
+    window, scaling = shape.sliding_window, shape.rope_scaling
+    of = "" if scaling is None or scaling.rope_type == "linear" else f" of {scaling.original_max_position_embeddings:,}"
+    words = "none" if scaling is None else f"{scaling.rope_type} x {scaling.factor:g}{of}"
+    return "none" if window is None else f"{window:,}", words
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def _short(tokens: int) -> str:
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.5g}{unit}"
+    return f"{tokens:,}"
