@@ -83,12 +83,12 @@ def let_backward_run_twice() -> None:
     torch._functorch.config.donated_buffer = False
 
 
-def let_size_vary(tensor: Tensor) -> None:
-    """Let `torch.compile` make code for any size of dimension 0. By default it makes code for one size, and again for
+def let_size_vary(tensor: Tensor, dim: int) -> None:
+    """Let `torch.compile` make code for any size of a dimension. By default it makes code for one size, and again for
     any size of each tensor that it sees change."""
     import torch._dynamo
 
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

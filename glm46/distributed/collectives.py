@@ -80,10 +80,11 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.P
     return out
 
 
-def return_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """A blocking all-to-all, which returns rows to their ranks after an `Exchange`. Collective.
+def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """A blocking all-to-all of rows, as `Exchange` sends them. Collective.
 
-    Recomputation stops before it, so activation checkpointing need not keep its result, unlike that of an `Exchange`.
+    It returns rows to their ranks after an `Exchange`: recomputation stops before it, so activation checkpointing need
+    not keep its result.
 
     Args:
         rows: [sum(send), ...].

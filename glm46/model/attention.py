@@ -18,7 +18,7 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionLayout | None], Tenso
 def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
     """Causal attention with scale C**-0.5, of the runs of a layout if there is one; an `AttentionCore`.
 
-    Gathered keys and values are [1, ranks * B * S, K, C].
+    Context parallelism hands on the keys and values of the runs as [1, keys, K, C].
     """
     if layout is not None:
         q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))

@@ -1,11 +1,35 @@
 """Who sees whom in a batch, in memory that grows with the number of documents: no mask of queries and keys exists."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeyExchange:
+    """How a context-parallel rank gets the keys of its runs.
+
+    No NamedTuple: a compiled layer would be compiled again for every number of keys, though it only hands this on.
+    """
+
+    keys: Tensor
+    """int64 [keys]: for each key of the runs, its place among the keys that this rank gets: all of them, flattened
+    [ranks, B, S / ranks]; or those that the other fields say."""
+    tokens: Tensor | None = None
+    """int64 [sum(send)]: this rank's tokens [B, S / ranks], flattened: those that the first rank needs, then those of
+    the second. None: every rank needs most keys and gets all of them."""
+    send: list[int] = field(default_factory=list)
+    """Tokens that each rank needs of this one."""
+    receive: list[int] = field(default_factory=list)
+    """Tokens that this rank needs of each, ascending."""
+
+    def apply(self, copy: Callable[[Tensor], Tensor]) -> "KeyExchange":
+        """The same with copies of its tensors."""
+        return replace(self, keys=copy(self.keys), tokens=None if self.tokens is None else copy(self.tokens))
 
 
 class AttentionLayout(NamedTuple):
@@ -27,9 +51,8 @@ class AttentionLayout(NamedTuple):
     """Keys of the run with most keys."""
     window: int | None
     """Most keys that a query sees, its own included; None for all."""
-    keys: Tensor | None
-    """int64 [keys]: for each key of the runs, its place among the keys [ranks, B, S / ranks] that context parallelism
-    gathers, flattened. None: the runs take the keys of this rank's tokens in their order."""
+    exchange: KeyExchange | None = None
+    """None without context parallelism."""
 
     def pin_memory(self) -> "AttentionLayout":
         """A copy in page-locked memory."""
@@ -42,7 +65,8 @@ class AttentionLayout(NamedTuple):
     def _with(self, copy: Callable[[Tensor], Tensor]) -> "AttentionLayout":
         cu_seq_q = copy(self.cu_seq_q)
         cu_seq_k = cu_seq_q if self.cu_seq_k is self.cu_seq_q else copy(self.cu_seq_k)
-        return self._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, keys=None if self.keys is None else copy(self.keys))
+        exchange = None if self.exchange is None else self.exchange.apply(copy)
+        return self._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, exchange=exchange)
 
 
 def attention_layout(
@@ -64,29 +88,56 @@ def attention_layout(
         return None
     B, S = size
     ids_BS = np.zeros(size, np.int64) if document_ids is None else document_ids.cpu().numpy()
-    place_BS = np.broadcast_to(np.arange(S), size) if places is None else places[:, rank].numpy()
-    starts, ends, first_keys = [], [], []  # of the runs, in tokens of the whole batch
-    for b in range(B):
-        of_document = np.flatnonzero(np.diff(ids_BS[b], prepend=ids_BS[b, 0] - 1))
-        document = np.searchsorted(of_document, place_BS[b], side="right") - 1
-        is_first = np.diff(place_BS[b], prepend=-2) != 1
-        is_first |= np.diff(document, prepend=-1) != 0
-        index = np.flatnonzero(is_first)
-        start = place_BS[b, index]
-        starts.append(b * S + start)
-        ends.append(starts[-1] + np.diff(index, append=place_BS.shape[1]))
-        first = of_document[document[index]]
-        first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
-    start, end, first_key = (np.concatenate(values) for values in (starts, ends, first_keys))
+    places_BRS = np.broadcast_to(np.arange(S), (B, 1, S)) if places is None else places.numpy()
+    start, end, first_key = _runs(ids_BS, places_BRS[:, rank], window)
     cu_seq_q, cu_seq_k = _cumulative(end - start), _cumulative(end - first_key)
     max_q, max_k = int((end - start).max()), int((end - first_key).max())
     if places is None:
-        return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window, None)
-    # Where each token of the whole batch is among the gathered keys.
-    gathered = (places + torch.arange(B).view(B, 1, 1) * S).transpose(0, 1).flatten()
-    at = torch.empty_like(gathered).scatter_(0, gathered, torch.arange(B * S))
+        return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window)
+    tokens_RN = (places_BRS + np.arange(B)[:, None, None] * S).swapaxes(0, 1).reshape(places_BRS.shape[1], -1)
+    sent, received = ([], tokens_RN) if window is None else _exchange(ids_BS, places_BRS, tokens_RN, window, rank)
+    gathered = np.concatenate(received)
+    place_of_token = np.empty(B * S, np.int64)
+    place_of_token[gathered] = np.arange(len(gathered))
     tokens = np.concatenate([np.arange(a, b) for a, b in zip(first_key.tolist(), end.tolist(), strict=True)])
-    return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, at[torch.from_numpy(tokens)])
+    exchange = KeyExchange(torch.from_numpy(place_of_token[tokens]))
+    if sent:
+        sizes = [len(x) for x in sent], [len(x) for x in received]
+        exchange = KeyExchange(exchange.keys, torch.from_numpy(np.concatenate(sent)), *sizes)
+    return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, exchange)
+
+
+def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First token and end of each run of queries at these places, and its first key, in tokens of the whole batch."""
+    S = ids_BS.shape[1]
+    starts, ends, first_keys = [], [], []
+    for b, (ids, place) in enumerate(zip(ids_BS, place_BS, strict=True)):
+        of_document = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+        document = np.searchsorted(of_document, place, side="right") - 1
+        is_first = np.diff(place, prepend=-2) != 1
+        is_first |= np.diff(document, prepend=-1) != 0
+        index = np.flatnonzero(is_first)
+        start = place[index]
+        starts.append(b * S + start)
+        ends.append(starts[-1] + np.diff(index, append=len(place)))
+        first = of_document[document[index]]
+        first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
+    return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
+
+
+def _exchange(
+    ids_BS: np.ndarray, places_BRS: np.ndarray, tokens_RN: np.ndarray, window: int, rank: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """For each rank the own tokens that it needs, by their number on this rank, and its tokens that this rank needs."""
+    sent, received = [], []
+    for other in range(len(tokens_RN)):
+        _, end, first_key = _runs(ids_BS, places_BRS[:, other], window)
+        change = np.bincount(first_key, minlength=ids_BS.size + 1) - np.bincount(end, minlength=ids_BS.size + 1)
+        is_needed = change.cumsum() > 0
+        sent.append(np.flatnonzero(is_needed[tokens_RN[rank]]))
+        if other == rank:
+            received = [tokens[is_needed[tokens]] for tokens in tokens_RN]
+    return sent, received
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:

@@ -27,13 +27,11 @@ def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: Attentio
 
     Args:
         q_NHC: [queries, H, C].
-        k_MKC, v_MKC: [keys of this rank's tokens, or gathered keys; K, C].
+        k_MKC, v_MKC: [keys, K, C], those of the runs behind each other.
 
     Returns:
         [queries, H, C].
     """
-    if layout.keys is not None:
-        k_MKC, v_MKC = k_MKC.index_select(0, layout.keys), v_MKC.index_select(0, layout.keys)
     cu_seq_q, cu_seq_k, window = layout.cu_seq_q, layout.cu_seq_k, layout.window
     if has_flash_kernel(q_NHC):
         left = -1 if window is None else window - 1

@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes a part of every sequence, and attention gathers all keys and values.
 
-GLM has few key and value heads, so gathering them is cheap compared with attention itself. Queries and all other
-activations stay on their rank.
+GLM has few key and value heads, so gathering them is cheap compared with attention itself. Under a sliding window the
+ranks exchange only the keys that are seen. Queries and all other activations stay on their rank.
 """
 
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm46.distributed.collectives import gather_sequence, sum_over_ranks
+from glm46 import compat
+from glm46.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.distributed.sequence import SequenceShard
 from glm46.model.attention import Attention, AttentionCore
 from glm46.model.attention_layout import AttentionLayout, attention_layout
@@ -46,10 +47,20 @@ def take_part(
 
 
 def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
-    # As one row: the parts of several rows would be copied into the order of the rows, and again into that of the runs.
-    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1).unsqueeze(0), shard.group))
+    @torch.compiler.disable
+    def of_runs(x: Tensor, layout: AttentionLayout) -> Tensor:
+        x, exchange = x.flatten(0, 1), layout.exchange
+        if exchange.tokens is None:
+            # As one row: parts of several rows would be copied into the order of the rows, and again into the runs'.
+            gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
+        else:
+            gathered = exchange_rows(x.index_select(0, exchange.tokens), exchange.send, exchange.receive, shard.group)
+        keys = gathered.index_select(0, exchange.keys).unsqueeze(0)
+        compat.let_size_vary(keys, 1)
+        return keys
 
     def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return core(q, gather(k), gather(v), layout)
+        # The gathered keys are free again before the values come.
+        return core(q, of_runs(k, layout), of_runs(v, layout), layout)
 
     return gathering_core

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from glm46.distributed.collectives import Exchange, return_rows
+from glm46.distributed.collectives import Exchange, exchange_rows
 from glm46.model.dispatch import combine_assignments, gather_assignments, sort_assignments
 from glm46.model.moe import MoE
 from glm46.model.router import Routing
@@ -72,7 +72,7 @@ class AllToAllDispatcher:
         """See `TokenDispatcher.combine`. Collective."""
         token_N, place_TA, by_expert_M, send, receive = context
         by_rank_MD = _Reorder.apply(y_ND, by_expert_M, True)
-        returned = return_rows(by_rank_MD, receive, send, self._group)
+        returned = exchange_rows(by_rank_MD, receive, send, self._group)
         dropped = returned.new_zeros(token_N.numel() - returned.shape[0], returned.shape[1])
         return combine_assignments(torch.cat([returned, dropped]), token_N, place_TA)
 

@@ -31,9 +31,9 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "benchmark": 555, "checkpoint": 2335, "cli": 105,
-    "commands": 1920, "compat": 240, "config": 2390, "data": 1885,
+    "commands": 1920, "compat": 245, "config": 2390, "data": 1885,
     "distributed": 775, "files": 595, "huggingface": 1400, "inference": 845,
-    "model": 1690, "observe": 665, "optim": 1525, "parallelize": 750,
+    "model": 1735, "observe": 665, "optim": 1525, "parallelize": 750,
     "planner": 1785, "prepare": 1625, "pretrain": 460, "reliability": 835,
     "training": 1905,
 }  # fmt: skip

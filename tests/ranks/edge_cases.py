@@ -86,6 +86,7 @@ _CASES = [
     Case(compiled=True),
     Case(compiled=True, experts_over=2),
     Case(compiled=True, context=2),
+    Case(compiled=True, context=2, window=5),
     Case(compiled=True, experts_over=2, checkpointing="selective"),
 ]
 CASES = {case.name: case for case in _CASES}

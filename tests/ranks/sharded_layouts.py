@@ -62,7 +62,13 @@ class Layout(NamedTuple):
     checkpointing: str = "none"
     micro_batches: int = 2
     document_mask: bool = True
+    window: int | None = None
     compiled: bool = False
+
+    @property
+    def reference(self) -> tuple[int, bool, int | None]:
+        """What decides what one process computes."""
+        return self.num_experts, self.document_mask, self.window
 
     @property
     def name(self) -> str:
@@ -77,6 +83,7 @@ class Layout(NamedTuple):
             *([f"reshard_{self.reshard}"] if self.reshard != "default" else []),
             *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
             *([] if self.document_mask else ["no_documents"]),
+            *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
         ])  # fmt: skip
 
@@ -100,6 +107,7 @@ _LAYOUTS = {
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="selective"),
         Layout(experts_over=2, document_mask=False), Layout(context=2, document_mask=False),
         Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
+        Layout(context=2, window=5, checkpointing="selective"),
         Layout(tensor=2, compiled=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
     ],
@@ -109,6 +117,7 @@ _LAYOUTS = {
         Layout(context=2), Layout(context=4), Layout(context=2, replicate=2), Layout(context=2, experts_over=2),
         Layout(context=2, experts_over=4, num_experts=12), Layout(context=2, replicate=2, experts_over=2),
         Layout(context=2, experts_over=2, checkpointing="selective", reshard="never"),
+        Layout(context=4, window=4), Layout(context=2, tensor=2, window=9, document_mask=False),
         Layout(tensor=2), Layout(tensor=4, experts_over=2), Layout(tensor=2, replicate=2), Layout(tensor=2, context=2),
         Layout(tensor=2, experts_over=4, num_experts=12), Layout(tensor=2, context=2, experts_over=4, num_experts=12),
         Layout(tensor=2, replicate=2, experts_over=2),
@@ -298,7 +307,7 @@ def make_config(layout: Layout) -> RunConfig:
     return RunConfig.model_validate_json(
         json.dumps(
             {
-                "model": SHAPE | {"n_routed_experts": layout.num_experts},
+                "model": SHAPE | {"n_routed_experts": layout.num_experts, "sliding_window": layout.window},
                 "training": {"mixed_precision_param": "float32", "seq_len": SEQ_LEN},
                 "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
                 "moe": MOE.model_dump(),
@@ -429,11 +438,11 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
 
 
 def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
-    """On each rank; ``references`` by number of experts and masks."""
+    """On each rank; ``references`` by `Layout.reference`."""
     faulthandler.enable()
     process = join(60)
     for layout in layouts:
-        figures = compare(layout, run_layout(process, layout), references[layout.num_experts, layout.document_mask])
+        figures = compare(layout, run_layout(process, layout), references[layout.reference])
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
@@ -445,7 +454,7 @@ def main(world_size: int, *names: str) -> None:
     layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
     # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    kinds = {(layout.num_experts, layout.document_mask): layout for layout in layouts.values()}
+    kinds = {layout.reference: layout for layout in layouts.values()}
     references = {kind: run_reference(make_config(layout)) for kind, layout in kinds.items()}
 
     def work(some: list[str]) -> None:

@@ -42,21 +42,48 @@ def random_packing(rows, length, generator):
 
 
 def of_ranks(q, k, v, documents, window, ranks):
-    """What context-parallel ranks compute, in one process: each its own queries with the gathered keys."""
+    """What context-parallel ranks compute, in one process: each its own queries with the keys that it gets."""
     (B, S), heads = q.shape[:2], k.shape[2]
     places = SequenceShard(None, ranks, 0).places(documents, (B, S), window)
+    layouts = [attention_layout(documents, (B, S), window, places, rank) for rank in range(ranks)]
 
     def part(x, rank):
         return x.gather(1, places[:, rank, :, None, None].expand(-1, -1, *x.shape[2:]))
 
-    keys, values = (torch.cat([part(x, rank).flatten(0, 1) for rank in range(ranks)]).unsqueeze(0) for x in (k, v))
-    assert keys.shape == (1, B * S, heads, k.shape[3])
+    def of_runs(x, rank):
+        parts = [part(x, other).flatten(0, 1) for other in range(ranks)]
+        if window is not None:
+            exchanges = [layout.exchange for layout in layouts]
+            parts = [
+                own[exchange.tokens.split(exchange.send)[rank]] for own, exchange in zip(parts, exchanges, strict=True)
+            ]
+            assert [len(own) for own in parts] == exchanges[rank].receive
+        return torch.cat(parts)[layouts[rank].exchange.keys].unsqueeze(0)
+
     out = torch.zeros_like(q)
     for rank in range(ranks):
-        layout = attention_layout(documents, (B, S), window, places, rank)
+        keys, values = of_runs(k, rank), of_runs(v, rank)
+        assert keys.shape[2] == heads
         index = places[:, rank, :, None, None].expand(-1, -1, *q.shape[2:])
-        out = out.scatter(1, index, attend(part(q, rank), keys, values, layout))
+        out = out.scatter(1, index, attend(part(q, rank), keys, values, layouts[rank]))
     return out
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
+def test_a_window_limits_what_ranks_send_each_other(packed):
+    """A rank gets each key that its queries see once, and no other: with 8 ranks and a window of 1/64 of the row, at
+    most two chunks and a flat part with a window before each."""
+    ranks, length, window = 8, 4096, 64
+    documents = torch.arange(2).repeat_interleave(length // 2)[None] if packed else None
+    places = SequenceShard(None, ranks, 0).places(documents, (1, length), window)
+    for rank in range(ranks):
+        layout = attention_layout(documents, (1, length), window, places, rank)
+        seen = torch.zeros(length, dtype=torch.bool)
+        for token in places[0, rank].tolist():
+            first = max(token - window + 1, token // (length // 2) * (length // 2) if packed else 0)
+            seen[first : token + 1] = True
+        assert sum(layout.exchange.receive) == int(seen.sum()) == len(layout.exchange.keys.unique())
+        assert sum(layout.exchange.receive) <= length // ranks + 3 * window * (1 + packed)
 
 
 def error(got, want):
@@ -145,8 +172,9 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
     documents = torch.arange(16).repeat_interleave(length // 16).unsqueeze(0)
     places = None if ranks == 1 else SequenceShard(None, ranks, 0).places(documents, (1, length), window)
     layout = attention_layout(documents, (1, length), window, places, 0).to(torch.device("meta"))
+    keys = length if ranks == 1 else len(layout.exchange.keys)
     q = torch.empty(1, length // ranks, 96, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    k, v = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
+    k, v = (torch.empty(1, keys, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -160,7 +188,7 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
     with Sizes():
         attend(q, k, v, layout).sum().backward()
     assert q.grad.shape == q.shape and k.grad.shape == k.shape
-    assert largest <= max(q.numel(), 1.25 * k.numel())
+    assert largest <= max(q.numel(), k.numel()) and keys <= 1.25 * length
     # What the kernel is told: every run within its document, and one tensor where queries and keys are the same.
     assert (layout.cu_seq_q is layout.cu_seq_k) == (ranks == 1)
     assert layout.max_k <= length // 16 and layout.max_q <= length // 16 and layout.window == window

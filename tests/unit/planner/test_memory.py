@@ -105,12 +105,13 @@ def test_gathered_keys_match_what_autograd_keeps(ranks, monkeypatch):
     plain, _ = _kept_bytes(shape, torch.bfloat16)
 
     def gathering(q, k, v, layout):
-        return attend(q, *(x.flatten(0, 1).repeat(ranks, 1, 1).unsqueeze(0) for x in (k, v)), layout)
+        of_runs = (x.flatten(0, 1).repeat(ranks, 1, 1)[layout.exchange.keys].unsqueeze(0) for x in (k, v))
+        return attend(q, *of_runs, layout)
 
     monkeypatch.setattr("glm46.model.attention.attend", gathering)
     kept, _ = _kept_bytes(shape, torch.bfloat16, layout=layout)
     own = 2 * 4 * 128 * shape.num_key_value_heads * shape.head_dim * 2
-    index = layout.keys.nbytes + 2 * layout.cu_seq_q.nbytes
+    index = layout.exchange.keys.nbytes + 2 * layout.cu_seq_q.nbytes
     planned = gathered_key_bytes(shape, 2, rows=4, length=128 * ranks, cp=ranks, tp=1)
     assert planned == kept - plain - index + own  # the layer keeps its own keys in `plain`
 
