@@ -18,7 +18,7 @@ from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.model import Model, ModelShape
-from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices
@@ -30,6 +30,7 @@ from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_sc
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import HFNames, raise_if
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.planner.curriculum import describe_attention
 
 _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
@@ -76,8 +77,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.max_file_gb < inf:
         raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     tensors = StepTensors(arguments.checkpoint)
-    table = tomli.loads(tensors.meta["config"])["model"]
-    shape = resolve_shape(Model.model_validate(table))
+    table, shape = tomli.loads(tensors.meta["config"])["model"], tensors.shape
     names = HFNames(shape, repeat_shared=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = tokenizer_of_checkpoint(
@@ -105,6 +105,8 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
+    if shape.rope_scaling is not None:
+        print(f"RoPE scaling of its last step: {describe_attention(shape)[1]}; config.json has it")
     if options.fp8 is not None:
         errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
         worst = max(errors, key=lambda name: errors[name]["relative"])

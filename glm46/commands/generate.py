@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from glm46.inference.display import Display
 from glm46.inference.generation import Generation
 from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
+from glm46.planner.curriculum import describe_attention
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
 """Range of `torch.Generator.manual_seed`."""
@@ -36,6 +38,9 @@ def generate_command(argv: Sequence[str]) -> int:
     )
     if arguments.speculative and not model.mtp:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
+    window, scaling = describe_attention(model.shape)
+    if (window, scaling) != ("none", "none"):
+        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
     empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
     if empty:

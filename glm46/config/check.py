@@ -138,8 +138,9 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
     in steps."""
     stages, tokens = dict(enumerate(config.data.stages)), config.training.tokens
     if stages and tokens is not None:
-        end = config.lr_scheduler.start_tokens + tokens
-        last = max((index for index, stage in stages.items() if stage.start_tokens < end), default=0)
+        start = config.lr_scheduler.start_tokens
+        clocks = config.data.stage_clocks(config.training.seq_len, start)
+        last = max(index for index, clock in enumerate(clocks) if clock < start + tokens)
         stages = {last: stages[last]}
     windows = {f"data.stages[{index}].sliding_window": stage.sliding_window for index, stage in stages.items()}
     if not windows or None in windows.values():

@@ -1,5 +1,6 @@
 """The section [data] and its sources."""
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -90,3 +91,17 @@ class Data(Section):
 
     prefetch_factor: Annotated[int, Needs("num_workers")] = Field(2, ge=1)
     """Micro-batches that each worker reads ahead."""
+
+    def stage_clocks(self, seq_len: int, clock: int) -> list[int]:
+        """The tokens since the start of the curriculum at which each stage begins: after whole samples of the stages
+        before it.
+
+        Args:
+            seq_len: training.seq_len.
+            clock: start of the run.
+        """
+        clocks = [clock][: len(self.stages)]
+        for stage, following in pairwise(self.stages):
+            length = stage.seq_len or seq_len
+            clocks.append(clocks[-1] + max(0, -(-(following.start_tokens - clocks[-1]) // length)) * length)
+        return clocks

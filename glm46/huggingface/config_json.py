@@ -111,8 +111,9 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"model.sliding_window = {shape.sliding_window}: {_FIXED['model_type']} has no sliding window, so readers "
-            "of the export would attend to all tokens; train without a window before exporting"
+            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: "
+            f"{_FIXED['model_type']} has no sliding window, so readers of the export would attend to all tokens; train "
+            "without a window before exporting"
         )
     if raw is None:
         config = _new(shape, eos_ids)
@@ -166,7 +167,11 @@ def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
 
 
 def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
-    scaling = None if shape.rope_scaling is None else shape.rope_scaling.model_dump(exclude_none=True)
+    scaling: dict[str, Any] | None = None
+    if shape.rope_scaling is not None:
+        # Without the keys that only YaRN has, which a reader would warn of.
+        is_linear = shape.rope_scaling.rope_type == "linear"
+        scaling = shape.rope_scaling.model_dump(exclude_none=True, exclude_defaults=is_linear)
     if "rope_parameters" in config:
         kept = {key: config["rope_parameters"].get(key) for key in _ROPE_KEYS if key in config["rope_parameters"]}
         config["rope_parameters"] = (scaling or {"rope_type": "default"}) | kept
@@ -200,7 +205,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         faults.append("rope_scaling.rope_type is missing; add it")
     elif rope_type not in (None, "default"):
         scaling["rope_type"] = rope_type
-        # The default of transformers.
-        scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+        if rope_type == "yarn":  # the default of transformers
+            scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
         keys["rope_scaling"] = scaling
     return keys, faults

@@ -9,8 +9,7 @@ from glm46.checkpoint.finite import describe, names_not_finite
 from glm46.checkpoint.integrity import MANIFEST, published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
-from glm46.config.model import Model, ModelShape
-from glm46.config.presets import resolve_shape
+from glm46.config.model import ModelShape
 from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.huggingface.config_json import CONFIG
@@ -60,8 +59,7 @@ def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -
 @torch.no_grad()
 def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
     tensors = StepTensors(folder)
-    table = tomli.loads(tensors.meta["config"])["model"]
-    shape = resolve_shape(Model.model_validate(table))
+    table, shape = tomli.loads(tensors.meta["config"])["model"], tensors.shape
     raise_if(_alignment_faults(folder, shape, dtype))
     model = _empty(shape, dtype, device)
     own = dict(model.named_parameters()) | dict(model.named_buffers())

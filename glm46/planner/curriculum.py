@@ -4,6 +4,7 @@ The config alone decides after how many samples a stage ends. Layout, batch size
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from glm46.config.model import ModelShape
@@ -34,12 +35,11 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
     if not config.data.stages:
         return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0), shape),)
     stages: list[TextStage] = []
-    clock, first = config.lr_scheduler.start_tokens, 0
-    for number, stage in enumerate(config.data.stages):
-        seq_len, stop = stage.seq_len or config.training.seq_len, None
-        if number + 1 < len(config.data.stages):
-            samples = max(0, -(-(config.data.stages[number + 1].start_tokens - clock) // seq_len))
-            clock, stop = clock + samples * seq_len, first + samples
+    clocks = config.data.stage_clocks(config.training.seq_len, config.lr_scheduler.start_tokens)
+    first = 0
+    for stage, clock, following in zip_longest(config.data.stages, clocks, clocks[1:]):
+        seq_len = stage.seq_len or config.training.seq_len
+        stop = None if following is None else first + (following - clock) // seq_len
         if stop != first:
             mixture = stage.weights or weights
             stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, stage.shape_of(shape)))
@@ -50,3 +50,11 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
 def stage_at(stages: Sequence[TextStage], sample: int) -> TextStage:
     """The stage of a global sample number."""
     return next(stage for stage in stages if stage.stop is None or sample < stage.stop)
+
+
+def describe_attention(shape: ModelShape) -> tuple[str, str]:
+    """The sliding window and the RoPE scaling of a shape in words."""
+    window, scaling = shape.sliding_window, shape.rope_scaling
+    of = "" if scaling is None or scaling.rope_type == "linear" else f" of {scaling.original_max_position_embeddings:,}"
+    words = "none" if scaling is None else f"{scaling.rope_type} x {scaling.factor:g}{of}"
+    return "none" if window is None else f"{window:,}", words

@@ -1,6 +1,6 @@
 """The stages of a run's text as a table: what a step of each one is, what it needs, and whether it fits."""
 
-from glm46.config.model import ModelShape
+from glm46.planner.curriculum import describe_attention
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.memory import stage_memory
 from glm46.planner.plan import Plan
@@ -39,14 +39,6 @@ def stage_table(plan: Plan, *, device: str = "gpu", capacity: float | None = Non
     if len(rows) <= len(plan.text_stages):
         lines.append(f"stages {len(rows)} to {len(plan.text_stages)} begin after the end of this run")
     return lines
-
-
-def describe_attention(shape: ModelShape) -> tuple[str, str]:
-    """The sliding window and the RoPE scaling of a shape in words."""
-    window, scaling = shape.sliding_window, shape.rope_scaling
-    of = "" if scaling is None or scaling.rope_type == "linear" else f" of {scaling.original_max_position_embeddings:,}"
-    words = "none" if scaling is None else f"{scaling.rope_type} x {scaling.factor:g}{of}"
-    return "none" if window is None else f"{window:,}", words
 
 
 def _range(least: str, most: str) -> str:

@@ -12,7 +12,7 @@ from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
 from glm46.data.manifest import Manifest
 from glm46.data.mixing import integer_weights, taken
 from glm46.distributed.mesh import Cluster
-from glm46.planner.curriculum import TextStage, stage_at
+from glm46.planner.curriculum import TextStage, describe_attention, stage_at
 from glm46.planner.plan import Plan
 from glm46.reliability.workers import begin_worker, starting_workers
 from glm46.training.state import Progress
@@ -48,8 +48,12 @@ class DataStream:
         stages, total = self._plan.text_stages, sum(stage.weights)
         pairs = zip(self._plan.config.data.sources, stage.weights, strict=True)
         mixture = ", ".join(f"{source.name} {weight / total:.1%}" for source, weight in pairs if weight > 0)
+        window, scaling = describe_attention(stage.shape)
+        is_plain = all(describe_attention(one.shape) == ("none", "none") for one in stages)
+        attention = "" if is_plain else f"window {window}, RoPE scaling {scaling}, "
         return (
-            f"stage {stages.index(stage) + 1} of {len(stages)}: {stage.seq_len:,} tokens per sequence, {mixture}; "
+            f"stage {stages.index(stage) + 1} of {len(stages)}: {stage.seq_len:,} tokens per sequence, "
+            f"{attention}{mixture}; "
             f"samples {stage.first:,} {'on' if stage.stop is None else f'to {stage.stop - 1:,}'}"
         )
 

@@ -15,6 +15,7 @@ from glm46.data.tokenizer import TOKENIZER_KEY
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.inference.generation import continue_tokens
+from glm46.planner.curriculum import stage_at
 from glm46.planner.plan import Plan
 from glm46.pretrain.data_stream import DataStream, rows_read
 from glm46.pretrain.next_token import NextToken
@@ -44,9 +45,11 @@ class Pretraining:
         self.network = build_network(plan, cluster)
         self.networks, self.objectives = {"model": self.network}, {"model": NextToken(self.network)}
         self.stream = DataStream(plan, cluster, self.manifests)
+        self.network.attend_as(plan.shape_after(0))
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
+        self.network.attend_as(stage_at(self.plan.text_stages, progress.samples).shape)
         return self.stream.next(progress, sequences)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
@@ -86,6 +89,7 @@ class Pretraining:
 
     def export(self, progress: Progress) -> str:
         """See `Task.export`."""
+        self.network.attend_as(self.plan.shape_after(progress.samples))  # not in force yet if no step was trained
         return str(save_weights(self.network, self.tokenizer, progress))
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
@@ -93,6 +97,7 @@ class Pretraining:
         config = self.plan.config
         if not config.inference.prompt:
             return []
+        self.network.attend_as(self.plan.shape_after(progress.samples))
         if self.plan.layout.non_dp_degree > 1:
             # Generation does not support ranks with parts of a sequence or of the layers.
             step = Path(config.job.dump_folder) / config.checkpoint.folder / f"step-{progress.step:06d}"

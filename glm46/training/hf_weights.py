@@ -40,7 +40,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     Returns:
         The folder.
     """
-    config, shape = network.plan.config, network.plan.shape
+    config, shape = network.plan.config, network.shape
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:

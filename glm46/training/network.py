@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from glm46.config.model import ModelShape
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
@@ -43,6 +44,18 @@ class Network:
     balance: ExpertBalance | None
     """None if the network is frozen."""
 
+    @property
+    def shape(self) -> ModelShape:
+        """The shape that the models compute with: the plan's, with the window and RoPE scaling in force."""
+        return self.models[0].shape
+
+    def attend_as(self, shape: ModelShape) -> None:
+        """Take the sliding window and the RoPE scaling of a shape from the next batch on. Weights and compiled layers
+        stay: layers get the rotary tables and the layout of attention as arguments."""
+        for model in self.models:
+            own = {"sliding_window": shape.sliding_window, "rope_scaling": shape.rope_scaling}
+            model.shape = model.shape.model_copy(update=own)
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
         buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
@@ -62,11 +75,11 @@ class Network:
         are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction; under a pipeline every
         layer must take part."""
         names = ["input_ids", "positions", "labels"]
-        if self.models[0].shape.num_nextn_predict_layers and "mtp_labels" in batch:
+        if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
         # Passed explicitly: without document masks padding stays padding.
         rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
-        part = take_part(rows, self._mask_ids(batch), self.plan.shape.sliding_window, self.cluster.meshes.sequence)
+        part = take_part(rows, self._mask_ids(batch), self.shape.sliding_window, self.cluster.meshes.sequence)
         if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
             part = {name: value.pin_memory() for name, value in part.items()}
         return {name: value.to(self.cluster.device, non_blocking=True) for name, value in part.items()}
@@ -77,7 +90,7 @@ class Network:
         sequence = self.cluster.meshes.sequence
         if sequence is None:
             return values.detach()
-        places = sequence.places(self._mask_ids(batch), tuple(batch["input_ids"].shape), self.plan.shape.sliding_window)
+        places = sequence.places(self._mask_ids(batch), tuple(batch["input_ids"].shape), self.shape.sliding_window)
         return sequence.restore(values.detach(), places)
 
     def _mask_ids(self, batch: Batch) -> Tensor | None:

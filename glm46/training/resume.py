@@ -13,6 +13,7 @@ from torch import Tensor
 from glm46.checkpoint.integrity import step_folder
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
+from glm46.checkpoint.step_tensors import SHAPE_KEY
 from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -50,6 +51,7 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
     return {
         "progress": asdict(progress),
         "config": dump_config(task.plan.config),
+        SHAPE_KEY: task.plan.shape_after(progress.samples).model_dump(),
         "stream": task.fingerprint(),
         "validation": validation,
         **task.state(progress),

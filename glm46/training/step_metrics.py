@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from glm46.checkpoint.step_tensors import shape_of_meta
+from glm46.config.faults import show
 from glm46.config.loader import dump_config
+from glm46.config.model import ModelShape
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
@@ -101,9 +104,22 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None) ->
         lines += _config_changes(meta["config"], dump_config(config))
     else:
         lines.append(f"start        from {config.checkpoint.initial_load_path or 'initial weights'}")
+        lines += [] if meta is None else _position_changes(shape_of_meta(meta), plan.shape_after(0))
         patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
         lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
     return "\n".join(lines)
+
+
+def _position_changes(before: ModelShape, now: ModelShape) -> list[str]:
+    """Lines of the keys of attention in which a run begins otherwise than the phase before it ended."""
+    keys = ("rope_theta", "rope_scaling", "sliding_window")
+    ended, begins = (shape.model_dump(include=set(keys), exclude_none=True) for shape in (before, now))
+    values = {key: [show(table[key]) if key in table else "none" for table in (begins, ended)] for key in keys}
+    return [
+        f"changed      {key}: {ours}; the phase before ended with {theirs}"
+        for key, (ours, theirs) in values.items()
+        if begins.get(key) != ended.get(key)
+    ]
 
 
 def _config_changes(before: str, now: str) -> list[str]:

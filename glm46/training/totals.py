@@ -28,10 +28,10 @@ class StepTotals(NamedTuple):
 
 def count_step(task: Task, micro_batches: list[Batch]) -> StepTotals:
     """Count this rank's micro-batches, which are on the CPU."""
-    window, document_mask = task.plan.shape.sliding_window, task.plan.config.data.document_mask
+    main, document_mask = next(iter(task.networks.values())), task.plan.config.data.document_mask
     return StepTotals(
         real=sum(int((batch["document_ids"] >= 0).sum()) for batch in micro_batches),
-        half_pairs=count_half_pairs(micro_batches, window, document_mask=document_mask),
+        half_pairs=count_half_pairs(micro_batches, main.shape.sliding_window, document_mask=document_mask),
         of={name: objective.count(micro_batches) for name, objective in task.objectives.items()},
     )
 

@@ -30,11 +30,11 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 22, "benchmark": 555, "checkpoint": 2335, "cli": 105,
+    "__main__": 22, "benchmark": 555, "checkpoint": 2345, "cli": 105,
     "commands": 1920, "compat": 245, "config": 2390, "data": 1885,
     "distributed": 775, "files": 595, "huggingface": 1400, "inference": 845,
     "model": 1735, "observe": 665, "optim": 1525, "parallelize": 760,
-    "planner": 1785, "prepare": 1625, "pretrain": 460, "reliability": 835,
+    "planner": 1785, "prepare": 1625, "pretrain": 465, "reliability": 835,
     "training": 1905,
 }  # fmt: skip
 LINE_GOAL = 17_500

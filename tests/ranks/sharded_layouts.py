@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from glm46.config.model import RopeScaling
 from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
@@ -64,11 +65,13 @@ class Layout(NamedTuple):
     document_mask: bool = True
     window: int | None = None
     compiled: bool = False
+    stages: bool = False
+    """Each step has the window and RoPE scaling of `ATTENTION_OF_STEP`, as in a stage of text of its own."""
 
     @property
-    def reference(self) -> tuple[int, bool, int | None]:
+    def reference(self) -> tuple[int, bool, int | None, bool]:
         """What decides what one process computes."""
-        return self.num_experts, self.document_mask, self.window
+        return self.num_experts, self.document_mask, self.window, self.stages
 
     @property
     def name(self) -> str:
@@ -85,6 +88,7 @@ class Layout(NamedTuple):
             *([] if self.document_mask else ["no_documents"]),
             *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
+            *(["stages"] if self.stages else []),
         ])  # fmt: skip
 
 
@@ -110,6 +114,8 @@ _LAYOUTS = {
         Layout(context=2, window=5, checkpointing="selective"),
         Layout(tensor=2, compiled=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
+        Layout(context=2, checkpointing="selective", stages=True),
+        Layout(pipeline=2, checkpointing="full", stages=True),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2),
@@ -148,6 +154,14 @@ MOE = MoE(balance="none", sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
 STEPS = 3
+ATTENTION_OF_STEP = (
+    {"sliding_window": 5, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
+    {
+        "sliding_window": None,
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    },
+    {"sliding_window": 3, "rope_scaling": None},
+)
 LAYOUTS_AT_ONCE = 5
 """Then new ranks: each process group has threads that wake up a hundred times a second."""
 
@@ -227,7 +241,7 @@ def token_objective(sums: LossSums, weights: Tensor) -> Tensor:
     return weighted(sums, weights) + 0.1 * sums.mtp_losses.sum() + sums.aux_losses.sum()
 
 
-def run_reference(config: RunConfig) -> tuple:
+def run_reference(config: RunConfig, stages: bool) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps."""
     with torch.device("meta"):
@@ -250,6 +264,8 @@ def run_reference(config: RunConfig) -> tuple:
         is_real = batch["document_ids"] >= 0
         seen = {n: t for n, t in batch.items() if n not in unseen}
         optimizer.zero_grad()
+        if stages:
+            model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
         sums = model(**seen, is_real=is_real, options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
@@ -366,6 +382,8 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     by_token = run_by_token(job, layout)
     figures, gradients = [], {}
     for step in range(STEPS):
+        if layout.stages:
+            job.network.attend_as(job.network.shape.model_copy(update=ATTENTION_OF_STEP[step]))
         totals = count_step(job, [make_batch(step, layout.document_mask)])
         outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
@@ -455,7 +473,7 @@ def main(world_size: int, *names: str) -> None:
     # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     kinds = {layout.reference: layout for layout in layouts.values()}
-    references = {kind: run_reference(make_config(layout)) for kind, layout in kinds.items()}
+    references = {kind: run_reference(make_config(layout), layout.stages) for kind, layout in kinds.items()}
 
     def work(some: list[str]) -> None:
         compare_some([layouts[name] for name in some], references)

@@ -114,11 +114,25 @@ def test_stretched_positions_are_written_and_read_in_each_form(raw, tmp_path):
     assert shape_of(config_of(PRESETS["GLM-4.6"], config, eos_ids=EOS, dtype="bfloat16")).rope_scaling is None
 
 
+@pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
+def test_interpolated_positions_are_written_without_the_keys_of_yarn(raw, tmp_path, caplog):
+    shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=RopeScaling(rope_type="linear", factor=2.0)))
+    config = config_of(shape, raw, eos_ids=EOS, dtype="bfloat16")
+    assert shape_of(config) == shape
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_type"] == "linear" and theirs["factor"] == 2.0 and theirs["rope_theta"] == 1e6
+    assert not {"beta_fast", "beta_slow", "original_max_position_embeddings"} & set(theirs)
+    assert not caplog.records
+
+
 def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
-    raw = GLM_46 | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    raw = GLM_46 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
     assert shape_of(raw).rope_scaling == RopeScaling(
-        rope_type="linear", factor=2.0, original_max_position_embeddings=202752
+        rope_type="yarn", factor=2.0, original_max_position_embeddings=202752
     )
+    raw = GLM_46 | {"rope_scaling": {"type": "linear", "factor": 2.0}}  # which has no use for a length
+    assert shape_of(raw).rope_scaling == RopeScaling(rope_type="linear", factor=2.0)
 
 
 @pytest.mark.parametrize(
