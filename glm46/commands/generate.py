@@ -4,10 +4,8 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
+from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
@@ -15,7 +13,6 @@ from glm46.data.tokenizer import Tokenizer
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
 from glm46.inference.generation import Generation
-from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 from glm46.planner.curriculum import describe_attention
 
@@ -31,11 +28,7 @@ def generate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
-    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model, tokenizer = load_for_inference(
-        arguments.model or arguments.checkpoint, tokenizer=arguments.tokenizer, dtype=dtype, device=device
-    )
+    model, tokenizer = load_model(arguments)
     if arguments.speculative and not model.mtp:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     window, scaling = describe_attention(model.shape)
@@ -61,11 +54,8 @@ def generate_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("generate")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="Hugging Face folder")
-    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    add_model_options(parser)
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; again for a batch")
-    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the model's own")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in GLM's template")
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
@@ -79,8 +69,6 @@ def _parser() -> VerbParser:
     parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below this part of the best chance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
     return parser
 
 
@@ -124,19 +112,6 @@ def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, posi
             f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
             "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
         )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name}: unknown device; use cpu, or cuda:0 for the first GPU") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: glm46 runs on cpu and cuda; use one of them")
-    gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise UserError(f"--device {name}: torch finds {gpus} GPUs on this machine; use cpu")
-    return device
 
 
 def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:

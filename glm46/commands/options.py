@@ -15,6 +15,7 @@ VERBS = {
     "plot": "draw loss, learning rate, speed and balance of runs as a PNG; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
+    "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",
     "schema": "print the JSON schema of the TOML file",
     "init": "write the shipped TOML files and their schema",
 }

@@ -1,4 +1,4 @@
-"""Rules about [data]: sources and stages."""
+"""Rules about what is read: sources and stages of [data], tasks of [validation]."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -127,6 +127,15 @@ def _read(config: RunConfig, stage: DataStage) -> set[int]:
     return {i for i, weight in enumerate(weights[: len(config.data.sources)]) if weight > 0}
 
 
+def validation_tasks_differ(config: RunConfig) -> Faults:
+    """Each kind of validation task is there at most once: its columns are named after it."""
+    kinds = [task.kind for task in config.validation.tasks]
+    for index, kind in enumerate(kinds):
+        if kind in kinds[:index]:
+            key, other = (f"validation.tasks[{i}].kind" for i in (index, kinds.index(kind)))
+            yield Fault((key, other), f"{key} = {show(kind)}: the same as {other}; put the lengths into one task")
+
+
 DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     there_is_a_source,
     source_names_and_paths_are_unique,
@@ -135,4 +144,5 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     stages_fit_the_longest_sequence,
     windows_fit_into_their_stages,
     stages_read_apart,
+    validation_tasks_differ,
 )

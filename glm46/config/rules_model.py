@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from glm46.config.faults import Fault, Faults
+from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
 from glm46.config.run_config import RunConfig
 
@@ -103,6 +103,18 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
         )
 
 
+def validation_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
+    """No row of a validation task is longer than the positions of the model."""
+    for index, task in enumerate(config.validation.tasks):
+        if max(task.lengths) > shape.max_position_embeddings:
+            key = f"validation.tasks[{index}].lengths"
+            yield Fault(
+                (key, "model.max_position_embeddings"),
+                f"{key} = {show(task.lengths)}: longer than model.max_position_embeddings = "
+                f"{shape.max_position_embeddings}; take lengths up to that, or raise it",
+            )
+
+
 def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
     """YaRN needs the original length, which separates fast from slow frequencies."""
     tables = {"model": shape.rope_scaling}
@@ -123,5 +135,6 @@ MODEL_RULES: tuple[Callable[[RunConfig, ModelShape], Faults], ...] = (
     token_finds_enough_experts,
     expert_rows_are_aligned,
     sequence_fits_the_positions,
+    validation_fits_the_positions,
     yarn_knows_the_original_length,
 )

@@ -59,8 +59,29 @@ class Training(Section):
     others."""
 
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ValidationTask(Section):
+    """[[validation.tasks]]: what each validation measures on held-out documents beside the loss."""
+
+    kind: Literal["position", "needle"]
+    """position: loss by position in long documents. needle: how often the model repeats a sentence that it read at some
+    depth of a long text (docs/evaluation.md)."""
+
+    lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(min_length=1)
+    """Tokens per row, also beyond training.seq_len, at most model.max_position_embeddings. position takes the longest
+    one that a held-out document has; needle measures each."""
+
+    depths: Annotated[tuple[Share, ...], Needs("kind", "needle")] = Field((0.0, 0.5, 1.0), min_length=1)
+    """Places of the sentence in the text before the question, as shares of it: 0 is its begin."""
+
+    samples: int = Field(16, ge=1)
+    """position: most documents. needle: rows of each length and depth."""
+
+
 class Validation(Section):
-    """[validation]: loss on held-out documents."""
+    """[validation]: loss on held-out documents, and further tasks."""
 
     enable: bool = False
     """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
@@ -73,6 +94,9 @@ class Validation(Section):
 
     local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)
     """Sequences per rank and batch. Absent: as in training."""
+
+    tasks: Annotated[tuple[ValidationTask, ...], Needs("enable")] = ()
+    """Further tasks of each validation; each kind at most once."""
 
 
 class Debug(Section):

@@ -178,6 +178,12 @@ class _TrainIterator:
         self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
 
 
+def validation_rows(manifest: Manifest, seq_len: int) -> list[int]:
+    """The rows of a source's held-out text in the order of validation; row i has the tokens from i * seq_len on."""
+    rows = -(-manifest.splits["validation"].tokens // seq_len)
+    return permute(np.arange(rows), rows, "validation").tolist()
+
+
 class ValidationStream(IterableDataset):
     """Every held-out token once as an input, in a random order, so that the first batches are a fair sample."""
 
@@ -196,7 +202,7 @@ class ValidationStream(IterableDataset):
         tokens = TokenStream(self.manifest.folder, self.manifest.splits["validation"], self.manifest.vocab_size)
         builder = layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
-        rows = permute(np.arange(self.rows), self.rows, "validation").tolist()
+        rows = validation_rows(self.manifest, layout.seq_len)
         for batch in range(self.batches):
             first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
             for place in range(first, first + layout.local_batch_size):

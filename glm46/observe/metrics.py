@@ -77,6 +77,12 @@ METRICS: tuple[Metric, ...] = (
         "validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", None,
         "mtp_acceptance",
     ),
+    Metric(
+        "validation_position", "nats/token", "validation", "Mean cross-entropy at these positions of long documents.",
+        "positions",
+    ),
+    Metric("validation_needle", "ratio", "validation", "Answers that repeat a sentence of the text exactly.", "length"),
+    Metric("validation_needle_loss", "nats/token", "validation", "Mean cross-entropy of these answers.", "length"),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 

@@ -46,6 +46,11 @@ class Layout:
         """Ranks of one pipeline stage that read the same sequences."""
         return self.cp * self.tp
 
+    @property
+    def sequence_pieces(self) -> int:
+        """Equal pieces that context and tensor parallelism split a sequence into."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
     def dp_rank(self, rank: int) -> int:
         """The data-parallel rank of a rank: ranks with the same number read the same sequences.
 

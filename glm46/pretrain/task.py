@@ -19,7 +19,7 @@ from glm46.planner.curriculum import stage_at
 from glm46.planner.plan import Plan
 from glm46.pretrain.data_stream import DataStream, rows_read
 from glm46.pretrain.next_token import NextToken
-from glm46.pretrain.validation import evaluate
+from glm46.pretrain.validation import evaluate, validation_measures
 from glm46.reliability.stop import StopRequest
 from glm46.training.build import run
 from glm46.training.hf_weights import load_weights, save_weights
@@ -42,6 +42,7 @@ class Pretraining:
         self.plan, self.cluster = plan, cluster
         self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
         check_epochs(plan, self.manifests)
+        self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster)
         self.networks, self.objectives = {"model": self.network}, {"model": NextToken(self.network)}
         self.stream = DataStream(plan, cluster, self.manifests)
@@ -77,7 +78,8 @@ class Pretraining:
 
     def validate(self) -> dict[str, float]:
         """See `Task.validate`."""
-        return evaluate(self.network, self.objectives["model"], self.manifests, self.tokenizer)
+        objective = self.objectives["model"]
+        return evaluate(self.network, objective, self.manifests, self.tokenizer, self.measures)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""

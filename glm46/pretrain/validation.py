@@ -1,23 +1,60 @@
-"""Validation: loss on held-out documents."""
+"""Validation: loss on held-out documents, and the tasks of [[validation.tasks]]."""
 
-import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
+from glm46.config.errors import UserError
+from glm46.config.training import ValidationTask
 from glm46.data.loader import BatchLayout, build_validation_loader
 from glm46.data.manifest import Manifest
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import run_on_all_ranks
-from glm46.model.cross_entropy import IGNORE
+from glm46.evaluation.loss import loss_columns
+from glm46.evaluation.needle import Needle
+from glm46.evaluation.position import Position
+from glm46.evaluation.rows import Figures, Measure, Row, build_batch, equal_lengths, row_figures
+from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.planner.plan import Plan
 from glm46.pretrain.next_token import NextToken, count_drafts
 from glm46.training.named_sums import sum_over_all_ranks
-from glm46.training.network import Network
+from glm46.training.network import Batch, Network
+
+
+def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> list[Measure]:
+    """The measures of [[validation.tasks]].
+
+    Raises:
+        UserError: the held-out text or the tokenizer has no rows of these lengths.
+    """
+    measures, faults = [], []
+    for index, task in enumerate(plan.config.validation.tasks):
+        try:
+            measures.append(_measure(task, plan, manifests, tokenizer))
+        except UserError as error:
+            faults += [f"validation.tasks[{index}].lengths: {fault}" for fault in error.faults]
+    if faults:
+        raise UserError(*faults)
+    return measures
+
+
+def _measure(task: ValidationTask, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:
+    usual = {"lengths": task.lengths, "samples": task.samples, "seed": plan.config.debug.seed}
+    if task.kind == "needle":
+        return Needle(manifests, tokenizer, depths=task.depths, **usual)
+    return Position(manifests, **usual)
 
 
 def evaluate(
-    network: Network, objective: NextToken, manifests: dict[str, Manifest], tokenizer: Tokenizer
+    network: Network,
+    objective: NextToken,
+    manifests: dict[str, Manifest],
+    tokenizer: Tokenizer,
+    measures: Sequence[Measure] = (),
 ) -> dict[str, float]:
-    """Compute validation metrics over all held-out text, or as many batches as [validation] steps allows. Collective.
+    """Compute validation metrics over all held-out text, or as many batches as [validation] steps allows, and the
+    columns of further measures. Collective.
 
     Returns:
         validation_loss in nats per token, validation_bits_per_byte, and both per source as
@@ -25,15 +62,50 @@ def evaluate(
     """
     token_bytes = torch.from_numpy(tokenizer.token_bytes())
     totals = {name: _evaluate_source(network, objective, manifest, token_bytes) for name, manifest in manifests.items()}
+    columns = loss_columns(totals)
+    if drafts := sum(sums["drafts"] for sums in totals.values()):
+        columns["mtp_acceptance"] = sum(sums["accepted"] for sums in totals.values()) / drafts
+    for measure in measures:
+        columns |= measure.result(_figures(network, measure))["columns"]
     network.release()
-    total = {key: sum(of_source[key] for of_source in totals.values()) for key in next(iter(totals.values()))}
-    row: dict[str, float] = {}
-    for name, sums in (("", total), *((f"/{name}", of_source) for name, of_source in totals.items())):
-        row[f"validation_loss{name}"] = sums["loss"] / max(sums["targets"], 1)
-        row[f"validation_bits_per_byte{name}"] = sums["loss"] / math.log(2.0) / max(sums["text_bytes"], 1)
-    if total["drafts"]:
-        row["validation_mtp_acceptance"] = total["accepted"] / total["drafts"]
-    return row
+    return {f"validation_{column}": value for column, value in columns.items()}
+
+
+def _figures(network: Network, measure: Measure) -> Figures:
+    """The figures of all rows of a measure, on all ranks. Collective."""
+    config, ranks, rank = network.plan.config, network.plan.layout.dp_degree, network.cluster.dp_rank
+    tokens = (config.validation.local_batch_size or config.training.local_batch_size) * config.training.seq_len
+    place = {row.key: number for number, row in enumerate(measure.rows)}
+    found = torch.zeros(len(place), measure.width, dtype=torch.float64)
+    for rows in equal_lengths(measure.rows, tokens, ranks):
+        share = -(-len(rows) // ranks)
+        mine = rows[rank * share : (rank + 1) * share]
+        # All ranks run equally many rows: the last row again where there are too few.
+        figures = _run_rows(network, measure, mine + [rows[-1]] * (share - len(mine)))
+        for row, of_row in zip(mine, figures, strict=False):
+            found[place[row.key]] = torch.tensor(of_row, dtype=torch.float64)
+    # Ranks that hold the same rows have equal figures.
+    summed = sum_over_all_ranks({"found": found / network.plan.layout.ranks_per_dp_rank})["found"].tolist()
+    return {key: summed[number] for key, number in place.items()}
+
+
+def _run_rows(network: Network, measure: Measure, rows: list[Row]) -> list[list[float]]:
+    """The figures of rows of equal length; empty on pipeline stages without the head. Collective."""
+    batch = run_on_all_ranks(lambda: build_batch(rows))
+    padded = _padded(batch, network.plan.layout.sequence_pieces)
+    output = network.evaluate(padded, token_logprobs)
+    if output is None:
+        return []
+    values = torch.stack([output.logprobs.double(), output.predictions[0].double()])  # FP64 is exact for token ids
+    logprobs, predictions = network.whole_rows(values, padded)[..., : rows[0].length]
+    return row_figures(measure, batch, logprobs, predictions.long())
+
+
+def _padded(batch: Batch, multiple: int) -> Batch:
+    """Rows with padding behind them, so that the mesh can split them evenly."""
+    missing = -batch["input_ids"].shape[1] % multiple
+    fill = {"input_ids": 0, "labels": IGNORE, "positions": 0, "document_ids": -1}
+    return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
 
 
 def _evaluate_source(

@@ -21,7 +21,7 @@ LAYERS = {
     "prepare": 4, "parallelize": 4, "checkpoint": 4, "reliability": 4,
     "huggingface": 5,
     "inference": 6,
-    "training": 7,
+    "training": 7, "evaluation": 7,
     "pretrain": 8, "benchmark": 8,
     "commands": 9,
     "cli": 10,
@@ -31,10 +31,10 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 1920, "compat": 245, "config": 2390, "data": 1885,
-    "distributed": 775, "files": 595, "huggingface": 1400, "inference": 845,
+    "commands": 2175, "compat": 245, "config": 2440, "data": 1885,
+    "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1735, "observe": 665, "optim": 1525, "parallelize": 760,
-    "planner": 1785, "prepare": 1625, "pretrain": 465, "reliability": 835,
+    "planner": 1785, "prepare": 1625, "pretrain": 540, "reliability": 835,
     "training": 1905,
 }  # fmt: skip
 LINE_GOAL = 17_500

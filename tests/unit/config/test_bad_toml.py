@@ -23,11 +23,35 @@ name = "a"
 path = "data/a"
 """
 
+TASKS = "[validation]\nenable = true\ntasks = [{}]\n[training]"
+
 # What is put in place of (old, new) in the sound file, or behind it, and the whole message after the file's name.
 BAD = {
     "unknown key": (
         ("seq_len = 128", "seqlen = 128"),
         ["training.seqlen: unknown key; did you mean 'seq_len'?"],
+    ),
+    "validation tasks of one kind": (
+        ("[training]", TASKS.format('{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }')),
+        ['validation.tasks[1].kind = "needle": the same as validation.tasks[0].kind; put the lengths into one task'],
+    ),
+    "validation task beyond the positions": (
+        ("[training]", TASKS.format('{ kind = "position", lengths = [256, 4096] }')),
+        [
+            "validation.tasks[0].lengths = [256, 4096]: longer than model.max_position_embeddings = 2048; take lengths "
+            "up to that, or raise it",
+        ],
+    ),
+    "depths of a task without a needle": (
+        ("[training]", TASKS.format('{ kind = "position", lengths = [64], depths = [0.5] }')),
+        [
+            'validation.tasks[0].depths = [0.5]: has no effect without validation.tasks[0].kind = "needle"; set that, '
+            "or remove validation.tasks[0].depths",
+        ],
+    ),
+    "unknown validation task": (
+        ("[training]", TASKS.format('{ kind = "needles", lengths = [64] }')),
+        ["validation.tasks[0].kind = \"needles\": must be 'position' or 'needle'; did you mean 'needle'?"],
     ),
     "unknown key of another section": (
         ("steps = 10", "steps = 10\nlog_freq = 5"),

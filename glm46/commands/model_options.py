@@ -1,0 +1,46 @@
+"""The options of verbs that run a whole model in one process: which one, in which type, on which device."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from glm46.config.errors import UserError
+from glm46.data.tokenizer import Tokenizer
+from glm46.inference.loading import load_for_inference
+from glm46.model.transformer import Transformer
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` or ``--checkpoint``, ``--tokenizer``, ``--dtype`` and ``--device``."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the model's own")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+
+
+def load_model(arguments: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
+    """The model of these options, in evaluation mode, and its tokenizer.
+
+    Raises:
+        UserError: there is no such device, or the folder cannot be used.
+    """
+    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    folder = arguments.model or arguments.checkpoint
+    return load_for_inference(folder, tokenizer=arguments.tokenizer, dtype=dtype, device=device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: unknown device; use cpu, or cuda:0 for the first GPU") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: glm46 runs on cpu and cuda; use one of them")
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UserError(f"--device {name}: torch finds {gpus} GPUs on this machine; use cpu")
+    return device

@@ -1,0 +1,116 @@
+"""Tables and a picture of the results of an evaluation."""
+
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm46.files.durable import replace_durably
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Result = Mapping[str, Any]
+"""Of one measure, see `Measure.result`."""
+
+
+def table(task: str, result: Result, window: int | None) -> list[str]:
+    """Lines of the result of a task; ``window`` as for `draw`."""
+    if task == "position":
+        return _position_table(result, window)
+    return _loss_table(result) if task == "loss" else _needle_table(result)
+
+
+def _loss_table(result: Result) -> list[str]:
+    lines = ["Loss on held-out text", f"  {'source':<24}{'nats per token':>16}{'bits per byte':>16}{'targets':>12}"]
+    targets = {f"/{name}": sums["targets"] for name, sums in result["sources"].items()}
+    for suffix, count in (targets | {"": sum(targets.values())}).items():
+        loss, bits = (result["columns"][f"{column}{suffix}"] for column in ("loss", "bits_per_byte"))
+        lines.append(f"  {suffix[1:] or 'all':<24}{loss:>16.4f}{bits:>16.4f}{count:>12,.0f}")
+    return lines
+
+
+def _position_table(result: Result, window: int | None) -> list[str]:
+    lines = [
+        f"Loss by position in {result['documents']} documents of at least {result['length']:,} tokens",
+        f"  {'positions':<24}{'nats per token':>16}{'standard error':>16}{'targets':>12}",
+    ]
+    for bucket in result["buckets"]:
+        place = f"{bucket['first']:,} to {bucket['last']:,}"
+        error = "" if bucket["standard_error"] is None else f"{bucket['standard_error']:.4f}"
+        note = "" if window is None or bucket["first"] < window else "  longer than trained on"
+        lines.append(f"  {place:<24}{bucket['loss']:>16.4f}{error:>16}{bucket['tokens']:>12,}{note}")
+    return lines
+
+
+def _needle_table(result: Result) -> list[str]:
+    cells = _grid(result)
+    depths = list(next(iter(cells.values())))
+    samples = result["cells"][0]["samples"]
+    lines = [
+        f"Needle in a haystack: share of exact answers, {samples} for each length and depth",
+        f"  {'length':<8}"
+        + "".join(f"{f'depth {depth:g}':>12}" for depth in depths)
+        + f"{'mean':>8}{'answer loss':>13}",
+    ]
+    for length, row in cells.items():
+        mean, loss = (result["columns"][f"{column}/{length}"] for column in ("needle", "needle_loss"))
+        exact = "".join(f"{row[depth]['exact']:>12.2f}" for depth in depths)
+        lines.append(f"  {length:<8,}{exact}{mean:>8.2f}{loss:>13.4f}")
+    return lines
+
+
+def _grid(result: Result) -> dict[int, dict[float, Result]]:
+    """Cells of the needle by length and depth."""
+    grid: dict[int, dict[float, Result]] = {}
+    for cell in result["cells"]:
+        grid.setdefault(cell["length"], {})[cell["depth"]] = cell
+    return grid
+
+
+def draw(results: Mapping[str, Result], title: str, window: int | None, output: Path) -> None:
+    """Draw loss by position and the needle's matches side by side, and write the PNG completely or not at all.
+
+    Args:
+        window: longest sequence that the model was trained on, None if unknown.
+    """
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in ("position", "needle") if task in results]
+    figure = Figure(figsize=(6.2 * len(tasks), 4), dpi=100, layout="constrained")
+    for task, axes in zip(tasks, figure.subplots(1, len(tasks), squeeze=False)[0], strict=True):
+        if task == "position":
+            _draw_position(axes, results[task], window)
+        else:
+            _draw_needle(axes, results[task])
+    figure.suptitle(title, fontsize="medium")
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_durably(output, [picture.getvalue()])
+
+
+def _draw_position(axes: "Axes", result: Result, window: int | None) -> None:
+    buckets = result["buckets"]
+    places = [(bucket["first"] + bucket["last"] + 1) / 2 for bucket in buckets]
+    errors = [bucket["standard_error"] or 0.0 for bucket in buckets]
+    axes.errorbar(places, [bucket["loss"] for bucket in buckets], yerr=errors, marker="o", capsize=3)
+    if window is not None:
+        axes.axvline(window, color="0.4", linestyle="--", label=f"trained on {window:,} tokens")
+        axes.legend(frameon=False)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="position in the document", ylabel="nats per token", title="Loss by position")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+
+
+def _draw_needle(axes: "Axes", result: Result) -> None:
+    cells = _grid(result)
+    depths = list(next(iter(cells.values())))
+    exact = [[row[depth]["exact"] for row in cells.values()] for depth in depths]
+    axes.imshow(exact, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
+    for y, shares in enumerate(exact):
+        for x, share in enumerate(shares):
+            axes.text(x, y, f"{share:.2f}", ha="center", va="center")
+    axes.set_xticks(range(len(cells)), [f"{length:,}" for length in cells])
+    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axes.set(xlabel="length in tokens", ylabel="depth", title="Needle: share of exact answers")

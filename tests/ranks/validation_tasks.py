@@ -1,0 +1,61 @@
+"""Validate all tasks on several layouts; print one JSON object per layout with the first validation row.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/validation_tasks.py
+
+The weights of this row are the initial ones, which are equal on every layout.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from glm46.data.tokenizer import load_tokenizer
+from glm46.pretrain.task import train
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import small_config, write_source
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "fsdp": (2, {}),
+    "replicas": (2, {"data_parallel_replicate_degree": 2}),
+    "experts": (2, {"expert_parallel_degree": 2}),
+    "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "context and tensor": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}
+TASKS = [
+    # Three rows of 61 tokens: two ranks cannot split the rows evenly, nor a mesh the tokens.
+    {"kind": "position", "lengths": [30, 61, 999]},
+    {"kind": "needle", "lengths": [50, 64], "depths": [0.0, 0.5, 1.0], "samples": 1},
+]
+
+
+def main() -> None:
+    """Train one step on each layout."""
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        for label, (ranks, degrees) in LAYOUTS.items():
+            config = small_config(
+                source, base / label, parallelism=degrees, validation={"enable": True, "tasks": TASKS},
+                training={"steps": 1, "global_batch_size": 4}, checkpoint={"enable": False},
+                model={"num_key_value_heads": 2},
+            )  # fmt: skip
+
+            def work(rank: int, config=config) -> int:
+                torch.set_num_threads(1)
+                return train(config)
+
+            log = base / f"log-{label}-"
+            if any(await_ranks(start_ranks(ranks, log, work), 120)):
+                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
+            rows = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
+            print(json.dumps({"name": label, "row": next(rows)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""`python -m glm46 evaluate`: the numbers of the run's own validation, resumed results, refused options."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+from glm46.commands import evaluate
+from glm46.evaluation import results
+from glm46.pretrain.task import train
+from tests.small_run import small_config
+
+TASKS = [
+    {"kind": "position", "lengths": [16, 64]},
+    {"kind": "needle", "lengths": [50, 64], "samples": 4, "depths": [0.0, 1.0]},
+]
+OPTIONS = ["--lengths", "50,64", "--depths", "0,1", "--samples", "4"]
+
+
+@pytest.fixture(scope="module")
+def trained(source_folder, tmp_path_factory) -> Path:
+    """The dump folder of a run that validates all tasks."""
+    folder = tmp_path_factory.mktemp("run")
+    validation = {"enable": True, "freq": 100, "tasks": TASKS}
+    config = small_config(source_folder, folder, validation=validation, checkpoint={"last_save_in_hf": True})
+    assert train(config) == 0
+    return folder
+
+
+def step_of(trained: Path) -> str:
+    return str(max((trained / "checkpoint").glob("step-*")))
+
+
+def last_validation(trained: Path) -> dict[str, float]:
+    rows = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    row = [row for row in rows if row["kind"] == "validation"][-1]
+    return {name.removeprefix("validation_"): value for name, value in row.items() if name.startswith("validation_")}
+
+
+def columns(folder: Path) -> dict[str, float]:
+    found = json.loads((folder / "evaluation.json").read_text())["results"]
+    return {name: value for result in found.values() for name, value in result["columns"].items()}
+
+
+def count_rows(monkeypatch) -> list[str]:
+    """Keys of the rows that are computed from now on."""
+    keys: list[str] = []
+    monkeypatch.setattr(
+        results.Results, "add", lambda self, key, row: (keys.append(key), self.figures.update({key: row}))
+    )
+    return keys
+
+
+def test_it_gives_the_numbers_of_the_last_validation(trained, tmp_path, capsys):
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS]
+    # The validation read all held-out rows.
+    loss = ["--tasks", "loss", "--samples", "1000", "--output", str(tmp_path / "loss")]
+    assert main([*command, *loss]) == 0
+    assert main([*command, "--tasks", "position,needle", "--output", str(tmp_path / "long")]) == 0
+    found, wanted = columns(tmp_path / "loss") | columns(tmp_path / "long"), last_validation(trained)
+    assert wanted.keys() - found.keys() == {"mtp_acceptance", "seconds"} and found.keys() <= wanted.keys()
+    for name, value in found.items():
+        assert value == pytest.approx(wanted[name], rel=1e-6), name  # FP32, in batches of other sizes
+    out = capsys.readouterr().out
+    assert "Loss by position in 3 documents of at least 64 tokens" in out and "longer than trained on" in out
+    assert "Needle in a haystack" in out and "bits per byte" in out
+
+
+def test_a_second_call_computes_only_what_is_missing(trained, tmp_path, monkeypatch, capsys):
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path)]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    keys = count_rows(monkeypatch)
+    assert main(command) == 0
+    assert keys == [] and capsys.readouterr().out == table
+    more = ["--lengths", "50,60,64", "--samples", "5", "--tasks", "needle"]
+    assert main([*command, *more]) == 0
+    assert len(keys) == 2 * 5 + 2 * 2 * 1 and all(
+        key.startswith(("needle/60/", "needle/50/", "needle/64/")) for key in keys
+    )
+
+
+def test_rows_that_a_stopped_call_has_finished_are_kept(trained, tmp_path, monkeypatch):
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path), "--tasks", "needle"]
+    original, calls = results._score, 0
+
+    def stops(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(results, "_score", stops)
+    assert main(command) == 130
+    finished = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    assert len(finished) == 8  # all of length 50
+    monkeypatch.setattr(results, "_score", original)
+    keys = count_rows(monkeypatch)
+    assert main(command) == 0
+    assert len(keys) == 8 and not finished.keys() & set(keys)
+
+
+def test_a_hugging_face_folder_gives_the_same_numbers_from_stated_text(trained, source_folder, tmp_path):
+    exported = [path.parent for path in trained.rglob("config.json")]
+    common = [*OPTIONS, "--tasks", "position,needle", "--data", str(source_folder), "--output"]
+    assert main(["evaluate", "--checkpoint", step_of(trained), *common, str(tmp_path / "step")]) == 0
+    assert main(["evaluate", "--model", str(exported[0]), *common, str(tmp_path / "hf")]) == 0
+    step, hf = columns(tmp_path / "step"), columns(tmp_path / "hf")
+    assert step.keys() == hf.keys()
+    # The export has BF16 weights.
+    assert all(hf[name] == pytest.approx(value, rel=1e-3) for name, value in step.items())
+
+
+def test_the_picture_is_drawn_and_its_absence_is_explained(trained, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path)]
+    assert main(command) == 0
+    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "evaluation.png").unlink()
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "[plot]" in capsys.readouterr().out and not (tmp_path / "evaluation.png").exists()
+
+
+def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--tasks", "position"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--tasks", "needl"], ("--tasks", "needl", "needle")),
+        (["--tasks", "chess"], ("--tasks", "chess", "position")),
+        (["--lengths", "0"], ("--lengths", "0")),
+        (["--lengths", "64,x"], ("--lengths", "x")),
+        (["--lengths", "64,9999"], ("--lengths 9999", "2048", "max_position_embeddings")),
+        (["--depths", "1.5"], ("--depths", "1.5", "between 0 and 1")),
+        (["--samples", "0"], ("--samples", "0")),
+        (["--lengths", "20"], ("needle", "20", "at least")),
+        (["--lengths", "2000", "--tasks", "position"], ("position", "2000", "longest")),
+        (["--data", "nowhere"], ("nowhere", "prepare")),
+        (["--data", "a/text", "--data", "b/text"], ("--data", "a/text", "b/text", "rename")),
+    ],
+)
+def test_mistakes_are_named_with_exit_code_2(trained, arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["evaluate", "--checkpoint", step_of(trained), *arguments])
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == 2 and all(word in said for word in words), said
+
+
+def test_a_folder_without_text_and_foreign_results_are_refused(trained, source_folder, tmp_path, capsys):
+    exported = str(next(trained.rglob("config.json")).parent)
+    assert main(["evaluate", "--model", exported]) == 2
+    assert "--data" in capsys.readouterr().err
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--tasks", "position", "--output", str(tmp_path)]
+    assert main(command) == 0
+    assert main([*command, "--seed", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "evaluation.json" in said and "seed" in said and "--output" in said
+    (tmp_path / "evaluation.json").write_text("{")
+    assert main(command) == 2
+    assert "not results" in capsys.readouterr().err
+
+
+def test_text_of_another_tokenizer_and_without_held_out_documents_is_refused(trained, source_folder, tmp_path, capsys):
+    other, empty = tmp_path / "other", tmp_path / "empty"
+    for folder in (other, empty):
+        shutil.copytree(source_folder, folder)
+    text = (other / "manifest.json").read_text()
+    known = json.loads(text)["tokenizer"]
+    for file in other.iterdir():
+        file.write_bytes(file.read_bytes().replace(known.encode(), known[::-1].encode()))
+    content = json.loads(text)
+    content["splits"]["validation"] = {"documents": 0, "tokens": 0, "text_bytes": 0, "shards": []}
+    (empty / "manifest.json").write_text(json.dumps(content))
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--data"]
+    assert main([*command, str(other)]) == 2
+    capsys.readouterr()
+    assert main([*command, str(empty)]) == 2
+    said = capsys.readouterr().err
+    assert str(empty) in said and "held_out" in said

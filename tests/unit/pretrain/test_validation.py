@@ -1,0 +1,16 @@
+"""Tasks of a validation: refused before training where the text has no rows for them, and divided among ranks."""
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.pretrain.task import train
+
+
+def test_tasks_that_the_text_cannot_serve_are_refused_at_once_before_the_first_step(make_config, tmp_path):
+    tasks = [{"kind": "position", "lengths": [1000]}, {"kind": "needle", "lengths": [20]}]
+    with pytest.raises(UserError) as error:
+        train(make_config(validation={"enable": True, "tasks": tasks}))
+    first, second = error.value.faults
+    assert first.startswith("validation.tasks[0].lengths: position: a length of 1000") and "92 tokens" in first
+    assert second.startswith("validation.tasks[1].lengths: needle: a length of 20") and "at least" in second
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
