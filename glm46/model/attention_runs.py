@@ -17,9 +17,16 @@ _BLOCK = 128
 """Queries of a block. Fewer: more calls. More: a block of several short documents computes more pairs for nothing."""
 
 
-def has_flash_kernel(x: Tensor) -> bool:
-    """Whether the flash kernel takes tensors of this device and dtype; on the meta device it has no values."""
-    return x.device.type in ("cuda", "meta") and x.dtype in (torch.bfloat16, torch.float16)
+def has_flash_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the flash kernel takes tensors of this kind; on the meta device it has no values."""
+    return device.type in ("cuda", "meta") and dtype in (torch.bfloat16, torch.float16)
+
+
+def describe_core(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes the attention of runs, for the first message of a run."""
+    if has_flash_kernel(device, dtype):
+        return "variable-length flash attention"
+    return f"blocks of {_BLOCK} queries by " + ("torch's CPU kernel" if device.type == "cpu" else "matrix products")
 
 
 def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: AttentionLayout) -> Tensor:
@@ -33,7 +40,7 @@ def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: Attentio
         [queries, H, C].
     """
     cu_seq_q, cu_seq_k, window = layout.cu_seq_q, layout.cu_seq_k, layout.window
-    if has_flash_kernel(q_NHC):
+    if has_flash_kernel(q_NHC.device, q_NHC.dtype):
         left = -1 if window is None else window - 1
         return compat.varlen_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, layout.max_q, layout.max_k, (left, 0))
     return block_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window)[0]

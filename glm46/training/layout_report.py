@@ -1,9 +1,11 @@
 """Layout of a run for the first message: the mesh, and the memory of each rank."""
 
+import torch
 import torch.distributed as dist
 
 from glm46.config.parallelism import Parallelism
 from glm46.distributed.local_tensor import local_tensor
+from glm46.model.attention_runs import describe_core
 from glm46.optim.roles import RoleRow, add_role_rows
 from glm46.training.network import Network
 from glm46.training.task import Task
@@ -35,6 +37,7 @@ def describe_layout(task: Task) -> list[str]:
         if degree > _RANKS_SHOWN:
             ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
+    lines.append(f"attention    {_attention(task)}")
     held = [None] * layout.world_size
     dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)
@@ -48,6 +51,23 @@ def whole_role_table(network: Network) -> list[RoleRow]:
     tables: list = [None] * dist.get_world_size(pipeline)
     dist.all_gather_object(tables, table, group=pipeline)
     return add_role_rows(tables)
+
+
+def _attention(task: Task) -> str:
+    """What computes attention, and who sees whom."""
+    config, cp = task.plan.config, task.plan.layout.cp
+    windows = dict.fromkeys(stage.shape.sliding_window for stage in task.plan.text_stages)
+    has_window = any(window is not None for window in windows)
+    if cp == 1 and not config.data.document_mask and not has_window:
+        return "causal, by torch's scaled_dot_product_attention"
+    said = [describe_core(task.cluster.device, getattr(torch, config.training.mixed_precision_param))]
+    if config.data.document_mask:
+        said.append("within documents")
+    if has_window:
+        said.append(f"window of {', then '.join('all' if w is None else f'{w:,}' for w in windows)} tokens")
+    if cp > 1:
+        said.append(f"keys {'exchanged' if has_window else 'gathered'} over {cp} ranks")
+    return ", ".join(said)
 
 
 def _schedule(parallelism: Parallelism) -> str:

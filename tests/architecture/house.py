@@ -35,7 +35,7 @@ LINE_BUDGETS = {
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1735, "observe": 665, "optim": 1525, "parallelize": 760,
     "planner": 1785, "prepare": 1625, "pretrain": 540, "reliability": 835,
-    "training": 1905,
+    "training": 1925,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
