@@ -259,7 +259,8 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
     rows, length = config.training.local_batch_size, config.training.seq_len
     width = _BYTES[config.training.mixed_precision_param]
     kept = gathered_key_bytes(shape, width, rows=rows, length=length, cp=layout.cp, tp=layout.tp)
-    gathered = rows * length * shape.num_key_value_heads / layout.tp * shape.head_dim * width
+    # All keys of the rows, or those that a window leaves: each tensor comes by itself.
+    gathered = min(rows * length * shape.num_key_value_heads / layout.tp * shape.head_dim * width, kept / 2)
     if config.activation_checkpoint.mode != "none":
         return kept + gathered  # of the layer that is computed, or computed again
     in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1

@@ -188,7 +188,7 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, m
 
     def interrupted(*arguments):
         outcome = original(*arguments)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # os.kill may reach it a moment later, by another thread
         return outcome
 
     monkeypatch.setattr(loop, "train_step", interrupted)
