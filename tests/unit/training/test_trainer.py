@@ -1,7 +1,6 @@
 """A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
 
 import json
-import os
 import shutil
 import signal
 from contextlib import suppress
