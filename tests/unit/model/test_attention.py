@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.distributed.sequence import SequenceShard
 from glm46.model.attention import attend
@@ -164,9 +167,36 @@ def test_the_operator_keeps_its_promises_to_the_compiler():
     torch.library.opcheck(block_attention, (*inputs, layout.cu_seq_q, layout.cu_seq_k, 3))
 
 
+class _Sizes(TorchDispatchMode):
+    """Notes the largest tensor that any operator makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **keywords or {})
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            self.largest = max(self.largest, tensor.numel()) if isinstance(tensor, torch.Tensor) else self.largest
+        return result
+
+
+def _largest_of_graphs(function, *arguments):
+    """The largest tensor in the graphs that `torch.compile` makes of forward and backward."""
+    sizes = []
+
+    def look(graph, inputs):
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        sizes.append(max(int(value.numel()) for value in values if isinstance(value, torch.Tensor)))
+        return make_boxed_func(graph.forward)
+
+    torch.compile(function, backend=aot_autograd(fw_compiler=look), fullgraph=True)(*arguments).sum().backward()
+    assert len(sizes) == 2
+    return max(sizes)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("window", [None, 4096])
-def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
+def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window, compiled):
     """On the meta device, in the heads of GLM-4.6 and a row of 196,608 tokens of 16 documents."""
     length = 196_608
     documents = torch.arange(16).repeat_interleave(length // 16).unsqueeze(0)
@@ -175,18 +205,12 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window):
     keys = length if ranks == 1 else len(layout.exchange.keys)
     q = torch.empty(1, length // ranks, 96, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     k, v = (torch.empty(1, keys, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
-    largest = 0
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            nonlocal largest
-            result = function(*arguments, **keywords or {})
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                largest = max(largest, tensor.numel()) if isinstance(tensor, torch.Tensor) else largest
-            return result
-
-    with Sizes():
-        attend(q, k, v, layout).sum().backward()
+    if compiled:
+        largest = _largest_of_graphs(attend, q, k, v, layout)
+    else:
+        with _Sizes() as sizes:
+            attend(q, k, v, layout).sum().backward()
+        largest = sizes.largest
     assert q.grad.shape == q.shape and k.grad.shape == k.shape
     assert largest <= max(q.numel(), k.numel()) and keys <= 1.25 * length
     # What the kernel is told: every run within its document, and one tensor where queries and keys are the same.
