@@ -89,4 +89,8 @@ def describe_hang(
         lines.append(f"  rank {rank} on {host} waits: {answer['operation']}, step {answer['step']}{known}")
     if len(waiting) > 8:
         lines.append(f"  and {len(waiting) - 8} more")
+    lines.append(
+        "If it was only slow: raise comm.init_timeout_seconds, the limit of the first steps, or comm.hang_seconds, the "
+        "least limit of later ones."
+    )
     return "\n".join(lines)
