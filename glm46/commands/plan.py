@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from glm46.commands.options import config_parser, parse_with_overrides, process_count
+from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.distributed.environment import visible_gpus
@@ -22,9 +22,14 @@ def plan_command(argv: Sequence[str]) -> int:
         "--gpu", metavar="NAME", help="GPU to compare with, such as H200; H100 and this machine, if not given"
     )
     parser.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is assumed to reach")
+    parser.add_argument(
+        "--document-tokens", type=positive, metavar="N",
+        help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
+    )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
     config = load_config(arguments.config, overrides, world_size=arguments.nproc)
     options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
+    options["document_tokens"] = arguments.document_tokens
     if arguments.gpu is None:
         options["machine"] = detect_machine(visible_gpus())
     try:

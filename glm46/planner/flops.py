@@ -6,6 +6,7 @@ the work that the model needs, so MFU falls when a layout does redundant work.
 """
 
 from dataclasses import dataclass
+from math import expm1
 
 from glm46.config.model import ModelShape
 from glm46.planner.parameters import Parameter, dense_layer, layer_counts, moe_layer, mtp_layer, part_rows
@@ -35,22 +36,29 @@ def _matrix_flops(rows: list[Parameter], shape: ModelShape) -> float:
     return float(_TRAINING_OVER_FORWARD * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
-def _mean_keys(shape: ModelShape, seq_len: int) -> float:
-    """Keys that a query attends to, averaged over a sequence: half of it, or less under a sliding window."""
+def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
+    """Keys that a query attends to, averaged over a sequence: half of it, or less under a sliding window or with
+    documents."""
     if not seq_len:
         return 0.0
     window = min(shape.sliding_window or seq_len, seq_len)
-    return window - window * window / (2 * seq_len)
+    if document is None:
+        return window - window * window / (2 * seq_len)
+    # With exponential lengths the way back to the start of the document is exponential too, cut at the start of the row
+    # and by the window. The mean of min(way, x) is `document` (1 - exp(-x / document)); here integrated over the row.
+    seen = -expm1(-window / document)
+    return document * (window - document * seen + (seq_len - window) * seen) / seq_len
 
 
-def attention_flops(shape: ModelShape, seq_len: int) -> float:
+def attention_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
     """FLOPs per token and layer of scores and weighted values, forward and backward.
 
     Args:
-        seq_len: length of the document that a token attends to; without document masks, of the whole row.
+        seq_len: tokens of a row.
+        document: mean tokens of a document, with lengths taken as exponential; None: each row is one document.
     """
     width = shape.num_attention_heads * shape.head_dim
-    return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len)
+    return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len, document)
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,10 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
 
-def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
-    """FLOPs per token of forward and backward, in parts."""
+def training_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> TrainingFlops:
+    """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`."""
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
-    core = attention_flops(shape, seq_len)
+    core = attention_flops(shape, seq_len, document)
     head = _matrix_flops(part_rows(shape, "head"), shape)
     matrices = dense_layers * _matrix_flops(dense_layer(shape), shape) + moe_layers * _matrix_flops(
         moe_layer(shape), shape
@@ -84,9 +92,10 @@ def training_flops(shape: ModelShape, seq_len: int) -> TrainingFlops:
     )
 
 
-def training_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal."""
-    return training_flops(shape, seq_len).total
+def training_flops_per_token(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
+    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
+    `attention_flops`."""
+    return training_flops(shape, seq_len, document).total
 
 
 def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:

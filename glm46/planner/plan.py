@@ -23,6 +23,8 @@ class Plan:
     text_stages: tuple[TextStage, ...]
     budget_tokens: int
     """Tokens of this run, from its first step on."""
+    document_tokens: float | None = None
+    """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -68,11 +70,11 @@ class Plan:
     @property
     def flops(self) -> float:
         """FLOPs of the whole run."""
-        stages = zip(self.text_stages, self.stage_tokens, strict=True)
-        return sum(tokens * training_flops_per_token(stage.shape, stage.seq_len) for stage, tokens in stages)
+        per_token = (training_flops_per_token(s.shape, s.seq_len, self.document_tokens) for s in self.text_stages)
+        return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
 
 
-def resolve_plan(config: RunConfig, world_size: int | None = None) -> Plan:
+def resolve_plan(config: RunConfig, world_size: int | None = None, document_tokens: float | None = None) -> Plan:
     """Resolve a config on this many processes; absent: the fewest that the degrees allow."""
     layout = resolve_layout(config.parallelism, world_size or smallest_world(config.parallelism))
     stages = plan_stages(config)
@@ -82,4 +84,5 @@ def resolve_plan(config: RunConfig, world_size: int | None = None) -> Plan:
         layout=layout,
         text_stages=stages,
         budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
+        document_tokens=document_tokens,
     )

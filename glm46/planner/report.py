@@ -26,6 +26,7 @@ def plan_text(
     gpu: str = DEFAULT_GPU,
     mfu: float = DEFAULT_MFU,
     machine: Machine | None = None,
+    document_tokens: float | None = None,
 ) -> str:
     """Parameters, FLOPs, memory per rank, tokens and days of a run, and whether it fits.
 
@@ -34,16 +35,20 @@ def plan_text(
         gpu: name in the table of peaks, for which memory and time are computed.
         mfu: assumed share of that peak.
         machine: another machine to compare the run with.
+        document_tokens: mean tokens of a document, whose lengths are taken as exponential; absent: each row is counted
+            as one document.
 
     Raises:
-        ValueError: the GPU is not in the table, or `mfu` is not in (0, 1].
+        ValueError: the GPU is not in the table, `mfu` is not in (0, 1], or attention crosses documents.
     """
     accelerator = find_accelerator(gpu)
     if accelerator is None or not 0 < mfu <= 1:
         raise ValueError(
             f"gpu = {gpu!r}, mfu = {mfu}: a name in glm46/planner/peaks.py and a share in (0, 1] are needed"
         )
-    plan = resolve_plan(config, world_size)
+    if document_tokens is not None and not config.data.document_mask:
+        raise ValueError("--document-tokens: data.document_mask = false, so attention crosses documents; leave it out")
+    plan = resolve_plan(config, world_size, document_tokens)
     layout, world = plan.layout, plan.layout.world_size
     gpus = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
     longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
@@ -56,7 +61,7 @@ def plan_text(
         "parameters": _parameter_lines(plan),
         f"FLOPs per token, forward and backward, at {longest.seq_len:,} tokens": _flop_lines(plan, longest),
         f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(plan_memory(config, world)),
-        "stages of text": stage_lines(config, gpus, world),
+        "stages of text": stage_lines(config, gpus, world, document_tokens),
         "run": _run_lines(plan) + _time_lines(plan, accelerator, mfu),
         f"does it fit on {world:,} x {accelerator.name}": verdict_lines(config, gpus, world),
     }
@@ -76,11 +81,14 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
-    flops = training_flops(stage.shape, stage.seq_len)
-    at_most = "  (a row as one document: less with several)" if plan.config.data.document_mask else ""
+    flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens), ""
+    if plan.document_tokens is not None:
+        remark = f"  (documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
+    elif plan.config.data.document_mask:
+        remark = "  (a row as one document: less with several, see --document-tokens)"
     return [
         _line("weights", f"{flops.matrices / 1e9:,.3f}", "GFLOP"),
-        _line("causal attention", f"{flops.attention / 1e9:,.3f}", f"GFLOP{at_most}"),
+        _line("causal attention", f"{flops.attention / 1e9:,.3f}", f"GFLOP{remark}"),
         _line("MTP", f"{flops.mtp / 1e9:,.3f}", "GFLOP"),
         _line("total", f"{flops.total / 1e9:,.3f}", "GFLOP"),
     ]

@@ -63,12 +63,16 @@ def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -
     return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
 
 
-def stage_lines(config: RunConfig, machine: Machine, world_size: int | None) -> list[str]:
-    """`stage_table` of a run, compared with the memory of a machine."""
-    return _judge(config, machine, world_size).stages
+def stage_lines(
+    config: RunConfig, machine: Machine, world_size: int | None, document_tokens: float | None
+) -> list[str]:
+    """`stage_table` of a run, compared with the memory of a machine; ``document_tokens`` as in `Plan`."""
+    return _judge(config, machine, world_size, document_tokens).stages
 
 
-def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verdict:
+def _judge(
+    config: RunConfig, machine: Machine, world_size: int | None, document_tokens: float | None = None
+) -> _Verdict:
     needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
     if world_size is not None:
         needed = world_size
@@ -96,7 +100,7 @@ def _judge(config: RunConfig, machine: Machine, world_size: int | None) -> _Verd
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    stages = stage_table(resolve_plan(config, needed), device=device, capacity=capacity)
+    stages = stage_table(resolve_plan(config, needed, document_tokens), device=device, capacity=capacity)
     return _Verdict(faults, margin, needed, plan, stages)
 
 

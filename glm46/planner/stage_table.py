@@ -30,7 +30,7 @@ def stage_table(plan: Plan, *, device: str = "gpu", capacity: float | None = Non
             str(index + 1), _short(clock), _short(tokens), f"{stage.seq_len:,}", *describe_attention(stage.shape),
             _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
             _range(*bubbles) if plan.layout.pp > 1 else "-",
-            f"{training_flops_per_token(stage.shape, stage.seq_len) / 1e9:,.4g}",
+            f"{training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens) / 1e9:,.4g}",
             f"{memory.total / 2**30:,.1f} GiB", fits,
         ))  # fmt: skip
         clock += tokens

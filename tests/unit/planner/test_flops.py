@@ -1,10 +1,11 @@
 """FLOPs per token against the numbers derived by hand from the published shapes."""
 
+import numpy as np
 import pytest
 
 from glm46.config.presets import PRESETS
 from glm46.optim.newton_schulz import newton_schulz_flops
-from glm46.planner.flops import attention_flops, training_flops, training_flops_per_token
+from glm46.planner.flops import attention_flops, document_half_pairs, training_flops, training_flops_per_token
 from glm46.planner.parameters import dense_layer, layer_counts, moe_layer, mtp_layer
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
@@ -66,3 +67,20 @@ def test_muon_of_the_published_sizes():
     assert muon_flops(GLM) == pytest.approx(13.6e15, abs=0.051e15)
     # Air was derived without its router and eh_proj: 0.3 %.
     assert muon_flops(AIR) == pytest.approx(3.86e15, rel=3e-3)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_attention_of_exponential_documents_is_that_of_drawn_ones(window):
+    """A row of 4,096 tokens, cut out of documents of 500 tokens in the mean: means of the pairs of drawn rows."""
+    shape, length, mean = GLM.model_copy(update={"sliding_window": window}), 4096, 500.0
+    generator = np.random.default_rng(0)
+    pairs, rows = 0, 2000
+    for _ in range(rows):
+        ends = generator.exponential(mean, 64).cumsum().astype(int)
+        assert ends[-1] > length
+        sizes = np.diff(np.unique(np.concatenate([[0], ends[ends < length], [length]])))
+        pairs += sum(document_half_pairs(sizes, window)) / 2
+    drawn = pairs / (rows * length) / (length / 2)
+    planned = attention_flops(shape, length, mean) / attention_flops(GLM, length)
+    assert planned == pytest.approx(drawn, rel=0.01)  # the draws' own error is 0.3 %
+    assert attention_flops(shape, length, 1e12) == pytest.approx(attention_flops(shape, length), rel=1e-6)
