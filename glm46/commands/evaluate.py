@@ -224,5 +224,9 @@ def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int |
     if find_spec("matplotlib") is None:
         print(f"no {_PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
         return
-    draw(found, str(arguments.model or arguments.checkpoint), window, arguments.output / _PICTURE)
-    print(arguments.output / _PICTURE)
+    picture = arguments.output / _PICTURE
+    try:
+        draw(found, str(arguments.model or arguments.checkpoint), window, picture)
+    except OSError as error:
+        raise UserError(f"{picture}: {error.strerror}; make room, or give another --output folder") from error
+    print(picture)

@@ -53,14 +53,10 @@ class Position:
             samples: most documents.
         """
         self._eos_id = next(iter(manifests.values())).eos_id
-        documents = [(name, held_out(manifest)) for name, manifest in manifests.items()]
-        found = [
-            (int(size), name, stream, int(end - size))
-            for name, stream in documents
-            for ends in [stream.doc_ends()]
-            for end, size in zip(ends, np.diff(ends, prepend=0), strict=True)
-        ]
-        longest = max((size for size, *_ in found), default=0)
+        streams = {name: held_out(manifest) for name, manifest in manifests.items()}
+        ends = {name: stream.doc_ends() for name, stream in streams.items()}
+        sizes = {name: np.diff(of_source, prepend=0) for name, of_source in ends.items()}
+        longest = max(int(of_source.max()) for of_source in sizes.values())
         # Each position needs a target.
         length = max((length for length in lengths if length < longest), default=None)
         if length is None:
@@ -68,13 +64,14 @@ class Position:
                 f"position: a length of {min(lengths)}: the longest held-out document of {', '.join(manifests)} has "
                 f"{longest} tokens; take a shorter length, or a source with longer documents"
             )
+        starts = {name: (ends[name] - sizes[name])[sizes[name] > length] for name in streams}
+        found = [(name, start) for name, of_source in starts.items() for start in of_source.tolist()]
+        order = permute(np.arange(min(samples, len(found))), len(found), f"position {seed}")
         self._edges = bucket_edges(length)
         self.width = len(self._edges) - 1
-        found = [document for document in found if document[0] > length]
-        order = permute(np.arange(min(samples, len(found))), len(found), f"position {seed}")
         self.rows = [
-            Row(f"position/{length}/{name}/{start}", length, partial(self._row, stream, start, length))
-            for _, name, stream, start in (found[i] for i in order.tolist())
+            Row(f"position/{length}/{name}/{start}", length, partial(self._row, streams[name], start, length))
+            for name, start in (found[i] for i in order.tolist())
         ]
 
     def _row(self, stream: TokenStream, start: int, length: int) -> Batch:

@@ -58,11 +58,15 @@ class Results:
             self.save({})
 
     def save(self, results: Mapping[str, Any]) -> None:
-        """Write the file: identity, results by task, rows."""
+        """Write the file: identity, results by task, rows. Raises UserError if it cannot be written."""
         self._saved_at = time.monotonic()
-        if self._file is not None:
-            content = {"identity": self._identity, "results": results, "rows": self.figures}
+        if self._file is None:
+            return
+        content = {"identity": self._identity, "results": results, "rows": self.figures}
+        try:
             replace_durably(self._file, [json.dumps(content, indent=1).encode()])
+        except OSError as error:
+            raise UserError(f"{self._file}: {error.strerror}; make room, or give another --output folder") from error
 
 
 @torch.inference_mode()

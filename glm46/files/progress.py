@@ -68,6 +68,6 @@ class _Lines:
             rate = self._done / (now - self._started)
             left = max(0, self.total - self._done) / rate
             self._report(
-                f"{self.title}: {self._done / self._size:.0f} of {self.total / self._size:.0f} {self._unit}, "
+                f"{self.title}: {self._done / self._size:,.0f} of {self.total / self._size:,.0f} {self._unit}, "
                 f"{rate / self._size:{self._rate_form}} {self._unit}/s, {left:.0f} s left"
             )

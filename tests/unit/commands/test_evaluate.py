@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,18 @@ def test_the_picture_is_drawn_and_its_absence_is_explained(trained, tmp_path, mo
     capsys.readouterr()
     assert main(command) == 0
     assert "[plot]" in capsys.readouterr().out and not (tmp_path / "evaluation.png").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_a_file(trained, small_disk, capsys):
+    disk, _ = small_disk
+    with suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
+        while file.write(b"x" * 4096) == 4096:
+            pass
+    command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--tasks", "needle", "--output", str(disk)]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert str(disk / "evaluation.json") in said and "No space left on device" in said and "--output" in said
+    assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypatch):
