@@ -1,12 +1,14 @@
 """Rules about pipelines: stages and micro-batches that a schedule needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.rules_layout import data_parallel_degree, values_of
+from glm46.config.rules_layout import data_parallel_degree
 from glm46.config.run_config import RunConfig
+from glm46.config.section import Schedule
 
 
 def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
@@ -66,11 +68,7 @@ def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_s
     if ranks == 1 or degree is None:
         return
     rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
-    # A ramp takes every multiple of a micro-batch between its values.
-    counts = [int(value // rows) for value in values_of(config.training.global_batch_size)] or [1]
-    first = max(min(counts), 1)
-    # If any count of the range is wrong, the smallest one is, or one of the next 2 * ranks.
-    for count in range(first, min(max(counts), first + 2 * ranks) + 1):
+    for count in _micro_batch_counts(config.training.global_batch_size, rows, 2 * ranks):
         wanted = _wanted(name, ranks, count)
         if wanted:
             key, batch = "training.global_batch_size", config.training.global_batch_size
@@ -81,6 +79,16 @@ def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_s
                 f"schedule {name} over {ranks} ranks needs {wanted}",
             )
             return
+
+
+def _micro_batch_counts(batch: Schedule | None, rows: int, most: int) -> Iterator[int]:
+    """Numbers of micro-batches of ``rows`` sequences in a step: those of each value, and of each ramp, which takes
+    every multiple between its values, the smallest and the next ``most``: if any of it is wrong, one of these is."""
+    points = batch if isinstance(batch, tuple) else ((0, rows if batch is None else batch),)
+    ramps = [(one, other) for (start, one), (stop, other) in pairwise(points) if start < stop]
+    for low, high in [*((value, value) for _, value in points), *(sorted(ramp) for ramp in ramps)]:
+        first = max(int(low // rows), 1)
+        yield from range(first, min(int(high // rows), first + most) + 1)
 
 
 def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:

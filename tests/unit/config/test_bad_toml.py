@@ -560,6 +560,9 @@ def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
     assert (
         "a step of 5 micro-batches of 1 sequence; schedule Interleaved1F1B over 2 ranks needs a multiple of 2" in fault
     )
+    # A jump takes only the values on its two sides.
+    (tmp_path / "run.toml").write_text(text.replace("[[0, 4], [99, 8]]", "[[0, 4], [99, 4], [99, 8]]"))
+    load_config(tmp_path / "run.toml", world_size=2)
 
 
 def test_a_wrong_number_of_micro_batches_comes_soon_or_never():
