@@ -12,7 +12,7 @@ VERBS = {
     "benchmark": "measure speed and memory of this machine; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
-    "plot": "draw loss, learning rate, speed and balance of runs as a PNG; see plot --help",
+    "plot": "draw metrics of runs, or the curriculum of TOML files, as a picture; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
     "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",

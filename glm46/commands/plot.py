@@ -1,4 +1,5 @@
-"""``python -m glm46 plot``: draw loss, learning rate, speed and expert balance of runs into one PNG."""
+"""``python -m glm46 plot``: draw loss, learning rate, speed and expert balance of runs into one PNG, or the curriculum
+of TOML files."""
 
 import os
 from collections.abc import Sequence
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm46.commands.options import verb_parser
+from glm46.commands.plot_curriculum import draw_curriculum, read_phases
 from glm46.config.errors import UserError
 from glm46.files.durable import replace_durably
+from glm46.observe.console import short_number
 from glm46.observe.history import read_history
 
 if TYPE_CHECKING:
@@ -51,20 +54,34 @@ class _Run(NamedTuple):
 
 def plot_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    parser = verb_parser("plot", description="Draws loss, learning rate, speed and expert balance of runs in one PNG.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run, or its rows file")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="PNG; absent: plot.png beside the first run's rows")
-    parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis; default tokens")
+    parser = verb_parser(
+        "plot",
+        description="Draws loss, learning rate, speed and expert balance of runs in one PNG, or, from the TOML files "
+        "of its phases, the lengths, batches, mixtures and schedules of a curriculum in one PNG or SVG.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN",
+        help="job.dump_folder of a run, or its rows file; or the TOML file of a phase",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="picture; absent: plot.png beside the first run's rows, or curriculum.png here",
+    )  # fmt: skip
+    parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis of runs; default tokens")
     arguments = parser.parse_args(argv)
+    is_curriculum = all(path.suffix == ".toml" for path in arguments.runs)
     files = [path / _ROWS_FILE if path.is_dir() else path for path in arguments.runs]
-    output = arguments.output or files[0].parent / "plot.png"
-    if output.suffix != ".png":
-        raise UserError(f"plot: --output {output}: the picture is a PNG; end the name with .png")
+    output = arguments.output or (Path("curriculum.png") if is_curriculum else files[0].parent / "plot.png")
+    kinds = [".png", ".svg"] if is_curriculum else [".png"]
+    if output.suffix not in kinds:
+        raise UserError(f"plot: --output {output}: end the name of the picture with {' or '.join(kinds)}")
     if find_spec("matplotlib") is None:
         raise UserError("plot: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
-    runs = [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
     try:
-        draw(runs, output, arguments.x)
+        if is_curriculum:
+            draw_curriculum(read_phases(files), output)
+        else:
+            draw([_read(file, name) for file, name in zip(files, _names(files), strict=True)], output, arguments.x)
     except OSError as error:
         raise UserError(f"plot: --output {output}: {error.strerror or error}; name a folder that exists") from error
     print(output)
@@ -155,11 +172,3 @@ def _label(axes: "Axes", panel: _Panel, x_axis: str) -> None:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def short_number(value: float) -> str:
-    """A number for an axis: 1.5M, 20B, 0.25, 3e-04."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.4g}"

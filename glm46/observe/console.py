@@ -18,6 +18,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
+def short_number(value: float) -> str:
+    """A number for an axis: 1.5M, 20B, 0.25, 3e-04."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.4g}"
+
+
 def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
     """Time until the last token at the speed of this row; "?" if the speed is unknown."""
     speed = row.get("tokens_per_second")

@@ -31,9 +31,9 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2175, "compat": 245, "config": 2440, "data": 1885,
+    "commands": 2360, "compat": 245, "config": 2450, "data": 1885,
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1735, "observe": 665, "optim": 1525, "parallelize": 760,
+    "model": 1735, "observe": 675, "optim": 1525, "parallelize": 760,
     "planner": 1785, "prepare": 1625, "pretrain": 540, "reliability": 835,
     "training": 1925,
 }  # fmt: skip

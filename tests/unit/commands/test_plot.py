@@ -1,18 +1,24 @@
 """`python -m glm46 plot` with rows of this release and older ones; the drawn PNG is read back."""
 
 import json
+import re
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from glm46.cli import main
-from glm46.commands.plot import short_number
+from glm46.commands.plot_curriculum import read_phases
+from glm46.observe.console import short_number
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.image import imread  # noqa: E402
 
+CONFIGS = Path(__file__).parents[3] / "train_configs"
+PHASE_1, PHASE_3 = (str(CONFIGS / f"debug_phase{number}.toml") for number in (1, 3))
+EDGES = ["15T", "22T", "22.25T", "22.5T", "22.75T", "23T"]
 # matplotlib's first two colours of lines.
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)
 
@@ -92,6 +98,33 @@ def test_a_model_without_experts_has_no_balance_panel(tmp_path):
     assert ink(run / "plot.png", BLUE)[3] == 0 < ink(run / "plot.png", BLUE)[2]
 
 
+def test_a_curriculum_is_drawn_from_its_files(tmp_path, capsys):
+    """All words are in the SVG as text: lengths, windows and shares of the files, each mixture once."""
+    files = sorted(str(path) for path in CONFIGS.glob("glm46_phase?.toml"))
+    output = tmp_path / "curriculum.svg"
+    assert main(["plot", *reversed(files), "--output", str(output)]) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", output.read_text())
+    for length in ("2,048", "4,096", "32,768", "65,536", "131,072", "196,608"):
+        assert length in words
+    assert words.count("RoPE linear × 48") == words.count("window 65,536") == words.count("books 15%") - 1 == 1
+    assert {"agent trajectories 20%", "learning rate", "router temperature, at most 1.5", "4.194M"} <= set(words)
+    assert [word for word in words if word in EDGES] == EDGES
+    once = output.read_bytes()
+    assert main(["plot", *files, "--output", str(output)]) == 0
+    assert output.read_bytes() == once
+
+
+def test_the_pictures_of_the_document_are_those_of_the_files():
+    """Their words; lines depend on the release of matplotlib."""
+    for name, length in (("glm46", "196,608"), ("glm45_paper", "131,072")):
+        picture = (CONFIGS.parent / "docs" / "images" / f"curriculum_{name}.svg").read_text()
+        words = set(re.findall(r"<text[^>]*>([^<]*)</text>", picture))
+        assert length in words
+        for stage in read_phases(sorted(CONFIGS.glob(f"{name}_phase?.toml"))):
+            assert {f"{source.replace('_', ' ')} {share:.0%}" for source, share in stage.mixture().items()} <= words
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -100,6 +133,8 @@ def test_a_model_without_experts_has_no_balance_panel(tmp_path):
         (["begun"], ("begun", "no training rows", "metrics.log_freq")),
         (["run", "--output", "picture.jpg"], ("--output", "picture.jpg", ".png")),
         (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
+        ([PHASE_1, "--output", "picture.jpg"], ("--output", "picture.jpg", ".png or .svg")),
+        ([PHASE_1, PHASE_3], ("debug_phase3.toml", "lr_scheduler.start_tokens = 245760", "163840", "all phases")),
     ],
 )
 def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arguments, words):
