@@ -41,14 +41,14 @@ def source_folder(tokenizer, tmp_path_factory) -> Path:
     return write_source(tmp_path_factory.mktemp("source"), tokenizer)
 
 
-def write_source(folder: Path, tokenizer: Tokenizer) -> Path:
-    """The prepared source of `source_folder`, for programs that are no tests."""
+def write_source(folder: Path, tokenizer: Tokenizer, *, documents: int = 60, factor: int = 1) -> Path:
+    """The prepared source of `source_folder`, for programs that are no tests, or one of more or longer documents."""
     splits = {}
-    for name, documents in (("train", 60), ("validation", 6)):
+    for name, count in (("train", documents), ("validation", 6)):
         metadata = {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
         writer = SplitWriter(folder, name, metadata)
-        for number in range(documents):
-            text = f"def function_{number}(value):\n    return value + {number}\n" * (3 + number % 5)
+        for number in range(count):
+            text = f"def function_{number}(value):\n    return value + {number}\n" * factor * (3 + number % 5)
             tokens = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(np.uint32)
             writer.add(tokens, np.array([len(tokens)]), np.array([len(text.encode())]), np.array([True]))
         splits[name] = writer.finish()

@@ -65,7 +65,7 @@ def test_refusal_of_a_large_run_shows_needs_and_machine():
     screen = _refuse(load_config(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
     for text in (
         "356,785,898,816 parameters",
-        "8,192 = pipeline 16 x shard 64 x tensor 8, experts over 32",
+        "8,192 = pipeline 8 x context 128 x tensor 8, experts over 32",
         "12.0 GiB free of 16.0 GiB",
         "GPUs               none",
     ):
@@ -92,7 +92,7 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
 @pytest.mark.slow
 def test_refusal_names_the_command_that_plans_this_run(tmp_path):
     """It is printed to be copied: it runs as it is, wherever the first command was started."""
-    end = start("--training.seq_len", "16384", CONFIG_FILE="train_configs/glm46_phase3.toml", NGPU="8192")
+    end = start("--training.seq_len", "16384", CONFIG_FILE="train_configs/glm46_phase2.toml", NGPU="8192")
     (line,) = [line for line in end.stderr.splitlines() if "see what it needs in detail:" in line]
     command = line.partition(":  ")[2]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -184,6 +184,9 @@ def test_one_command_refuses_the_large_run_on_one_screen():
     end = start(CONFIG_FILE="train_configs/glm46_phase3.toml")
     assert (end.returncode, end.stdout) == (2, "")
     assert "What this run needs (GLM-4.6:" in end.stderr and "What was found" in end.stderr
+    for length in ("32,768", "65,536", "131,072", "196,608"):
+        assert f"  {length}  " in end.stderr
+    assert len(end.stderr.splitlines()) <= 40
 
 
 def test_one_command_passes_overrides_on():

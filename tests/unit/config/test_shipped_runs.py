@@ -1,30 +1,50 @@
 """The TOML files that are shipped: sound, and a phase differs from the one before only where the recipe does."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from glm46.cli import main
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.planner.flops import training_flops_per_token
+from glm46.planner.machine import Machine
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.report import plan_text
+from glm46.planner.requirement import describe_requirement
 from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
+from glm46.planner.stage_table import stage_table
 
-FOLDER = Path(__file__).parents[3] / "train_configs"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "train_configs"
 FILES = sorted(FOLDER.glob("*.toml"))
-PHASES = ["glm46_phase1", "glm46_phase2", "glm46_phase3"]
+FAMILIES = {name: [f"{name}_phase{number}" for number in (1, 2, 3)] for name in ("glm45_paper", "glm46", "debug")}
+LARGE = [*FAMILIES["glm45_paper"], *FAMILIES["glm46"]]
 TRILLION = 10**12
+GIB = 2**30
+LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, free_bytes=12 * GIB)
 
 # What the recipe changes from one phase to the next.
+ALWAYS = {
+    "job.description", "job.dump_folder", "data.sources", "training.tokens", "lr_scheduler.start_tokens",
+    "checkpoint.initial_load_path",
+}  # fmt: skip
+LENGTHS = {"training.seq_len", "training.global_batch_size"}
+STAGES = LENGTHS | {"data.stages"}
+MESH = {"parallelism.context_parallel_degree", "parallelism.data_parallel_shard_degree"}
 ALLOWED = {
-    ("glm46_phase1", "glm46_phase2"): {
-        "job.description", "job.dump_folder", "data.sources", "training.tokens", "lr_scheduler.start_tokens",
-        "checkpoint.initial_load_path",
-    },
-    ("glm46_phase2", "glm46_phase3"): {
-        "job.description", "job.dump_folder", "data.sources", "training.tokens", "lr_scheduler.start_tokens",
-        "checkpoint.initial_load_path", "model.rope_theta", "training.seq_len", "training.global_batch_size",
-    },
+    ("glm45_paper_phase1", "glm45_paper_phase2"): ALWAYS,
+    ("glm45_paper_phase2", "glm45_paper_phase3"): ALWAYS | STAGES | MESH | {"model.rope_theta"},
+    ("glm46_phase1", "glm46_phase2"): ALWAYS | LENGTHS | {"checkpoint.interval"},
+    ("glm46_phase2", "glm46_phase3"):
+        ALWAYS | STAGES | MESH | {"parallelism.pipeline_parallel_degree", "checkpoint.interval", "validation.tasks"},
+    ("debug_phase1", "debug_phase2"):
+        ALWAYS | STAGES | {"training.local_batch_size", "parallelism.data_parallel_shard_degree"},
+    ("debug_phase2", "debug_phase3"): ALWAYS | STAGES | MESH | {"training.local_batch_size", "validation.tasks"},
 }  # fmt: skip
 
 
@@ -38,9 +58,23 @@ def flat(config: RunConfig) -> dict[str, object]:
     return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
 
 
-def ranks(config: RunConfig) -> int:
-    """Data-parallel ranks of a phase, all of whose degrees are stated."""
-    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+def steps(plan: Plan) -> int:
+    """Steps of a run of one stage, counted one by one through its ramp, if it has one."""
+    training, (stage,) = plan.config.training, plan.text_stages
+    if plan.step_tokens is not None:
+        return -(-training.tokens // plan.step_tokens)
+    trained = count = 0
+    while trained < training.tokens:
+        clock = plan.config.lr_scheduler.start_tokens + trained
+        rows = batch_sequences(training.global_batch_size, clock, plan.rows_per_micro_batch)
+        trained, count = trained + rows * stage.seq_len, count + 1
+    return count
+
+
+def lengths(name: str) -> list[tuple[int, int]]:
+    """Tokens and sequence length of each stage of a phase."""
+    plan = resolve_plan(phase(name))
+    return [(tokens, stage.seq_len) for tokens, stage in zip(plan.stage_tokens, plan.text_stages, strict=True)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -55,47 +89,132 @@ def test_phase_differs_only_where_the_recipe_does(earlier, later):
     assert {key for key in before if before[key] != after[key]} == ALLOWED[earlier, later]
 
 
-@pytest.mark.parametrize("name", PHASES)
-def test_phase_is_laid_out_for_8192_processes(name):
+@pytest.mark.parametrize("name", LARGE)
+def test_phase_is_laid_out_for_8192_gpus_and_fits_them(name):
     config = phase(name)
     assert check_config(config, world_size=8192) == []
     assert check_config(config, world_size=8191) != []
     assert resolve_shape(config.model).n_routed_experts == 160
+    assert "does it fit on 8,192 x H800\n  yes: " in plan_text(config, gpu="H800")
+    # Each number of micro-batches leaves less than half of a step to the bubble.
+    header, *stages = stage_table(resolve_plan(config))
+    shares = [int(share) for line in stages for share in re.findall(r"(\d+)%", line)]
+    assert len(stages) == len(config.data.stages or [1]) and shares and max(shares) < 50
 
 
-def test_phases_follow_each_other_without_a_gap():
-    """Each phase starts at the tokens, and from the last step, of the one before."""
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in LARGE], ids=lambda path: path.stem)
+def test_small_run_fits_a_laptop(path):
+    assert describe_requirement(load_config(path), LAPTOP)[0]
+
+
+@pytest.mark.parametrize("names", FAMILIES.values(), ids=FAMILIES)
+def test_phases_follow_each_other_without_a_gap(names):
+    """Each phase starts at the tokens, and from the last step, of the one before; the cosine ends with the last."""
     tokens = 0
-    for earlier, later in zip(PHASES, PHASES[1:], strict=False):
-        config, tokens = phase(earlier), tokens + phase(earlier).training.tokens
+    for earlier, later in zip(names, names[1:], strict=False):
+        config = phase(earlier)
+        plan = resolve_plan(config)
+        tokens += plan.budget_tokens
         assert phase(later).lr_scheduler.start_tokens == tokens
-        trained = steps = 0
-        while trained < config.training.tokens:
-            clock = config.lr_scheduler.start_tokens + trained
-            rows = batch_sequences(
-                config.training.global_batch_size, clock, config.training.local_batch_size * ranks(config)
-            )
-            trained, steps = trained + rows * config.training.seq_len, steps + 1
-        folder = f"{config.job.dump_folder}/{config.checkpoint.folder}/step-{steps:06d}"
+        folder = f"{config.job.dump_folder}/{config.checkpoint.folder}/step-{steps(plan):06d}"
         assert phase(later).checkpoint.initial_load_path == folder
+    assert phase(names[-1]).lr_scheduler.total_tokens == tokens + phase(names[-1]).training.tokens
 
 
 def test_recipe_has_the_papers_numbers():
     """arXiv 2508.06471, section 2.4: one cosine, batch 16M to 64M tokens, rates that change at 15T tokens."""
-    first, last = phase(PHASES[0]), phase(PHASES[2])
-    scheduler = first.lr_scheduler
-    assert first.optimizer.lr * learning_rate_factor(scheduler.warmup_tokens, scheduler, 1) == 2.5e-4
+    names = FAMILIES["glm45_paper"]
+    first, last = (resolve_plan(phase(name)) for name in (names[0], names[2]))
+    scheduler, optimizer = first.config.lr_scheduler, first.config.optimizer
+    assert optimizer.lr * learning_rate_factor(scheduler.warmup_tokens, scheduler, 1) == 2.5e-4
     end = scheduler.total_tokens
     # The paper states the end of the cosine: 2.5e-5. The product of two floats is exact to a rounding error.
-    assert first.optimizer.lr * learning_rate_factor(end, scheduler, 1) == pytest.approx(2.5e-5, rel=1e-12)
+    assert optimizer.lr * learning_rate_factor(end, scheduler, 1) == pytest.approx(2.5e-5, rel=1e-12)
     for tokens, million in ((0, 16), (500 * 10**9, 64), (10 * TRILLION, 64)):
-        rows = batch_sequences(first.training.global_batch_size, tokens, ranks(first))
-        assert rows * first.training.seq_len == million * 2**20
-    assert last.training.global_batch_size * last.training.seq_len == 64 * 2**20
-    for config in map(phase, PHASES):
+        rows = batch_sequences(first.config.training.global_batch_size, tokens, first.rows_per_micro_batch)
+        assert rows * first.config.training.seq_len == million * 2**20
+    for index, stage in enumerate(last.text_stages):
+        assert {rows * stage.seq_len for rows in last.batches_of(index)} == {64 * 2**20}
+    for config in map(phase, names):
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION - 1) == 0.001
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION) == 0.0
         assert schedule_value(config.mtp.loss_weight, 15 * TRILLION - 1) == 0.3
         assert schedule_value(config.mtp.loss_weight, 15 * TRILLION) == 0.1
-    assert [phase(name).model.rope_theta for name in PHASES] == [1e4, 1e4, 1e6]
-    assert [phase(name).training.seq_len for name in PHASES] == [4096, 4096, 32768]
+    assert [phase(name).model.rope_theta for name in names] == [1e4, 1e4, 1e6]
+    (long, at_32k), (longest, at_128k) = lengths(names[2])
+    assert [lengths(name)[0][1] for name in names[:2]] == [4096, 4096] and (at_32k, at_128k) == (32768, 131072)
+    # A stage ends with a whole sample.
+    assert TRILLION <= long < TRILLION + at_32k and long + longest == 1_100 * 10**9
+
+
+def test_recipe_has_the_documents_numbers():
+    """ "GLM-4.6 Pre-Training Methodology": mixtures, lengths, batches, rates and intervals."""
+    plans = [resolve_plan(phase(name)) for name in FAMILIES["glm46"]]
+    first, second, last = plans
+    assert [plan.budget_tokens for plan in plans] == [15 * TRILLION, 7 * TRILLION, TRILLION]
+    assert [[round(100 * source.weight) for source in plan.config.data.sources] for plan in plans] == [
+        [35, 15, 8, 7, 5, 12, 8, 10], [35, 10, 15, 12, 8, 10, 10], [25, 30, 15, 10, 20],
+    ]  # fmt: skip
+    assert all(sum(source.weight for source in plan.config.data.sources) == pytest.approx(1) for plan in plans)
+    assert [plan.config.training.seq_len for plan in plans] == [2048, 4096, 196_608]
+    assert [plan.config.checkpoint.interval for plan in plans] == [5000, 3000, 1000]
+    assert (first.step_tokens, second.step_tokens) == (4 * 2**20, 4 * 2**20)
+    assert [stage.seq_len for stage in last.text_stages] == [32_768, 65_536, 131_072, 196_608]
+    assert [stage.shape.rope_scaling.factor * 4096 for stage in last.text_stages] == [
+        stage.seq_len for stage in last.text_stages
+    ]
+    # Windows limit the middle stages to the length of the stage before.
+    assert [stage.shape.sliding_window for stage in last.text_stages] == [None, 32_768, 65_536, None]
+    batches = [last.batches_of(index) for index in range(4)]
+    assert batches == [(64, 64), (32, 32), (16, 16), (10, 10)]
+    for tokens, stage in zip(last.stage_tokens, last.text_stages, strict=True):
+        assert abs(tokens - TRILLION // 4) < 2 * stage.seq_len
+    for config in (plan.config for plan in plans):
+        scheduler, optimizer, moe = config.lr_scheduler, config.optimizer, config.moe
+        assert (optimizer.lr, optimizer.adamw_lr, optimizer.adjust_lr) == (0.02, 3e-4, "original")
+        assert scheduler.warmup_tokens == 2000 * first.step_tokens and scheduler.total_tokens == 23 * TRILLION
+        assert learning_rate_factor(23 * TRILLION, scheduler, 1) == 0.1
+        assert [schedule_value(moe.router_temperature, n * 10**9) for n in (0, 50, 100, 200)] == [1.0, 1.25, 1.5, 1.5]
+        assert (moe.balance, moe.bias_ema_decay, moe.bias_clamp, moe.capacity_factor) == ("proportional", 0.99, 5, 1.25)
+
+
+def other_layouts() -> list[tuple[str, list[str]]]:
+    """The commands of docs/curriculum.md that plan the long phase on other layouts, each with the comment above it."""
+    text = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8")
+    return [(said, shlex.split(line)) for said, line in re.findall(r"(?m)^# (.*)\n(python -m glm46 plan .*)$", text)]
+
+
+@pytest.mark.parametrize(("said", "command"), other_layouts(), ids=lambda value: str(value).partition(":")[0])
+def test_other_layouts_of_the_long_phase_are_legal_and_fit(said, command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(command[3:]) == 0
+    printed = capsys.readouterr().out
+    assert "\n  yes: each GPU needs " in printed
+    table = printed.partition("stages of text")[2].partition("\n\n")[0]
+    shares = re.findall(r"\d+%", table)
+    assert shares == re.findall(r"\d+%", said) and " no" not in table.replace("none", "")
+
+
+def test_the_options_in_the_long_phase_are_those_of_the_document():
+    """The file states the options of the first two stages in comments."""
+    comments = re.findall(r"(?m)^#   (--.*)$", (FOLDER / "glm46_phase3.toml").read_text(encoding="utf-8"))
+    written = shlex.split(" ".join(comments))
+    (_, first), (_, second), *_ = other_layouts()
+    start = first.index("--training.tokens")
+    assert written == [*first[start:], *second[start:]]
+
+
+def test_the_table_of_the_long_phase_is_that_of_its_plan():
+    text = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8")
+    plan = resolve_plan(phase("glm46_phase3"))
+    lines = stage_table(plan)[1:]
+    rows = re.findall(
+        r"(?m)^\| (\d+,\d+) \| ([\d,]*) ?\| ([\d,]+) \| (\d+) \| (\d+) \| (\d+) % \| ([\d.]+ GiB) \|$", text
+    )
+    assert len(rows) == len(lines) == 4
+    for row, line, stage in zip(rows, lines, plan.text_stages, strict=True):
+        length, window, gflop, sequences, micro_batches, share, memory = row
+        cells = re.split(r"  +", line.strip())
+        assert (length, window or "none", sequences, micro_batches) == (*cells[3:5], *cells[6:8])
+        assert (f"{share}%", memory) == (cells[8], cells[10])
+        assert gflop == f"{training_flops_per_token(stage.shape, stage.seq_len) / 1e9:,.0f}"
