@@ -60,11 +60,22 @@ def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
 
 def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
     """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
-    the first chunk and the last one of the rank see 1 + 1 / (2 cp) times the row between them. Under a window this
-    holds for the part of the row where the window fills; of the rest, the rank's chunk sees itself and a window."""
-    grows = min(shape.sliding_window or length, length)
-    keys = grows * (1 + 1 / (2 * cp)) + ((length - grows) / cp + grows if grows < length else 0)
+    `attended_keys` of both."""
+    keys, _ = attended_keys(shape.sliding_window, length, cp)
     return 2 * rows * keys * shape.num_key_value_heads / tp * shape.head_dim * width
+
+
+def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
+    """Keys of a row as one document that the chunks of a context-parallel rank see together, and those that it gets.
+
+    The first chunk and the last one see 1 + 1 / (2 cp) times the row between them, and the rank gets all keys. Under a
+    window this holds for the part of the row where the window fills. Each rank has one chunk of the rest, which sees
+    itself and the window before it.
+    """
+    if window is None or window >= length:
+        return length * (1 + 1 / (2 * cp)), length
+    rest = (length - window) / cp
+    return window * (1 + 1 / (2 * cp)) + rest + window, min(rest + 2 * window, length)
 
 
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:

@@ -16,6 +16,7 @@ from glm46.config.run_config import RunConfig
 from glm46.planner.activations import (
     FP32,
     INDEX,
+    attended_keys,
     dense_layer_bytes,
     gathered_key_bytes,
     moe_layer_bytes,
@@ -259,8 +260,9 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
     rows, length = config.training.local_batch_size, config.training.seq_len
     width = _BYTES[config.training.mixed_precision_param]
     kept = gathered_key_bytes(shape, width, rows=rows, length=length, cp=layout.cp, tp=layout.tp)
-    # All keys of the rows, or those that a window leaves: each tensor comes by itself.
-    gathered = min(rows * length * shape.num_key_value_heads / layout.tp * shape.head_dim * width, kept / 2)
+    # Keys and values come one after the other.
+    _, received = attended_keys(shape.sliding_window, length, layout.cp)
+    gathered = rows * received * shape.num_key_value_heads / layout.tp * shape.head_dim * width
     if config.activation_checkpoint.mode != "none":
         return kept + gathered  # of the layer that is computed, or computed again
     in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1

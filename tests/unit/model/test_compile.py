@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from glm46.config.model import RopeScaling
 from glm46.model.attention_layout import attention_layout
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
@@ -14,6 +15,10 @@ from glm46.model.router import RoutingOptions
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
+LINEAR = RopeScaling(rope_type="linear", factor=2.0)
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+
+
 def inputs(shape, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 24, shape.hidden_size, generator=generator, requires_grad=True)
@@ -21,7 +26,7 @@ def inputs(shape, seed):
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, 24)
     positions = torch.arange(24).expand(2, 24)
     rope = rotary_tables(positions, shape, torch.float32)
-    layout = attention_layout(documents, (2, 24), None)
+    layout = attention_layout(documents, (2, 24), shape.sliding_window)
     temperature = torch.tensor(1.0 + seed)  # a warm-up changes it every step
     options = RoutingOptions(temperature=temperature, capacity_factor=1.2, balance_loss=True, z_loss=True)
     return x, rope, layout, documents < len(lengths) - 1, options
@@ -60,3 +65,18 @@ def test_compiled_block_equals_eager_without_break_or_recompilation(is_dense, ti
         whole = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
         for name in grads:
             assert relative_error(got_grads[name], grads[name], 1e-4 * whole) < 1e-5, name
+
+
+def test_a_stage_of_text_compiles_no_layer_again_for_its_rope_scaling(tiny_shape, random_model, relative_error):
+    """A RoPE scaling is only other tables. A window is compiled twice: when it comes, and with another value."""
+    shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
+    block = random_model(shape).layers["0"]
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    stages = [(None, None), (None, LINEAR), (None, YARN), (5, None), (7, YARN), (9, LINEAR), (None, YARN), (3, None)]
+    for stage, (window, scaling) in enumerate(stages):
+        of_stage = shape.model_copy(update={"sliding_window": window, "rope_scaling": scaling})
+        may_compile = stage < 2 or window in (5, 7)  # the second stage has other numbers of documents
+        with torch.compiler.set_stance("default" if may_compile else "fail_on_recompile"):
+            got, _ = compiled(*inputs(of_stage, stage % 4))
+        assert relative_error(got, block(*inputs(of_stage, stage % 4))[0]) < 1e-6

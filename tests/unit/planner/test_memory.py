@@ -17,6 +17,7 @@ from glm46.optim.compact_state import BLOCK
 from glm46.optim.state_offload import SLOTS
 from glm46.parallelize import activation_checkpoint
 from glm46.planner.activations import (
+    attended_keys,
     dense_layer_bytes,
     gathered_key_bytes,
     moe_layer_bytes,
@@ -114,6 +115,20 @@ def test_gathered_keys_match_what_autograd_keeps(ranks, monkeypatch):
     index = layout.exchange.keys.nbytes + 2 * layout.cu_seq_q.nbytes
     planned = gathered_key_bytes(shape, 2, rows=4, length=128 * ranks, cp=ranks, tp=1)
     assert planned == kept - plain - index + own  # the layer keeps its own keys in `plain`
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("window", [None, 16, 300, 1000, 4096])
+def test_attended_keys_are_those_of_the_layout(ranks, window):
+    """Of the rank that has most, but for a few tokens that equal chunks leave. Two ranks need less: the chunks
+    of the last one touch."""
+    length = 4096
+    places = SequenceShard(None, ranks, 0).places(None, (1, length), window)
+    layouts = [attention_layout(None, (1, length), window, places, rank) for rank in range(ranks)]
+    seen = max(len(layout.exchange.keys) for layout in layouts)
+    received = max(sum(layout.exchange.receive) or length for layout in layouts)
+    for found, planned in zip((seen, received), attended_keys(window, length, ranks), strict=True):
+        assert found <= planned + 2 * ranks and planned <= 1.2 * found, (found, planned)
 
 
 def test_gathered_keys_of_micro_batches_in_flight_count():
