@@ -34,7 +34,7 @@ LINE_BUDGETS = {
     "commands": 2360, "compat": 245, "config": 2450, "data": 1885,
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1735, "observe": 675, "optim": 1525, "parallelize": 760,
-    "planner": 1785, "prepare": 1625, "pretrain": 540, "reliability": 835,
+    "planner": 1810, "prepare": 1625, "pretrain": 540, "reliability": 835,
     "training": 1925,
 }  # fmt: skip
 LINE_GOAL = 17_500
