@@ -57,7 +57,10 @@ def evaluate_command(argv: Sequence[str]) -> int:
     sources = _stated_sources(arguments)
     model, tokenizer = load_model(arguments)
     training = _training(arguments.checkpoint)
-    manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
+    try:
+        manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
+    except UserError as error:
+        raise error if sources else UserError(*(f"{fault}; or give --data" for fault in error.faults)) from error
     for manifest in manifests.values():
         manifest.require_tokenizer(tokenizer.fingerprint)
     lengths = _lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)

@@ -171,6 +171,14 @@ def test_mistakes_are_named_with_exit_code_2(trained, arguments, words, tmp_path
     assert code == 2 and all(word in said for word in words), said
 
 
+def test_text_that_is_gone_is_named_with_the_option_that_states_other_text(trained, monkeypatch, capsys):
+    known = evaluate._training
+    monkeypatch.setattr(evaluate, "_training", lambda folder: known(folder)._replace(sources={"a": Path("moved/a")}))
+    assert main(["evaluate", "--checkpoint", step_of(trained), *OPTIONS]) == 2
+    said = capsys.readouterr().err
+    assert "moved/a" in said and "--data" in said
+
+
 def test_a_folder_without_text_and_foreign_results_are_refused(trained, source_folder, tmp_path, capsys):
     exported = str(next(trained.rglob("config.json")).parent)
     assert main(["evaluate", "--model", exported]) == 2
