@@ -48,6 +48,28 @@ VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default
 """The operator behind `varlen_attn`; its result is saved by selective activation checkpointing."""
 
 
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp [heads, queries] of the flash kernel behind `varlen_attn`, which gives no gradient that
+    follows from the log-sum-exp over other keys too."""
+    sizes = cu_seq_q, cu_seq_k, max_q, max_k, 0.0, causal
+    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
+    return out, log_sum
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+    max_q: int, max_k: int, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v of `flash_attention`."""
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sum, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, causal, no_dropout,
+        torch.empty(0, dtype=torch.uint64, device=q.device),
+    )  # fmt: skip
+
+
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`plain_attention` by torch's CPU kernel.
 

@@ -32,6 +32,33 @@ class KeyExchange:
         return replace(self, keys=copy(self.keys), tokens=None if self.tokens is None else copy(self.tokens))
 
 
+class RingPart(NamedTuple):
+    """What the queries of a context-parallel rank see of the keys of one rank."""
+
+    queries: Tensor
+    """int64 [queries]: those that see any, by their number on this rank."""
+    keys: Tensor
+    """int64 [keys]: for each key of the runs, its number on the other rank."""
+    layout: "AttentionLayout"
+    """Of these queries and keys. Only the own part is causal: of other ranks, a query sees all keys of its run."""
+
+    def apply(self, copy: Callable[[Tensor], Tensor]) -> "RingPart":
+        """The same with copies of its tensors."""
+        return RingPart(copy(self.queries), copy(self.keys), self.layout._with(copy))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRing:
+    """How keys pass from each context-parallel rank to the next, where all together would take too much memory."""
+
+    parts: list[RingPart]
+    """Of the own keys, then of those of the rank before, and so on around the ring."""
+
+    def apply(self, copy: Callable[[Tensor], Tensor]) -> "KeyRing":
+        """The same with copies of its tensors."""
+        return KeyRing([part.apply(copy) for part in self.parts])
+
+
 class AttentionLayout(NamedTuple):
     """Runs of consecutive queries, each with its own run of keys, as `torch.nn.attention.varlen` takes them.
 
@@ -51,7 +78,7 @@ class AttentionLayout(NamedTuple):
     """Keys of the run with most keys."""
     window: int | None
     """Most keys that a query sees, its own included; None for all."""
-    exchange: KeyExchange | None = None
+    exchange: KeyExchange | KeyRing | None = None
     """None without context parallelism."""
 
     def pin_memory(self) -> "AttentionLayout":
@@ -70,7 +97,13 @@ class AttentionLayout(NamedTuple):
 
 
 def attention_layout(
-    document_ids: Tensor | None, size: tuple[int, int], window: int | None, places: Tensor | None = None, rank: int = 0
+    document_ids: Tensor | None,
+    size: tuple[int, int],
+    window: int | None,
+    places: Tensor | None = None,
+    rank: int = 0,
+    *,
+    ring: bool = False,
 ) -> AttentionLayout | None:
     """The layout of whole rows, or of the part of them that a context-parallel rank holds, on the CPU.
 
@@ -80,6 +113,7 @@ def attention_layout(
         window: most keys that a query sees, its own included; None for all.
         places: int64 [B, ranks, S / ranks], the tokens of each rank, ascending; None without context parallelism.
         rank: of the context-parallel group.
+        ring: pass keys from rank to rank instead of gathering them; not with a window.
 
     Returns:
         None for rows that are plainly causal, which have a kernel of their own.
@@ -95,12 +129,13 @@ def attention_layout(
     if places is None:
         return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window)
     tokens_RN = (places_BRS + np.arange(B)[:, None, None] * S).swapaxes(0, 1).reshape(places_BRS.shape[1], -1)
+    if ring:
+        return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, _ring(start, end, first_key, tokens_RN, rank))
     sent, received = ([], tokens_RN) if window is None else _exchange(ids_BS, places_BRS, tokens_RN, window, rank)
     gathered = np.concatenate(received)
     place_of_token = np.empty(B * S, np.int64)
     place_of_token[gathered] = np.arange(len(gathered))
-    tokens = np.concatenate([np.arange(a, b) for a, b in zip(first_key.tolist(), end.tolist(), strict=True)])
-    exchange = KeyExchange(torch.from_numpy(place_of_token[tokens]))
+    exchange = KeyExchange(torch.from_numpy(place_of_token[_ranges(first_key, end)]))
     if sent:
         sizes = [len(x) for x in sent], [len(x) for x in received]
         exchange = KeyExchange(exchange.keys, torch.from_numpy(np.concatenate(sent)), *sizes)
@@ -123,6 +158,31 @@ def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple
         first = of_document[document[index]]
         first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
     return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
+
+
+def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: np.ndarray, rank: int) -> KeyRing:
+    """The parts of a rank's runs, which begin with the tokens ``start``."""
+    own = tokens_RN[rank]
+    first_query, parts = np.searchsorted(own, start), []
+    for distance in range(len(tokens_RN)):
+        tokens = tokens_RN[rank - distance]
+        # Of its own keys a run sees those up to its end, of others those before it: no chunk of a rank splits a run.
+        first, stop = np.searchsorted(tokens, first_key), np.searchsorted(tokens, start if distance else end)
+        sees = stop > first
+        lengths, keys = (end - start)[sees], (stop - first)[sees]
+        cu_seq_q, cu_seq_k = _cumulative(lengths), _cumulative(keys)
+        most = (int(sizes.max(initial=0)) for sizes in (lengths, keys))
+        parts.append(RingPart(
+            _ranges(first_query[sees], first_query[sees] + lengths), _ranges(first[sees], stop[sees]),
+            AttentionLayout(cu_seq_q, cu_seq_k, *most, None),
+        ))  # fmt: skip
+    return KeyRing(parts)
+
+
+def _ranges(start: np.ndarray, end: np.ndarray) -> Tensor:
+    """The numbers of several ranges behind each other, int64."""
+    ranges = [np.arange(a, b) for a, b in zip(start.tolist(), end.tolist(), strict=True)]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ranges]))
 
 
 def _exchange(

@@ -43,17 +43,48 @@ def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: Attentio
     if has_flash_kernel(q_NHC.device, q_NHC.dtype):
         left = -1 if window is None else window - 1
         return compat.varlen_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, layout.max_q, layout.max_k, (left, 0))
-    return block_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window)[0]
+    return block_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window, True)[0]
 
 
-def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None) -> Iterator[tuple[slice, Tensor]]:
+def part_attention(
+    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: AttentionLayout, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of runs to a part of their keys, without gradient and without a window.
+
+    Args:
+        causal: as `attend_in_runs`; False: each query of a run sees all keys of the run.
+
+    Returns:
+        [queries, H, C], and the log-sum-exp of the scores, FP32 or FP64 [H, queries].
+    """
+    cu_seqs = layout.cu_seq_q, layout.cu_seq_k
+    if has_flash_kernel(q_NHC.device, q_NHC.dtype):
+        return compat.flash_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.max_q, layout.max_k, causal)
+    return _block_attention_part(q_NHC, k_MKC, v_MKC, *cu_seqs, None, causal)
+
+
+def part_attention_backward(
+    grad_NHC: Tensor, q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, out_NHC: Tensor, log_sum_HN: Tensor,
+    layout: AttentionLayout, *, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v of a part of the keys, from result and log-sum-exp over all keys."""
+    tensors = grad_NHC, q_NHC, k_MKC, v_MKC, out_NHC, log_sum_HN, layout.cu_seq_q, layout.cu_seq_k
+    if has_flash_kernel(q_NHC.device, q_NHC.dtype):
+        return compat.flash_attention_backward(*tensors, layout.max_q, layout.max_k, causal)
+    return _block_attention_backward(*tensors, None, causal)
+
+
+def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool) -> Iterator[tuple[slice, Tensor]]:
     """For each block of queries the keys that some of them sees, and a mask [queries, keys], true = sees.
 
     A query sees consecutive keys, and the first and the last of them never move back from one query to the next.
     """
     lengths = (cu_seq_q[1:] - cu_seq_q[:-1]).long()
     ahead = (cu_seq_k[1:] - cu_seq_q[1:]).repeat_interleave(lengths)
-    end_N = torch.arange(1, ahead.numel() + 1, device=ahead.device) + ahead
+    if causal:
+        end_N = torch.arange(1, ahead.numel() + 1, device=ahead.device) + ahead
+    else:
+        end_N = cu_seq_k[1:].long().repeat_interleave(lengths)
     first_N = cu_seq_k[:-1].repeat_interleave(lengths)
     if window is not None:
         first_N = torch.maximum(first_N, end_N - window)
@@ -63,11 +94,10 @@ def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None) -> Iterator[
         yield keys, (key >= first.unsqueeze(1)).logical_and_(key < end.unsqueeze(1))
 
 
-@torch.library.custom_op("glm46::block_attention", mutates_args=())
-def block_attention(
-    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None
+def _attend_in_blocks(
+    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of runs, block by block of queries, on any device.
+    """Attention of runs, block by block of queries, on any device: the operator `block_attention`.
 
     An operator of its own, because `torch.compile` cannot trace blocks whose sizes depend on the documents, and because
     backward makes the masks again instead of keeping them.
@@ -78,14 +108,20 @@ def block_attention(
     out, log_sum = torch.empty_like(q_NHC), _empty_log_sum(q_NHC)
     forward = compat.cpu_attention if q_NHC.device.type == "cpu" else plain_attention
     start = 0
-    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window):
+    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal):
         rows = slice(start, start := start + mask.shape[0])
         out[rows], log_sum[:, rows] = forward(q_NHC[rows], k_MKC[keys], v_MKC[keys], mask)
     return out, log_sum
 
 
+block_attention = torch.library.custom_op("glm46::block_attention", _attend_in_blocks, mutates_args=())
+# The same under another name: selective activation checkpointing, which saves the results of `block_attention`, would
+# save those of every part.
+_block_attention_part = torch.library.custom_op("glm46::block_attention_part", _attend_in_blocks, mutates_args=())
+
+
 @block_attention.register_fake
-def _(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window):
+def _(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window, causal):
     return torch.empty_like(q_NHC), _empty_log_sum(q_NHC)
 
 
@@ -97,7 +133,7 @@ def _empty_log_sum(q_NHC: Tensor) -> Tensor:
 @torch.library.custom_op("glm46::block_attention_backward", mutates_args=())
 def _block_attention_backward(
     grad_NHC: Tensor, q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, out_NHC: Tensor, log_sum_HN: Tensor,
-    cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None,
+    cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     # A key gets a part of its gradient from every block; the sum of many parts needs FP32.
@@ -106,7 +142,7 @@ def _block_attention_backward(
     grad_k, grad_v = torch.zeros_like(k_MKC, dtype=wide), torch.zeros_like(v_MKC, dtype=wide)
     backward = compat.cpu_attention_backward if q_NHC.device.type == "cpu" else plain_attention_backward
     start = 0
-    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window):
+    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal):
         rows = slice(start, start := start + mask.shape[0])
         grad_q[rows], of_k, of_v = backward(
             grad_NHC[rows], q_NHC[rows], k_MKC[keys], v_MKC[keys], out_NHC[rows], log_sum_HN[:, rows], mask
@@ -117,18 +153,18 @@ def _block_attention_backward(
 
 
 @_block_attention_backward.register_fake
-def _(grad_NHC, q_NHC, k_MKC, v_MKC, out_NHC, log_sum_HN, cu_seq_q, cu_seq_k, window):
+def _(grad_NHC, q_NHC, k_MKC, v_MKC, out_NHC, log_sum_HN, cu_seq_q, cu_seq_k, window, causal):
     return torch.empty_like(q_NHC), torch.empty_like(k_MKC), torch.empty_like(v_MKC)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, cu_seq_q, cu_seq_k, ctx.window = inputs
+    q, k, v, cu_seq_q, cu_seq_k, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seq_q, cu_seq_k)
 
 
 def _gradients(ctx, grad_NHC: Tensor, _):
-    gradients = _block_attention_backward(grad_NHC.contiguous(), *ctx.saved_tensors, ctx.window)
-    return *gradients, None, None, None
+    gradients = _block_attention_backward(grad_NHC.contiguous(), *ctx.saved_tensors, ctx.window, ctx.causal)
+    return *gradients, None, None, None, None
 
 
 block_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,7 +1,8 @@
 """Context parallelism: each rank computes a part of every sequence, and attention gathers all keys and values.
 
 GLM has few key and value heads, so gathering them is cheap compared with attention itself. Under a sliding window the
-ranks exchange only the keys that are seen. Queries and all other activations stay on their rank.
+ranks exchange only the keys that are seen; where all keys would take too much memory, they pass from rank to rank.
+Queries and all other activations stay on their rank.
 """
 
 from typing import Any
@@ -13,9 +14,10 @@ from glm46 import compat
 from glm46.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.distributed.sequence import SequenceShard
 from glm46.model.attention import Attention, AttentionCore
-from glm46.model.attention_layout import AttentionLayout, attention_layout
+from glm46.model.attention_layout import AttentionLayout, KeyRing, attention_layout
 from glm46.model.router import Router
 from glm46.model.transformer import Transformer
+from glm46.parallelize.ring import ring_attention
 
 
 def apply(model: Transformer, shard: SequenceShard) -> None:
@@ -28,7 +30,12 @@ def apply(model: Transformer, shard: SequenceShard) -> None:
 
 
 def take_part(
-    rows: dict[str, Tensor], document_ids: Tensor | None, window: int | None, shard: SequenceShard | None
+    rows: dict[str, Tensor],
+    document_ids: Tensor | None,
+    window: int | None,
+    shard: SequenceShard | None,
+    *,
+    ring: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
 
@@ -37,13 +44,15 @@ def take_part(
         document_ids: [B, S]; None to attend across documents.
         window: of the model.
         shard: None without context parallelism.
+        ring: see `attention_layout`.
     """
     size = tuple(rows["input_ids"].shape)
     if shard is None:
         layout = attention_layout(document_ids, size, window)
         return rows if layout is None else rows | {"layout": layout}
     places = shard.places(document_ids, size, window)
-    return shard.cut(rows, places) | {"layout": attention_layout(document_ids, size, window, places, shard.rank)}
+    layout = attention_layout(document_ids, size, window, places, shard.rank, ring=ring)
+    return shard.cut(rows, places) | {"layout": layout}
 
 
 def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
@@ -59,7 +68,13 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
         compat.let_size_vary(keys, 1)
         return keys
 
+    @torch.compiler.disable
+    def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
+        return ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), ring, shard.group).view(q.shape)
+
     def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if isinstance(layout.exchange, KeyRing):
+            return around_the_ring(q, k, v, layout.exchange)
         # The gathered keys are free again before the values come.
         return core(q, of_runs(k, layout), of_runs(v, layout), layout)
 

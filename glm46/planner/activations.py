@@ -78,6 +78,23 @@ def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, floa
     return window * (1 + 1 / (2 * cp)) + rest + window, min(rest + 2 * window, length)
 
 
+MOST_GATHERED_BYTES = 4 * 2**30
+"""Of the keys and values of one layer. GLM-4.6 reaches it at a million tokens without tensor parallelism."""
+
+
+def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
+    """Whether context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
+    if cp == 1 or shape.sliding_window is not None:
+        return False
+    return gathered_key_bytes(shape, width, rows=rows, length=length, cp=cp, tp=tp) > MOST_GATHERED_BYTES
+
+
+def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
+    """Keys and values that a rank holds in backward while they travel: those that it has, those that come, and those of
+    its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
+    return 2 * rows * length / cp * shape.num_key_value_heads / tp * shape.head_dim * (3 * width + 3 * FP32)
+
+
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:
     """Bytes of one layer's attention that selective checkpointing keeps, per token: result and log-sum of the
     softmax."""

@@ -19,10 +19,12 @@ from glm46.planner.activations import (
     attended_keys,
     dense_layer_bytes,
     gathered_key_bytes,
+    keys_travel,
     moe_layer_bytes,
     mtp_layer_bytes,
     selective_attention_bytes,
     selective_experts_bytes,
+    travelling_key_bytes,
 )
 from glm46.planner.curriculum import TextStage
 from glm46.planner.layout import Layout
@@ -259,7 +261,10 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
         return 0.0
     rows, length = config.training.local_batch_size, config.training.seq_len
     width = _BYTES[config.training.mixed_precision_param]
-    kept = gathered_key_bytes(shape, width, rows=rows, length=length, cp=layout.cp, tp=layout.tp)
+    part = {"rows": rows, "length": length, "cp": layout.cp, "tp": layout.tp}
+    if keys_travel(shape, width, **part):
+        return travelling_key_bytes(shape, width, **part)
+    kept = gathered_key_bytes(shape, width, **part)
     # Keys and values come one after the other.
     _, received = attended_keys(shape.sliding_window, length, layout.cp)
     gathered = rows * received * shape.num_key_value_heads / layout.tp * shape.head_dim * width

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.planner.activations import keys_travel
 from glm46.planner.budget import budget_tokens
 from glm46.planner.curriculum import TextStage, plan_stages, stage_at
 from glm46.planner.flops import training_flops_per_token
@@ -66,6 +67,11 @@ class Plan:
         if isinstance(batch, tuple) or len(lengths) > 1:
             return None
         return batch_sequences(batch, 0, self.rows_per_micro_batch) * lengths.pop()
+
+    def keys_travel(self, shape: ModelShape, size: tuple[int, int]) -> bool:
+        """`keys_travel` of micro-batches of this many rows and tokens per row."""
+        width = 4 if self.config.training.mixed_precision_param == "float32" else 2
+        return keys_travel(shape, width, rows=size[0], length=size[1], cp=self.layout.cp, tp=self.layout.tp)
 
     @property
     def flops(self) -> float:

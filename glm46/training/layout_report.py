@@ -66,7 +66,10 @@ def _attention(task: Task) -> str:
     if has_window:
         said.append(f"window of {', then '.join('all' if w is None else f'{w:,}' for w in windows)} tokens")
     if cp > 1:
-        said.append(f"keys {'exchanged' if has_window else 'gathered'} over {cp} ranks")
+        rows = config.training.local_batch_size
+        travel = any(task.plan.keys_travel(s.shape, (rows, s.seq_len)) for s in task.plan.text_stages)
+        how = "passed around" if travel else "exchanged over" if has_window else "gathered over"
+        said.append(f"keys {how} {cp} ranks")
     return ", ".join(said)
 
 

@@ -79,7 +79,9 @@ class Network:
             names += ["mtp_input_ids", "mtp_labels"]
         # Passed explicitly: without document masks padding stays padding.
         rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
-        part = take_part(rows, self._mask_ids(batch), self.shape.sliding_window, self.cluster.meshes.sequence)
+        window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
+        ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
+        part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring)
         if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
             part = {name: value.pin_memory() for name, value in part.items()}
         return {name: value.to(self.cluster.device, non_blocking=True) for name, value in part.items()}

@@ -31,11 +31,11 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2360, "compat": 245, "config": 2450, "data": 1885,
+    "commands": 2360, "compat": 265, "config": 2450, "data": 1885,
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1735, "observe": 675, "optim": 1525, "parallelize": 760,
-    "planner": 1810, "prepare": 1625, "pretrain": 540, "reliability": 835,
-    "training": 1925,
+    "model": 1840, "observe": 675, "optim": 1525, "parallelize": 880,
+    "planner": 1845, "prepare": 1625, "pretrain": 540, "reliability": 835,
+    "training": 1950,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""

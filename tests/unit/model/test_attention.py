@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm46.distributed.sequence import SequenceShard
 from glm46.model.attention import attend
 from glm46.model.attention_layout import attention_layout
-from glm46.model.attention_runs import block_attention, plain_attention, plain_attention_backward
+from glm46.model.attention_runs import (
+    block_attention,
+    part_attention,
+    part_attention_backward,
+    plain_attention,
+    plain_attention_backward,
+)
 from glm46.model.router import RoutingOptions
 
 
@@ -153,10 +159,10 @@ def test_the_cpu_kernel_equals_products(dtype):
     bound = 1e-6 if dtype == torch.float32 else 2 * 2**-8
     causal = torch.arange(90) <= torch.arange(50, 90).unsqueeze(1)
     out, log_sum = plain_attention(q, k, v, causal)
-    got, got_sum = block_attention(q, k, v, *lengths, None)
+    got, got_sum = block_attention(q, k, v, *lengths, None, True)
     assert error(got, out) < bound and error(got_sum, log_sum) < bound
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    of_kernel = torch.autograd.grad(block_attention(*inputs, *lengths, None)[0], inputs, grad)
+    of_kernel = torch.autograd.grad(block_attention(*inputs, *lengths, None, True)[0], inputs, grad)
     for a, b in zip(of_kernel, plain_attention_backward(grad, q, k, v, out, log_sum, causal), strict=True):
         assert error(a, b) < bound
 
@@ -164,7 +170,7 @@ def test_the_cpu_kernel_equals_products(dtype):
 def test_the_operator_keeps_its_promises_to_the_compiler():
     layout = attention_layout(torch.tensor([[0] * 5 + [1] * 7]), (1, 12), None)
     inputs = [torch.randn(12, n, 8, requires_grad=True) for n in (4, 2, 2)]
-    torch.library.opcheck(block_attention, (*inputs, layout.cu_seq_q, layout.cu_seq_k, 3))
+    torch.library.opcheck(block_attention, (*inputs, layout.cu_seq_q, layout.cu_seq_k, 3, True))
 
 
 class _Sizes(TorchDispatchMode):
@@ -308,3 +314,23 @@ def test_positions_restart_with_the_document(tiny_shape, random_model):
     torch.testing.assert_close(model(tokens), shifted, rtol=0, atol=2e-4)
     stretched = model(tokens, positions=torch.arange(16)[None] * 2)
     assert F.mse_loss(model(tokens), stretched) > 1e-4
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
+def test_parts_of_a_ring_on_flash_hold_no_more_than_a_part_of_the_keys(packed):
+    """On the meta device, at a million tokens: shapes of the flash kernel's operators, forward and backward."""
+    length, ranks = 1_048_576, 4
+    documents = torch.arange(8).repeat_interleave(length // 8)[None] if packed else None
+    places = SequenceShard(None, ranks, 0).places(documents, (1, length), None)
+    ring = attention_layout(documents, (1, length), None, places, 1, ring=True).exchange
+    own = length // ranks
+    q, grad = (torch.empty(own, 12, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    k, v = (torch.empty(own, 1, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    for distance, part in enumerate(ring.apply(lambda tensor: tensor.to("meta")).parts):
+        assert len(part.queries) <= own and len(part.keys) <= 2 * own
+        keys = [x.index_select(0, part.keys) for x in (k, v)]
+        queries, of_out = (x.index_select(0, part.queries) for x in (q, grad))
+        out, log_sum = part_attention(queries, *keys, part.layout, causal=distance == 0)
+        assert out.shape == queries.shape and log_sum.shape == (12, len(part.queries))
+        grads = part_attention_backward(of_out, queries, *keys, out, log_sum, part.layout, causal=distance == 0)
+        assert [x.shape for x in grads] == [queries.shape, keys[0].shape, keys[1].shape]

@@ -8,14 +8,14 @@ prints the table.
 from pathlib import Path
 
 from glm46.config.presets import PRESETS
-from glm46.planner.activations import gathered_key_bytes
+from glm46.planner.activations import gathered_key_bytes, travelling_key_bytes
 from glm46.planner.flops import attention_flops
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/parallelism.md"
 SHAPE, TENSOR, WIDTH, DOCUMENT_TOKENS, WINDOW = PRESETS["GLM-4.6"], 8, 2, 4096, 4096
 HEAD = [
-    "| row | context | received | held | hidden state | one document | of 4,096 | window | received | held |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| row | context | received | held | ring held | hidden state | document | of 4,096 | window | received | held |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -33,8 +33,10 @@ def line(length: int, ranks: int) -> str:
         """Most that a rank receives: what it attends to, less its own keys."""
         return min(keys, held(shape)) - keys / ranks
 
+    travelling = travelling_key_bytes(SHAPE, WIDTH, rows=1, length=length, cp=ranks, tp=TENSOR)
     return "| " + " | ".join([
         f"{length:,}", str(ranks), f"{received(SHAPE) / 1e6:.0f} MB", f"{held(SHAPE) / 1e6:.0f} MB",
+        "-" if ranks == 1 else f"{travelling / 1e6:.0f} MB",
         f"{length / ranks / TENSOR * SHAPE.hidden_size * WIDTH / 1e6:.0f} MB",
         f"{work(SHAPE, length):.1f} TFLOP", f"{work(SHAPE, DOCUMENT_TOKENS):.2f} TFLOP",
         f"{work(windowed, length):.2f} TFLOP", f"{received(windowed) / 1e6:.0f} MB", f"{held(windowed) / 1e6:.0f} MB",

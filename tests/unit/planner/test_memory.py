@@ -28,6 +28,7 @@ from glm46.planner.activations import (
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
 from glm46.planner.parameters import count_parameters
+from glm46.planner.plan import resolve_plan
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """Where layers are measured, a large head would only take time."""
@@ -271,3 +272,24 @@ def test_the_seed_layout_of_the_355b_model():
     assert share <= plan_memory(config, 8192).weights <= 1.35 * share
     with pytest.raises(AssertionError, match="64 processes, degrees of 8192"):
         resolve_layout(config.parallelism, 64)
+
+
+def test_keys_travel_where_all_would_take_too_much():
+    """GLM-4.6 at a million tokens: gathered with tensor parallelism, passed on without it."""
+
+    def plan(length: int, **degrees: int):
+        config = _run(
+            model={"flavor": "GLM-4.6", "max_position_embeddings": length},
+            training={"seq_len": length, "global_batch_size": 1}, activation_checkpoint={"mode": "full"},
+            parallelism=degrees | {"data_parallel_shard_degree": 1, "context_parallel_degree": 8},
+        )  # fmt: skip
+        world = 8 * math.prod(degrees.values())
+        return resolve_plan(config, world), plan_memory(config, world).gathered_keys
+
+    keys = 8 * 128 * 2  # bytes of the keys of a token
+    cases = ((2**20, {"tensor_parallel_degree": 8}, False), (2**18, {}, False), (2**20, {}, True))
+    for length, degrees, travels in cases:
+        resolved, held = plan(length, **degrees)
+        assert resolved.keys_travel(resolved.shape, (1, length)) == travels
+        share = length * keys / math.prod(degrees.values())
+        assert held == (2 * share / 8 * (3 + 3 * 2) if travels else (2 * (1 + 1 / 16) + 1) * share)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from glm46.planner import activations
 from glm46.planner.plan import resolve_plan
 from glm46.training.layout_report import _attention
 from tests.small_run import small_config
@@ -27,9 +28,17 @@ from tests.small_run import small_config
             2,
             "blocks of 128 queries by matrix products, window of 1,024 tokens, keys exchanged over 2 ranks",
         ),
+        (
+            "cuda",
+            {"data": {"document_mask": True}, "training": {"mixed_precision_param": "bfloat16"}},
+            4,
+            "variable-length flash attention, within documents, keys passed around 4 ranks",
+        ),
     ],
 )
-def test_the_core_of_attention_is_named(source_folder, tmp_path, device, tables, cp, said):
+def test_the_core_of_attention_is_named(source_folder, tmp_path, monkeypatch, device, tables, cp, said):
+    if cp == 4:
+        monkeypatch.setattr(activations, "MOST_GATHERED_BYTES", 1)
     tables = {"parallelism": {"context_parallel_degree": cp}} | tables
     plan = resolve_plan(small_config(source_folder, tmp_path, **tables), cp)
     task = SimpleNamespace(plan=plan, cluster=SimpleNamespace(device=torch.device(device)))
