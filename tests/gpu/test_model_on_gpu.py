@@ -14,7 +14,7 @@ from glm46.model.experts import grouped_mm
 from glm46.model.init import fill_parameter
 from glm46.model.router import Routing, RoutingOptions
 from glm46.model.transformer import Transformer
-from tests.unit.model.test_attention import dense, random_packing
+from tests.unit.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +62,21 @@ def test_attention_of_runs_equals_the_mask_of_all_pairs(window, dtype):
     for got, want in zip(found, wanted, strict=True):
         error = ((got.cpu().double() - want).norm() / want.norm()).item()
         assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_of_the_keys_give_the_softmax_of_all(dtype):
+    """The operators that a ring of context-parallel ranks uses; bounds as above, and BF16 rounds each part."""
+    generator = torch.Generator().manual_seed(0)
+    documents = random_packing(2, 400, generator)
+    q, k, v, grad = (torch.randn(2, 400, n, 64, generator=generator).to(dtype) for n in (12, 4, 4, 12))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = dense(*exact, documents, None)
+    wanted = (expected, *torch.autograd.grad(expected, exact, grad.double()))
+    found = around_a_ring(*(x.cuda() for x in (q, k, v, grad)), documents, ranks=4)
+    for got, want in zip(found, wanted, strict=True):
+        error = ((got.cpu().double() - want.flatten(0, 1)).norm() / want.norm()).item()
+        assert error < (2**-6 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("sizes", [[300, 0, 212, 512], [0, 0, 0, 1024], [256] * 4], ids=str)

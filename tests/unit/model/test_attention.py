@@ -334,3 +334,43 @@ def test_parts_of_a_ring_on_flash_hold_no_more_than_a_part_of_the_keys(packed):
         assert out.shape == queries.shape and log_sum.shape == (12, len(part.queries))
         grads = part_attention_backward(of_out, queries, *keys, out, log_sum, part.layout, causal=distance == 0)
         assert [x.shape for x in grads] == [queries.shape, keys[0].shape, keys[1].shape]
+
+
+def around_a_ring(q, k, v, grad, documents, ranks):
+    """Result and gradients of attention computed part by part, as the ranks of a ring do, in one process."""
+    (B, S), wide = q.shape[:2], torch.promote_types(q.dtype, torch.float32)
+    places = SequenceShard(None, ranks, 0).places(documents, (B, S), None)
+    tokens = [(places[:, rank] + torch.arange(B).unsqueeze(1) * S).flatten().to(q.device) for rank in range(ranks)]
+    flat = q, k, v, grad = [x.flatten(0, 1) for x in (q, k, v, grad)]
+    results = [torch.zeros_like(x, dtype=wide) for x in flat]
+    for rank, own in enumerate(tokens):
+        ring = attention_layout(documents, (B, S), None, places, rank, ring=True).exchange
+        parts = [(part, own[part.queries], tokens[rank - i][part.keys], i == 0)
+                 for i, part in enumerate(ring.apply(lambda x: x.to(q.device)).parts) if len(part.queries)]  # fmt: skip
+        found = [part_attention(q[at], k[keys], v[keys], part.layout, causal=c) for part, at, keys, c in parts]
+        log_sum = torch.full((q.shape[1], B * S), -math.inf, dtype=wide, device=q.device)
+        for (_, at, *_), (_, of_part) in zip(parts, found, strict=True):
+            log_sum[:, at] = torch.logaddexp(log_sum[:, at], of_part.to(wide))
+        for (_, at, *_), (out, of_part) in zip(parts, found, strict=True):
+            results[3][at] += (of_part - log_sum[:, at]).exp().t().unsqueeze(2) * out
+        for part, at, keys, causal in parts:
+            whole = results[3][at].to(q.dtype), log_sum[:, at].contiguous()
+            grads = part_attention_backward(grad[at], q[at], k[keys], v[keys], *whole, part.layout, causal=causal)
+            for result, index, of_part in zip(results, (at, keys, keys), grads, strict=False):
+                result.index_add_(0, index, of_part.to(wide))
+    return [results[3], *results[:3]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "rows"])
+def test_parts_of_the_keys_give_the_softmax_of_all(packed, ranks):
+    generator = torch.Generator().manual_seed(0)
+    documents = random_packing(2, 400, generator) if packed else None
+    q, k, v, grad = (torch.randn(2, 400, n, 8, dtype=torch.float64, generator=generator) for n in (12, 1, 1, 12))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    expected = dense(*inputs, documents, None)
+    wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
+    with torch.no_grad():
+        found = around_a_ring(q, k, v, grad, documents, ranks)
+    for got, want in zip(found, wanted, strict=True):
+        assert error(got, want.flatten(0, 1)) < 1e-13
