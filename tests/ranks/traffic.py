@@ -41,15 +41,19 @@ class Case(NamedTuple):
     context: int = 1
     tensor: int = 1
     checkpointing: str = "none"
+    window: int | None = None
+    ring: bool = False
 
 
 CASES = {
     2: [
         Case(), Case(replicate=2), Case(context=2), Case(tensor=2),
+        Case(context=2, ring=True), Case(context=2, window=5), Case(context=2, window=5, checkpointing="full"),
         *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
     ],
     4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
         Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
+        Case(context=4, ring=True), Case(context=4, ring=True, checkpointing="full"),
         Case(tensor=2), Case(tensor=2, experts_over=4), Case(tensor=2, context=2)],
 }  # fmt: skip
 
@@ -139,7 +143,8 @@ def measure(process: Process, case: Case) -> dict:
     batch = {name: tensor[rows] for name, tensor in batch.items()}
     document_ids = batch.pop("document_ids")
     rows = batch | {"is_real": document_ids >= 0}
-    batch = take_part(rows, document_ids, SHAPE.sliding_window, cluster.meshes.sequence)
+    batch = take_part(rows, document_ids, case.window, cluster.meshes.sequence, ring=case.ring)
+    exchange = getattr(batch.get("layout"), "exchange", None)
     with Traffic() as traffic:
         sums = model(**batch, options=RoutingOptions(balance_loss=True, z_loss=True))
         loss_of(sums).backward()
@@ -148,8 +153,9 @@ def measure(process: Process, case: Case) -> dict:
         gradient = parameter.grad
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         digest.update(name.encode() + whole.numpy().tobytes())
-    all_bytes = [None] * process.world_size
+    all_bytes, all_keys = [None] * process.world_size, [None] * process.world_size
     dist.all_gather_object(all_bytes, dict(traffic.bytes))
+    dist.all_gather_object(all_keys, sum(getattr(exchange, "send", [])))
     tokens_per_expert = sums.tokens_per_expert.clone()
     dist.all_reduce(tokens_per_expert)
     return {
@@ -160,6 +166,7 @@ def measure(process: Process, case: Case) -> dict:
         "real_tokens": int((make_batch()["document_ids"][0] >= 0).sum()),
         "calls": dict(traffic.calls),
         "bytes": all_bytes,
+        "keys_sent": all_keys,
         "gradients": digest.hexdigest(),
         "assignments": tokens_per_expert.sum(1).tolist(),
     }
