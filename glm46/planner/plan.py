@@ -19,7 +19,7 @@ class Plan:
 
     config: RunConfig
     shape: ModelShape
-    """Of [model]; a stage of text may have another window or RoPE scaling, see `shape_after`."""
+    """Of [model]; a stage of text may have another window or RoPE scaling."""
     layout: Layout
     text_stages: tuple[TextStage, ...]
     budget_tokens: int
@@ -46,9 +46,9 @@ class Plan:
             left -= tokens[-1]
         return tokens
 
-    def shape_after(self, samples: int) -> ModelShape:
-        """The shape in force after this many samples: that of the last one, or of the first one at the start."""
-        return stage_at(self.text_stages, max(samples - 1, 0)).shape
+    def stage_after(self, samples: int) -> TextStage:
+        """The stage in force after this many samples: that of the last one, or of the first one at the start."""
+        return stage_at(self.text_stages, max(samples - 1, 0))
 
     def batches_of(self, index: int) -> tuple[int, int]:
         """The smallest and the largest number of sequences of a step in one of `text_stages`."""

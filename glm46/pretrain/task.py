@@ -46,7 +46,7 @@ class Pretraining:
         self.network = build_network(plan, cluster)
         self.networks, self.objectives = {"model": self.network}, {"model": NextToken(self.network)}
         self.stream = DataStream(plan, cluster, self.manifests)
-        self.network.attend_as(plan.shape_after(0))
+        self.network.attend_as(plan.stage_after(0).shape)
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
@@ -91,7 +91,7 @@ class Pretraining:
 
     def export(self, progress: Progress) -> str:
         """See `Task.export`."""
-        self.network.attend_as(self.plan.shape_after(progress.samples))  # not in force yet if no step was trained
+        self.network.attend_as(self.plan.stage_after(progress.samples).shape)  # not in force yet if no step was trained
         return str(save_weights(self.network, self.tokenizer, progress))
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
@@ -99,7 +99,7 @@ class Pretraining:
         config = self.plan.config
         if not config.inference.prompt:
             return []
-        self.network.attend_as(self.plan.shape_after(progress.samples))
+        self.network.attend_as(self.plan.stage_after(progress.samples).shape)
         if self.plan.layout.non_dp_degree > 1:
             # Generation does not support ranks with parts of a sequence or of the layers.
             step = Path(config.job.dump_folder) / config.checkpoint.folder / f"step-{progress.step:06d}"

@@ -50,6 +50,11 @@ class SpikeDetector:
         self._log_norms.append(log_norm)
         return None
 
+    def restart(self) -> None:
+        """Forget all steps, where their losses say nothing about the next ones."""
+        self._losses.clear()
+        self._log_norms.clear()
+
     def to_meta(self) -> dict[str, Any]:
         """The window, as JSON values for the checkpoint."""
         return {"losses": list(self._losses), "log_norms": list(self._log_norms)}

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 from glm46.distributed.collective_errors import catch_user_error, raise_on_all_ranks
+from glm46.planner.curriculum import stage_at
 from glm46.planner.flops import batch_flops
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
 from glm46.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED
@@ -85,7 +86,10 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     services.stragglers.step_begins()
     batch_size = task.plan.config.training.global_batch_size
     wanted = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
+    stage = task.plan.stage_after(progress.samples)
     progress.skip_excluded(wanted)
+    if stage != stage_at(task.plan.text_stages, progress.samples):
+        services.spikes.restart()  # other text, lengths or positions have another loss
     batches, error = catch_user_error(lambda: task.next(progress, wanted))
     services.watchdog.operation("agreeing on the step")
     totals = count_step(task, batches.micro_batches if batches else [])

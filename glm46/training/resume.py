@@ -51,7 +51,7 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
     return {
         "progress": asdict(progress),
         "config": dump_config(task.plan.config),
-        SHAPE_KEY: task.plan.shape_after(progress.samples).model_dump(),
+        SHAPE_KEY: task.plan.stage_after(progress.samples).shape.model_dump(),
         "stream": task.fingerprint(),
         "validation": validation,
         **task.state(progress),

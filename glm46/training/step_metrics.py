@@ -1,6 +1,7 @@
 """Rows of training metrics, and the first message of a run."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from glm46.checkpoint.step_tensors import shape_of_meta
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
+from glm46.huggingface.import_weights import stored_shape
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
@@ -103,8 +105,11 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None) ->
         ]
         lines += _config_changes(meta["config"], dump_config(config))
     else:
-        lines.append(f"start        from {config.checkpoint.initial_load_path or 'initial weights'}")
-        lines += [] if meta is None else _position_changes(shape_of_meta(meta), plan.shape_after(0))
+        path = config.checkpoint.initial_load_path
+        lines.append(f"start        from {path or 'initial weights'}")
+        if path is not None:
+            before = stored_shape(Path(path)) if meta is None else shape_of_meta(meta)
+            lines += _position_changes(before, plan.stage_after(0).shape)
         patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
         lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
     return "\n".join(lines)

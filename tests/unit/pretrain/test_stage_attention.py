@@ -131,6 +131,11 @@ def test_a_checkpoint_has_the_window_and_scaling_of_its_step(make_run, tmp_path,
     log = (tmp_path / "next" / "log.txt").read_text()
     assert 'changed      rope_scaling: none; the phase before ended with {rope_type = "yarn", factor = 4.0' in log
     assert "changed      sliding_window: 6; the phase before ended with none" in log
+    folder = {"initial_load_path": str(tmp_path / "before"), "initial_load_in_hf": True}
+    assert train(make_run("from_hf", 64, model={"rope_theta": 5e4}, checkpoint=folder)) == 0
+    log = (tmp_path / "from_hf" / "log.txt").read_text()
+    assert "changed      rope_theta: 50000.0; the phase before ended with 10000.0" in log
+    assert "changed      rope_scaling: none; the phase before" in log and "changed      sliding" not in log
 
 
 def test_a_factor_of_one_and_a_window_of_minus_one_switch_off(make_run):
