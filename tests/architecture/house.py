@@ -35,7 +35,7 @@ LINE_BUDGETS = {
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1840, "observe": 675, "optim": 1525, "parallelize": 880,
     "planner": 1845, "prepare": 1625, "pretrain": 540, "reliability": 835,
-    "training": 1950,
+    "training": 1945,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
