@@ -68,7 +68,8 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
     except OSError as error:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     except _BROKEN_PICKLE as error:
-        return None, [f"{path}: refused: {type(error).__name__}: {error}"]
+        remedy = f"take another checkpoint; if a newer torch than this one ({torch.__version__}) wrote it, install that"
+        return None, [f"{path}: refused: {type(error).__name__}: {error}; {remedy}"]
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         return None, [f"{path}: refused: it is not DCP metadata"]
     return metadata, []
