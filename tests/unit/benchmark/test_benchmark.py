@@ -61,6 +61,7 @@ def test_the_command_prints_what_it_measured(capsys):
         assert part in text
 
 
+@pytest.mark.slow
 def test_generation_is_raced_against_transformers(capsys):
     command = ["generate", "--flavor", "debug", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "1"]
     assert benchmark_command([*command, "--threads", "1", "--speculative"]) == 0

@@ -205,6 +205,7 @@ def test_progress_counts_every_byte(trained, tmp_path, capsys, monkeypatch):
     assert last.startswith(f"reading weights: {nbytes / 1e6:.0f} of {nbytes / 1e6:.0f} MB, ") and "0 s left" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_weights_that_are_not_finite_are_neither_exported_nor_imported_nor_run(value, trained, tmp_path, capsys):
     good, bad = "layers.1.mlp.experts.down", "model.layers.1.mlp.experts.2.down_proj.weight"

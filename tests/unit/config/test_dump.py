@@ -3,6 +3,7 @@
 import functools
 import typing
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -80,6 +81,7 @@ def without_idle_keys(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate(table)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=runs())
 def test_dump_loads_again_to_an_equal_run(config, tmp_path):

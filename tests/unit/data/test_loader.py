@@ -106,6 +106,7 @@ def reference(sources):
     return stream(sources, LAST_START + 40, degree=1, rows=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(degree=st.integers(1, 6), rows=st.integers(1, 5), start=st.integers(0, LAST_START))
 def test_any_world_size_and_batch_size_give_one_stream(sources, reference, degree, rows, start):

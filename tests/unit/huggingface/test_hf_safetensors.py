@@ -217,6 +217,7 @@ def cut_tensor(draw):
     return (experts, 2 * rows, columns), part, held
 
 
+@pytest.mark.slow
 @given(cut_tensor(), st.integers(1, 6))
 @settings(max_examples=300, deadline=None)
 def test_boxes_of_a_rank_are_what_indexing_gives(tmp_path_factory, case, most):

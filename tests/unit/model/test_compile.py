@@ -67,6 +67,7 @@ def test_compiled_block_equals_eager_without_break_or_recompilation(is_dense, ti
             assert relative_error(got_grads[name], grads[name], 1e-4 * whole) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_a_stage_of_text_compiles_no_layer_again_for_its_rope_scaling(tiny_shape, random_model, relative_error):
     """A RoPE scaling is only other tables. A window is compiled twice: when it comes, and with another value."""
     shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)

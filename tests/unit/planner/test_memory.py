@@ -66,6 +66,7 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
     return sum(kept.values()), ids.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("use_qk_norm", [True, False])
 def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_norm):

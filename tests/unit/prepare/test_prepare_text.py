@@ -288,6 +288,7 @@ def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
     assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(
     folder_of_processes, tmp_path, small_disk, capsys, monkeypatch
 ):

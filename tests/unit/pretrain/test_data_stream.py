@@ -106,6 +106,7 @@ def reference(staged_run):
     return config, manifests, stream(config, manifests, [(1, 1, 1, False)])[0]
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
     config, manifests, expected = reference
     steps = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.booleans())

@@ -92,6 +92,7 @@ def poison_samples(monkeypatch, bad: range) -> list[list[int]]:
     return read
 
 
+@pytest.mark.slow
 def test_a_sustained_spike_rolls_back_and_excludes_its_samples(make_config, monkeypatch):
     read = poison_samples(monkeypatch, range(8, 14))
     config = make_config(
@@ -144,6 +145,7 @@ def test_a_second_run_in_a_folder_is_refused(make_config, monkeypatch, tmp_path)
     lock_run(Path(config.job.dump_folder)).release()  # kill -9 releases the lock
 
 
+@pytest.mark.slow
 def test_saves_go_through_a_node_local_folder(make_config, tmp_path):
     config = make_config(
         training={"steps": 3}, checkpoint={"interval": 2, "node_local_folder": str(tmp_path / "local")}

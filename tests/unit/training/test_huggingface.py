@@ -13,6 +13,7 @@ from glm46.config.loader import load_config
 from glm46.pretrain.task import train
 
 
+@pytest.mark.slow
 def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp_path):
     first = make_config(
         checkpoint={"last_save_in_hf": True},

@@ -38,6 +38,7 @@ def training_rows(config) -> list[dict]:
     return [row for row in rows(config) if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_the_readme_promises(make_config, tmp_path):
     config = make_config(
         training={"steps": 30},
@@ -88,6 +89,7 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
     assert "lr_scheduler.warmup_tokens = 640, and the run ends at 128 tokens: its learning rate reaches 20%" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, tmp_path, stop_after):
     settings = dict(
@@ -262,6 +264,7 @@ def saved_steps(config) -> list[int]:
     return sorted(int(path.name[5:]) for path in (Path(config.job.dump_folder) / "checkpoint").glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_mode", ["async", pytest.param("disabled", marks=SLOW)])
 def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_config, monkeypatch, async_mode):
     settings = dict(checkpoint={"interval": 1, "keep_latest_k": 1, "async_mode": async_mode}, training={"steps": 8})
@@ -308,6 +311,7 @@ def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_config):
     assert training_rows(config)[-1]["tokens"] == 256
 
 
+@pytest.mark.slow
 def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_config, monkeypatch, capsys):
     assert train(make_config(training={"steps": 2})) == 0
     capsys.readouterr()
@@ -382,6 +386,7 @@ def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_config, tmp_p
         train(make_config(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_config, small_disk):
     mount, resize = small_disk
     resize("400m")
