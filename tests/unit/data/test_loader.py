@@ -151,6 +151,7 @@ def test_the_state_is_the_number_of_the_next_sample_and_resumes_under_another_la
 
 
 def test_readers_close_their_files(sources):
+    gc.collect()  # files of loaders that earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
