@@ -42,7 +42,7 @@ def source_folder(tokenizer, tmp_path_factory) -> Path:
 
 
 def write_source(folder: Path, tokenizer: Tokenizer, *, documents: int = 60, factor: int = 1) -> Path:
-    """The prepared source of `source_folder`, for programs that are no tests, or one of more or longer documents."""
+    """The prepared source of `source_folder`, also for programs outside pytest, or one of more or longer documents."""
     splits = {}
     for name, count in (("train", documents), ("validation", 6)):
         metadata = {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}

@@ -25,7 +25,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """The model of these options, in evaluation mode, and its tokenizer.
 
     Raises:
-        UserError: there is no such device, or the folder cannot be used.
+        UserError: the device does not exist, or the folder cannot be used.
     """
     device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))

@@ -31,7 +31,7 @@ class Results:
             identity: what decides the figures of a row beside its key: model, text, seed.
 
         Raises:
-            UserError: the file has results of something else, or is no such file.
+            UserError: the file has results of something else, or cannot be read as results.
         """
         self.figures: Figures = {}
         self._file, self._identity, self._saved_at = file, dict(identity), time.monotonic()

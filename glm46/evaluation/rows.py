@@ -1,7 +1,7 @@
 """What a measure is: rows of tokens for the model, figures of each row, and a result from the figures of all rows.
 
-A measure knows no model and no mesh. Whoever runs it gives the log-probabilities of the labels of its rows, so that one
-process (`score_rows`) and a training run on any layout (`glm46/pretrain/validation.py`) measure the same.
+A measure uses neither a model nor a mesh. Whoever runs it gives the log-probabilities of the labels of its rows, so
+that one process (`measure_rows`) and a training run on any layout (`glm46/pretrain/validation.py`) measure the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence

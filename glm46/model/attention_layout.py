@@ -135,10 +135,12 @@ def attention_layout(
     gathered = np.concatenate(received)
     place_of_token = np.empty(B * S, np.int64)
     place_of_token[gathered] = np.arange(len(gathered))
-    exchange = KeyExchange(torch.from_numpy(place_of_token[_ranges(first_key, end)]))
-    if sent:
-        sizes = [len(x) for x in sent], [len(x) for x in received]
-        exchange = KeyExchange(exchange.keys, torch.from_numpy(np.concatenate(sent)), *sizes)
+    keys = torch.from_numpy(place_of_token[_ranges(first_key, end)])
+    if window is None:
+        exchange = KeyExchange(keys)
+    else:
+        tokens = torch.from_numpy(np.concatenate(sent))
+        exchange = KeyExchange(keys, tokens, [len(x) for x in sent], [len(x) for x in received])
     return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, exchange)
 
 

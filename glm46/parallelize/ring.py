@@ -86,9 +86,8 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(held, ctx.group) if distance + 1 < len(parts) else None
             here = torch.zeros_like(grad_keys)
             if len(part.queries):
-                of_queries = (x.index_select(0, part.queries) for x in (grad_NHC, q_NHC))
-                grad, q = of_queries
-                out, log_sum = out_NHC.index_select(0, part.queries), log_sum_HN.index_select(1, part.queries)
+                grad, q, out = (x.index_select(0, part.queries) for x in (grad_NHC, q_NHC, out_NHC))
+                log_sum = log_sum_HN.index_select(1, part.queries)
                 of_q, *of_keys = part_attention_backward(
                     grad, q, *_of_runs(held, part), out, log_sum, part.layout, causal=distance == 0
                 )
