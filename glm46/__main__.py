@@ -10,7 +10,7 @@ def _run() -> int:
     from glm46.reliability.stop import EXIT_SIGNAL, code_before_training, end_on_signals
 
     # Before the import of the command line, which takes seconds and in which a KeyboardInterrupt can get lost.
-    is_training = sys.argv[1:2] in (["launch"], ["train"])
+    is_training = sys.argv[1:2] in (["launch"], ["train"], ["ablate"])
     end_on_signals(code_before_training if is_training else lambda number: EXIT_SIGNAL + number)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     from glm46.cli import main

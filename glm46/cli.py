@@ -21,7 +21,7 @@ _EXIT_INTERRUPTED = 130
 
 _WORK_IN_ANY_ENVIRONMENT = ("plan", "schema", "init")
 """Verbs that run without comparing the installed packages with pyproject.toml."""
-_WRITE_MORE_THAN_OUTPUT = ("launch", "train", "prepare", "convert")
+_WRITE_MORE_THAN_OUTPUT = ("launch", "train", "ablate", "prepare", "convert")
 """Verbs whose work is cut off when the reader of the output closes the pipe."""
 
 

@@ -15,6 +15,7 @@ from glm46.commands.nodes import LAST_PORT, VARIABLES, detect_nodes
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
 from glm46.commands.torchrun import EXIT_FAILED_RANK, EXIT_USER_ERROR, End, LauncherSignals, run_ranks
+from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
@@ -75,6 +76,7 @@ def _launch(
     config_file: Path, overrides: Sequence[str], nproc: int | None, max_restarts: int, signals: LauncherSignals
 ) -> int:
     config = load_config(config_file, overrides, world_size=None)
+    require_one_run(config.ablation, config_file, module_command())
     if max_restarts and not config.checkpoint.enable:
         raise UserError(
             f"command line: --max-restarts {max_restarts} with checkpoint.enable = false: every start would begin "
@@ -99,7 +101,7 @@ def _launch(
         f"see what it needs in detail:  {typed.plan_command(nodes.count)}",
         f"train something that fits:    {typed.small_command()}",
     )
-    refusal = _refuse(config, machine, nproc and nproc * nodes.count, remedies)
+    refusal = describe_refusal(config, machine, nproc and nproc * nodes.count, remedies)
     if refusal:
         print(refusal, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -223,7 +225,9 @@ def choose_processes(config: RunConfig, machine: Machine) -> int:
     return max(wanted - wanted % smallest, smallest)
 
 
-def _refuse(config: RunConfig, machine: Machine, processes: int | None, remedies: Sequence[str] = ()) -> str | None:
+def describe_refusal(
+    config: RunConfig, machine: Machine, processes: int | None, remedies: Sequence[str] = ()
+) -> str | None:
     """One screen about why this machine cannot train the config, and what to do; None if it can."""
     fits, screen = describe_requirement(config, machine, remedies=remedies)
     # If the degrees do not allow the number of processes, `load_config` refuses it after this.

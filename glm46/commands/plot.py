@@ -13,18 +13,17 @@ from glm46.commands.plot_curriculum import draw_curriculum, read_phases
 from glm46.config.errors import UserError
 from glm46.files.durable import replace_durably
 from glm46.observe.console import short_number
-from glm46.observe.history import read_history
+from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_ROWS_FILE = "metrics.jsonl"
 _NAN = float("nan")
 _X_AXES = {"tokens": "tokens", "steps": "step"}
 """Units of the horizontal axis, and the column of each."""
 
 
-class _Panel(NamedTuple):
+class Panel(NamedTuple):
     """One chart."""
 
     title: str
@@ -36,15 +35,15 @@ class _Panel(NamedTuple):
     starts_at_zero: bool = False
 
 
-_PANELS = (
-    _Panel("Loss", "nats per token", ("loss_mean", "loss"), "validation_loss"),
-    _Panel("Learning rate", "", ("lr",), starts_at_zero=True),
-    _Panel("Speed", "tokens per second", ("tokens_per_second",), starts_at_zero=True),
-    _Panel("Expert balance", "tokens per expert: deviation / mean", ("expert_balance_cv",), starts_at_zero=True),
+PANELS = (
+    Panel("Loss", "nats per token", ("loss_mean", "loss"), "validation_loss"),
+    Panel("Learning rate", "", ("lr",), starts_at_zero=True),
+    Panel("Speed", "tokens per second", ("tokens_per_second",), starts_at_zero=True),
+    Panel("Expert balance", "tokens per expert: deviation / mean", ("expert_balance_cv",), starts_at_zero=True),
 )
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """The rows of one run."""
 
     name: str
@@ -70,7 +69,7 @@ def plot_command(argv: Sequence[str]) -> int:
     parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis of runs; default tokens")
     arguments = parser.parse_args(argv)
     is_curriculum = all(path.suffix == ".toml" for path in arguments.runs)
-    files = [path / _ROWS_FILE if path.is_dir() else path for path in arguments.runs]
+    files = [path / ROWS_FILE if path.is_dir() else path for path in arguments.runs]
     output = arguments.output or (Path("curriculum.png") if is_curriculum else files[0].parent / "plot.png")
     kinds = [".png", ".svg"] if is_curriculum else [".png"]
     if output.suffix not in kinds:
@@ -90,40 +89,34 @@ def plot_command(argv: Sequence[str]) -> int:
 
 def _names(files: Sequence[Path]) -> list[str]:
     """Names of the runs: their folders relative to the deepest common folder."""
-    folders = [file.resolve().parent if file.name == _ROWS_FILE else file.resolve() for file in files]
+    folders = [file.resolve().parent if file.name == ROWS_FILE else file.resolve() for file in files]
     if len(set(folders)) == 1:
         return [folders[0].name] * len(folders)
     common = Path(os.path.commonpath(folders))
     return [str(folder.relative_to(common)) if folder != common else folder.name for folder in folders]
 
 
-def _read(file: Path, name: str) -> _Run:
+def _read(file: Path, name: str) -> Run:
     try:
         rows = read_history(file)
     except OSError as error:
         raise UserError(f"plot: {file}: {error.strerror}; give the job.dump_folder of a run") from error
-    # Rows of older releases have no kind.
-    kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
-    run = _Run(
-        name,
-        [row for row, kind in zip(rows, kinds, strict=True) if kind == "train"],
-        [row for row, kind in zip(rows, kinds, strict=True) if kind == "validation"],
-    )
+    run = Run(name, *rows_by_kind(rows))
     if not run.train:
         raise UserError(f"plot: {file}: has no training rows yet; plot it after metrics.log_freq steps")
     return run
 
 
-def draw(runs: Sequence[_Run], output: Path, x_axis: str) -> None:
+def draw(runs: Sequence[Run], output: Path, x_axis: str, panels: Sequence[Panel] = PANELS) -> None:
     """Draw the panels for which some run has metrics, and write the PNG completely or not at all."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     known = {column for run in runs for row in run.train for column in row}
-    panels = [panel for panel in _PANELS if known.intersection(panel.columns)]
-    legend_rows = -(-len(runs) // 3)
-    figure = Figure(figsize=(13, 8 + 0.3 * legend_rows), dpi=120, layout="constrained")
-    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flatten()
+    panels = [panel for panel in panels if known.intersection(panel.columns)]
+    panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
+    figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
+    grid = figure.subplots(panel_rows, 2, squeeze=False).flatten()
     colours = [f"C{number % 10}" for number in range(len(runs))]
     for axes, panel in zip(grid, panels, strict=False):
         for run, colour in zip(runs, colours, strict=True):
@@ -143,14 +136,14 @@ def draw(runs: Sequence[_Run], output: Path, x_axis: str) -> None:
     replace_durably(output, [picture.getvalue()])
 
 
-def _draw_run(axes: "Axes", panel: _Panel, run: _Run, colour: str, x: str) -> None:
+def _draw_run(axes: "Axes", panel: Panel, run: Run, colour: str, x: str) -> None:
     steps = _values(run.train, (x,))
     if len(panel.columns) > 1:
         axes.plot(steps, _values(run.train, panel.columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
     # A line of one point is invisible.
     marker = "." if len(steps) == 1 else None
     axes.plot(steps, _values(run.train, panel.columns), color=colour, linewidth=1.8, marker=marker)
-    if panel.markers is not None:
+    if panel.markers is not None and run.validation:
         points = _values(run.validation, (x,)), _values(run.validation, (panel.markers,))
         axes.plot(*points, "o", color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
 
@@ -161,7 +154,7 @@ def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
     return [value if isinstance(value, int | float) else _NAN for value in values]
 
 
-def _label(axes: "Axes", panel: _Panel, x_axis: str) -> None:
+def _label(axes: "Axes", panel: Panel, x_axis: str) -> None:
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel(x_axis)
     axes.set_ylabel(panel.unit)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from glm46.commands.options import config_parser, parse_with_overrides
-from glm46.config.command_line import Start
+from glm46.config.ablation import require_one_run
+from glm46.config.command_line import Start, module_command
 from glm46.config.loader import load_config
 from glm46.distributed.environment import launched_world_size
 from glm46.planner.plan import resolve_plan
@@ -20,6 +21,7 @@ def train_command(argv: Sequence[str]) -> int:
     arguments, overrides = parse_with_overrides(config_parser("train"), argv)
     stop = StopRequest()
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
+    require_one_run(config.ablation, arguments.config, module_command())
     # Torch takes seconds to import: only after the config has passed.
     from glm46.pretrain.task import train
 

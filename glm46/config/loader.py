@@ -5,8 +5,9 @@ are reported at once, each with its origin.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli
 import tomli_w
@@ -14,18 +15,26 @@ import tomli_w
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError
 from glm46.config.faults import Fault, nearest
-from glm46.config.overrides import apply_overrides, dotted, key_parts, parse_overrides, take_out
+from glm46.config.overrides import Override, apply_overrides, dotted, key_parts, parse_overrides, take_out
 from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    variant: tuple[str, Mapping[str, Any]] = ("", {}),
+) -> RunConfig:
     """Load a config from its TOML file.
 
     Args:
         overrides: tokens of the command line, ``--section.key value`` or ``--section.key=value``; later ones win.
         world_size: processes of the run; None when they are not known yet: rules about them are skipped.
+        variant: of an ablation: the origin that messages name in place of the command line, and dotted keys with
+            values, which win.
 
     Raises:
         UserError: with every fault of the file, the overrides and the rules across sections.
@@ -33,8 +42,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | 
     table = _read(path)
     written = copy.deepcopy(table)
     parsed, faults = parse_overrides(overrides)
-    faults += apply_overrides(table, parsed)
-    overridden = [override.key for override in parsed]
+    varied = [Override(key, value) for key, value in variant[1].items()]
+    faults += apply_overrides(table, parsed) + apply_overrides(table, varied)
+    overridden = [override.key for override in (*parsed, *varied)]
     config, invalid = validate_table(table)
     for idle in idle_keys(config):
         # The command line may switch off a feature whose keys the file sets.
@@ -46,7 +56,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, world_size: int | 
     # A rule that reads an uncertain key would report a default that is not in the file.
     faults += [fault for fault in find_faults(config, world_size) if not _any_touches(fault.keys, in_doubt)]
     if faults:
-        raise UserError(*(f"{_origin(fault, path, written, overridden)}: {fault.message}" for fault in faults))
+        origins = [_origin(fault, path, written, overridden, variant[0] or "command line") for fault in faults]
+        raise UserError(*(f"{origin}: {fault.message}" for origin, fault in zip(origins, faults, strict=True)))
     return config
 
 
@@ -89,18 +100,19 @@ def _any_touches(keys: Sequence[str], others: Sequence[str]) -> bool:
     return any(_is_inside(key, other) or _is_inside(other, key) for key in keys for other in others)
 
 
-def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str]) -> str:
-    """The origin of the keys of a fault: the file, the command line or both. Absent keys belong to the file."""
-    origins = set() if fault.keys else {"command line"}
+def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str], overrider: str) -> str:
+    """The origin of the keys of a fault: the file, the overrider (the command line) or both. Absent keys belong to the
+    file."""
+    origins = set() if fault.keys else {overrider}
     for key in fault.keys:
         if any(_is_inside(key, override) for override in overridden):
-            origins.add("command line")
+            origins.add(overrider)
             continue
         if any(_is_inside(override, key) for override in overridden):
-            origins.add("command line")
+            origins.add(overrider)
         if _states(written, key):
             origins.add(str(path))
-    return " and ".join(sorted(origins, key=lambda origin: origin == "command line")) or str(path)
+    return " and ".join(sorted(origins, key=lambda origin: origin == overrider)) or str(path)
 
 
 def _states(table: dict, key: str) -> bool:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from glm46.config.ablation import Ablation
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
 from glm46.config.model import Model
@@ -61,3 +62,4 @@ class RunConfig(Section):
     inference: Inference = Field(default_factory=Inference)
     metrics: Metrics = Field(default_factory=Metrics)
     debug: Debug = Field(default_factory=Debug)
+    ablation: Ablation | None = None

@@ -3,10 +3,13 @@
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.files.durable import replace_durably
+
+ROWS_FILE = "metrics.jsonl"
+"""Name of the file of rows in the dump folder."""
 
 
 class LineFile:
@@ -66,10 +69,14 @@ class History:
         self._file.close()
 
 
-def read_history(path: Path) -> list[dict]:
-    """All valid rows. Lines that are truncated or corrupt are skipped."""
+def read_history(path: Path, last_bytes: int | None = None) -> list[dict]:
+    """All valid rows, or those of the last bytes of the file. Lines that are truncated or corrupt are skipped."""
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        content = file.read()
     rows = []
-    for line in path.read_bytes().splitlines():
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # not JSON, or not UTF-8
@@ -77,6 +84,13 @@ def read_history(path: Path) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def rows_by_kind(rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """The training rows and the validation rows."""
+    # Rows of older releases have no kind.
+    kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
+    return tuple([row for row, of in zip(rows, kinds, strict=True) if of == kind] for kind in ("train", "validation"))
 
 
 def keep_aside(path: Path) -> None:

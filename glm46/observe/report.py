@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm46.observe.console import ConsoleView, train_line, validation_line
-from glm46.observe.history import History, LineFile, keep_aside
+from glm46.observe.history import ROWS_FILE, History, LineFile, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 
 Kind = Literal["train", "validation"]
@@ -43,7 +43,7 @@ class Report:
         self._folder = dump_folder
         self._paused: set[str] = set()
         dump_folder.mkdir(parents=True, exist_ok=True)
-        self._history = History(dump_folder / "metrics.jsonl", resumed_step)
+        self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
         self._tensorboard = _TensorBoard(dump_folder / "tb", resumed_step) if enable_tensorboard else None
@@ -91,7 +91,7 @@ class Report:
         now = time.time()
         plain = plain_row(row)
         assert "step" in plain, "a row needs its step"
-        self._keep("metrics.jsonl", lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}))
+        self._keep(ROWS_FILE, lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}))
         if self._tensorboard is not None:
             self._keep("tb", lambda: self._tensorboard.write(kind, plain, now))
         return plain

@@ -22,7 +22,7 @@ LAYERS = {
     "huggingface": 5,
     "inference": 6,
     "training": 7, "evaluation": 7,
-    "pretrain": 8, "benchmark": 8,
+    "pretrain": 8, "benchmark": 8, "ablation": 8,
     "commands": 9,
     "cli": 10,
     "__main__": 11,
@@ -30,10 +30,10 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 22, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2360, "compat": 265, "config": 2450, "data": 1885,
+    "__main__": 22, "ablation": 275, "benchmark": 555, "checkpoint": 2345, "cli": 105,
+    "commands": 2790, "compat": 265, "config": 2550, "data": 1885,
     "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1840, "observe": 675, "optim": 1525, "parallelize": 880,
+    "model": 1840, "observe": 690, "optim": 1525, "parallelize": 880,
     "planner": 1845, "prepare": 1625, "pretrain": 540, "reliability": 835,
     "training": 1945,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from glm46.commands.environment import unfit_packages
-from glm46.commands.launch import _refuse, _refuse_start, choose_processes, describe_next, keep_running
+from glm46.commands.launch import _refuse_start, choose_processes, describe_next, describe_refusal, keep_running
 from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.config.command_line import Start
@@ -49,20 +49,20 @@ def test_processes_follow_gpus_degrees_and_cores(machine, parallelism, processes
 
 
 def test_machine_that_fits_is_accepted():
-    assert _refuse(debug_run(), LAPTOP, None) is None
-    assert _refuse(debug_run(), SERVER, 8) is None
+    assert describe_refusal(debug_run(), LAPTOP, None) is None
+    assert describe_refusal(debug_run(), SERVER, 8) is None
 
 
 def test_too_many_processes_for_the_memory_are_refused():
     config = debug_run()
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": None})})
-    assert _refuse(config, LAPTOP, 2) is None
-    screen = _refuse(config, LAPTOP, 64)
+    assert describe_refusal(config, LAPTOP, 2) is None
+    screen = describe_refusal(config, LAPTOP, 64)
     assert "This machine cannot run it:" in screen and "of 12.0 GiB can be filled" in screen
 
 
 def test_refusal_of_a_large_run_shows_needs_and_machine():
-    screen = _refuse(load_config(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
+    screen = describe_refusal(load_config(ROOT / "train_configs" / "glm46_phase3.toml"), LAPTOP, None)
     for text in (
         "356,785,898,816 parameters",
         "8,192 = pipeline 8 x context 128 x tensor 8, experts over 32",

@@ -55,7 +55,9 @@ def phase(name: str) -> RunConfig:
 
 def flat(config: RunConfig) -> dict[str, object]:
     """Every key with its value."""
-    return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
+    return {
+        f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in (table or {}).items()
+    }
 
 
 def steps(plan: Plan) -> int:

@@ -1,0 +1,147 @@
+"""Figures of the runs of an ablation, and their gaps to the baseline, from the rows of metrics.jsonl."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_FINAL_SHARE = 0.1
+"""The final loss is the mean over this last part of the tokens: a single step has the noise of its batch."""
+
+MEMORY_COLUMNS = ("memory_peak_gib", "resident_memory_gib")
+"""Memory of the GPU; of a run without one, main memory of rank 0."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of an ablation, as far as it went."""
+
+    variant: str
+    seed: int
+    folder: str
+    status: str
+    """finished, failed, stopped, or missing: not started yet."""
+    error: str | None = None
+    seconds: float = 0.0
+    train: Sequence[Row] = field(default=(), repr=False)
+    validation: Sequence[Row] = field(default=(), repr=False)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it trained to the end of its budget."""
+        return self.status == "finished"
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A figure over the seeds of a variant."""
+
+    mean: float
+    spread: float | None
+    """Sample standard deviation; None of a single seed."""
+    count: int
+
+
+def statistic(values: Sequence[float]) -> Statistic | None:
+    """Mean and spread of values; None without any."""
+    if not values:
+        return None
+    return Statistic(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def run_figures(outcome: Outcome, baseline: Outcome | None) -> dict[str, float]:
+    """The figures of a finished run, and its gaps to the baseline's run of the same seed, if that is finished too.
+    Figures that the rows do not have are absent.
+
+    Gaps are in per cent of the baseline's value. The gap of the gradient norm is the mean over the rows of its absolute
+    value.
+    """
+    figures = {name: value for name, make in _FIGURES.items() if (value := make(outcome)) is not None}
+    if baseline is None or not baseline.is_finished or baseline is outcome:
+        return figures
+    for name in ("final_loss", "validation_loss", "tokens_per_second", "memory_gib"):
+        reference = _FIGURES[name](baseline)
+        if name in figures and reference:
+            figures[f"{name}_gap"] = _gap(figures[name], reference)
+    norms = [abs(row["grad_norm_gap"]) for row in gap_rows(outcome, baseline) if "grad_norm_gap" in row]
+    if norms:
+        figures["grad_norm_gap"] = statistics.fmean(norms)
+    return figures
+
+
+def gap_rows(outcome: Outcome, baseline: Outcome) -> list[dict[str, float]]:
+    """Training rows with two more columns, loss_gap and grad_norm_gap, in per cent of the baseline's row at the same
+    tokens; a row without such a counterpart does not have them."""
+    others = {row["tokens"]: row for row in baseline.train}
+    rows = []
+    for row in outcome.train:
+        other = others.get(row["tokens"], {})
+        pairs = {
+            "loss_gap": (_loss(row), _loss(other)),
+            "grad_norm_gap": (row.get("grad_norm"), other.get("grad_norm")),
+        }
+        gaps = {name: _gap(ours, theirs) for name, (ours, theirs) in pairs.items() if ours is not None and theirs}
+        rows.append({**row, **gaps})
+    return rows
+
+
+def mean_rows(runs: Sequence[Sequence[Row]]) -> list[dict[str, float]]:
+    """The rows that all runs have at the same tokens, with the mean of each column that is a number in all of them."""
+    if not runs:
+        return []
+    by_tokens = [{row["tokens"]: row for row in rows} for rows in runs]
+    means = []
+    for tokens in sorted(set.intersection(*map(set, by_tokens))):
+        rows = [rows[tokens] for rows in by_tokens]
+        columns = [name for name in rows[0] if all(isinstance(row.get(name), int | float) for row in rows)]
+        means.append({name: statistics.fmean(row[name] for row in rows) for name in columns})
+    return means
+
+
+def _gap(value: float, reference: float) -> float:
+    return 100.0 * (value / reference - 1.0)
+
+
+def _loss(row: Row) -> float | None:
+    """The mean loss since the previous row; rows of older releases have that of their step only."""
+    return row.get("loss_mean", row.get("loss"))
+
+
+def _final_loss(outcome: Outcome) -> float | None:
+    if not outcome.train:
+        return None
+    last = outcome.train[-1]["tokens"]
+    losses = [_loss(row) for row in outcome.train if row["tokens"] >= (1 - _FINAL_SHARE) * last]
+    return None if None in losses else statistics.fmean(losses)
+
+
+def _validation_loss(outcome: Outcome) -> float | None:
+    return outcome.validation[-1].get("validation_loss") if outcome.validation else None
+
+
+def _tokens_per_second(outcome: Outcome) -> float | None:
+    """The median: the first row of each start has its warm-up and compilation."""
+    speeds = [row["tokens_per_second"] for row in outcome.train if row.get("tokens_per_second")]
+    return statistics.median(speeds) if speeds else None
+
+
+def _memory_gib(outcome: Outcome) -> float | None:
+    for column in MEMORY_COLUMNS:
+        if peaks := [row[column] for row in outcome.train if row.get(column)]:
+            return max(peaks)
+    return None
+
+
+def _skipped_steps(outcome: Outcome) -> float | None:
+    return outcome.train[-1].get("skipped_steps") if outcome.train else None
+
+
+_FIGURES: dict[str, Callable[[Outcome], float | None]] = {
+    "final_loss": _final_loss,
+    "validation_loss": _validation_loss,
+    "tokens_per_second": _tokens_per_second,
+    "memory_gib": _memory_gib,
+    "skipped_steps": _skipped_steps,
+}

@@ -1,0 +1,119 @@
+"""The report of an ablation: figures by variant over its seeds, as JSON and as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from glm46.ablation.figures import Outcome, Statistic, run_figures, statistic
+from glm46.config.faults import show
+from glm46.observe.console import duration
+
+_COLUMNS = (
+    ("final loss", "final_loss", ".4f"),
+    ("gap, %", "final_loss_gap", "+.3f"),
+    ("validation loss", "validation_loss", ".4f"),
+    ("gap, %", "validation_loss_gap", "+.3f"),
+    ("gradient norm: gap, %", "grad_norm_gap", ".2f"),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("gap, %", "tokens_per_second_gap", "+.1f"),
+    ("memory, GiB", "memory_gib", ".2f"),
+)
+"""Header, figure and format of the columns of the table."""
+
+
+def build_report(
+    outcomes: Sequence[Outcome], keys: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report as plain values for JSON.
+
+    Args:
+        outcomes: of all variants and seeds.
+        keys: by variant, dotted keys with the values of the variant. The first variant is the baseline.
+        about: further entries at the top, such as the command.
+    """
+    baseline = next(iter(keys))
+    references = {outcome.seed: outcome for outcome in outcomes if outcome.variant == baseline}
+    variants = []
+    for name, own in keys.items():
+        runs = []
+        for outcome in outcomes:
+            if outcome.variant == name:
+                described = asdict(replace(outcome, train=(), validation=()))
+                figures = run_figures(outcome, references.get(outcome.seed)) if outcome.is_finished else {}
+                runs.append({key: value for key, value in described.items() if value != ()} | {"figures": figures})
+        names = dict.fromkeys(figure for run in runs for figure in run["figures"])
+        means = {figure: statistic([run["figures"][figure] for run in runs if figure in run["figures"]])
+                 for figure in names}  # fmt: skip
+        variants.append({"name": name, "keys": dict(own), "runs": runs,
+                         "figures": {figure: asdict(value) for figure, value in means.items() if value}})  # fmt: skip
+    return {**about, "baseline": baseline, "seeds": sorted(references), "variants": variants}
+
+
+def markdown(report: Mapping[str, Any], picture: str | None) -> str:
+    """The report as a page.
+
+    Args:
+        picture: file name of the picture; None without one.
+    """
+    seeds, variants = report["seeds"], report["variants"]
+    spread = "mean ± standard deviation over the seeds" if len(seeds) > 1 else "one seed, so without a spread"
+    return "\n".join([
+        f"# Ablation of {report['config']}",
+        "",
+        f"`{report['command']}`",
+        "",
+        f"{report['date']}, {report['versions']}, {report['machine']}. Baseline: {report['baseline']}. "
+        f"Seeds {', '.join(map(str, seeds))}: {spread}.",
+        "",
+        *table(report),
+        "",
+        "Gaps are in per cent of the baseline's run with the same seed, data and steps. Final loss: mean over the last "
+        "tenth of the tokens. Gradient norm: mean over the rows of the absolute gap. Tokens/s: median of the rows; "
+        "other load on the machine is in it. Memory: peak of rank 0's GPU, or its main memory without one.",
+        *(["", f"![Curves and gaps]({picture})"] if picture else []),
+        "",
+        "| variant | keys |",
+        "|---|---|",
+        *(f"| {variant['name']} | {_keys(variant['keys'])} |" for variant in variants),
+        "",
+        "| run | state | time | folder |",
+        "|---|---|---|---|",
+        *(
+            f"| {run['variant']}, seed {run['seed']} | {_state(run)} | {duration(run['seconds'])} | {run['folder']} |"
+            for variant in variants
+            for run in variant["runs"]
+        ),
+        "",
+    ])  # fmt: skip
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """The table of the variants; columns that no variant has are left out."""
+    shown = [column for column in _COLUMNS if any(column[1] in variant["figures"] for variant in report["variants"])]
+    lines = [_line(["variant", *(header for header, _, _ in shown), "runs"]), _line(["---"] * (len(shown) + 2))]
+    for variant in report["variants"]:
+        cells = [_cell(variant["figures"].get(figure), form) for _, figure, form in shown]
+        finished = sum(run["status"] == "finished" for run in variant["runs"])
+        lines.append(_line([variant["name"], *cells, f"{finished} of {len(variant['runs'])}"]))
+    return lines
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Mapping[str, Any] | None, form: str) -> str:
+    if value is None:
+        return ""
+    found = Statistic(**value)
+    return f"{found.mean:{form}}" + ("" if found.spread is None else f" ± {found.spread:{form.lstrip('+')}}")
+
+
+def _keys(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key} = {show(value)}`" for key, value in keys.items()) or "as the file"
+
+
+def _state(run: Mapping[str, Any]) -> str:
+    text = run["status"] if run["error"] is None else f"{run['status']}: {run['error']}"
+    skipped = run["figures"].get("skipped_steps")
+    return text.replace("|", "\\|") + (f", {skipped:.0f} steps skipped" if skipped else "")

@@ -1,0 +1,194 @@
+"""The runs of an ablation: every variant with every seed, each with its own resolved config, checked before any run
+starts."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli
+
+from glm46.commands.launch import choose_processes, describe_refusal
+from glm46.config.ablation import Ablation, Variant, flat_keys, folder_name
+from glm46.config.errors import UserError
+from glm46.config.faults import show
+from glm46.config.loader import dump_config, load_config
+from glm46.config.overrides import literal
+from glm46.config.run_config import RunConfig
+from glm46.config.validation import validate_table
+from glm46.planner.machine import Machine
+
+CONFIG_FILE = "config.toml"
+"""In the folder of each run; the ranks write the same file."""
+
+_IDLE = ("job", "metrics", "inference", "validation", "ablation", "checkpoint.enable", "checkpoint.folder")
+"""Sections and keys that do not change what is trained, or that the comparison needs to be equal."""
+
+
+class AblationRun(NamedTuple):
+    """One variant with one seed."""
+
+    variant: str
+    seed: int
+    config: RunConfig
+    processes: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+
+class AblationPlan(NamedTuple):
+    """All runs of an ablation."""
+
+    folder: Path
+    keys: dict[str, dict[str, Any]]
+    """By variant, dotted keys with their values; the first variant is the baseline."""
+    runs: tuple[AblationRun, ...]
+    """In the order in which they are trained: all variants with the first seed, then with the next one."""
+
+
+def plan_ablation(
+    file: Path, overrides: Sequence[str], varied: Sequence[str], processes: int | None, machine: Machine
+) -> AblationPlan:
+    """Resolve and check every run.
+
+    Args:
+        overrides: tokens of the command line, see `load_config`.
+        varied: texts ``section.key=VALUE,VALUE``.
+        processes: of each run; None: as `choose_processes` has it.
+
+    Raises:
+        UserError: with the faults of all variants.
+    """
+    base = load_config(file, overrides)
+    section = base.ablation or Ablation()
+    variants = _cross(section.variants, [_values(text) for text in varied])
+    keys = {variant.name: flat_keys(variant.keys) for variant in variants}
+    if len(variants) < 2:
+        raise UserError(
+            f"{file}: [ablation] and --vary give {len(variants)} variants: two are needed for a comparison; add "
+            "--vary section.key=VALUE,VALUE, or [[ablation.variants]] with name and keys"
+        )
+    faults = [*_equal_names(file, variants), *_keys_without_effect(file, keys)]
+    configs: dict[str, RunConfig] = {}
+    counts: dict[str, int] = {}
+    for name, own in keys.items() if not faults else ():
+        try:
+            configs[name], counts[name] = _resolve(file, overrides, name, own, processes, machine)
+        except UserError as error:
+            faults += error.faults
+    faults += _equal_configs(file, configs)
+    if faults:
+        raise UserError(*dict.fromkeys(faults))
+    folder = Path(base.job.dump_folder)
+    seeds = section.seeds or (base.debug.seed,)
+    runs = tuple(
+        AblationRun(name, seed, _config_of_run(config, name, seed, folder), counts[name])
+        for seed in seeds
+        for name, config in configs.items()
+    )
+    if changed := [fault for run in runs for fault in _changed_keys(run)]:
+        raise UserError(*changed)
+    return AblationPlan(folder, keys, runs)
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    """``optimizer.ns_steps=3,5`` as a key and its values."""
+    key, equals, listed = text.partition("=")
+    if not equals or "." not in key or not listed:
+        raise UserError(
+            f"command line: --vary {text}: expected --vary section.key=VALUE,VALUE; quote it if it has spaces"
+        )
+    whole = literal(f"[{listed}]")
+    # Bare words are strings, as in an override: Muon,AdamW.
+    return key.strip(), whole if isinstance(whole, list) else [literal(part.strip()) for part in listed.split(",")]
+
+
+def _cross(variants: Sequence[Variant], varied: Sequence[tuple[str, list[Any]]]) -> list[Variant]:
+    """The product of the variants of the file and the values of each varied key."""
+    crossed = []
+    for start, *choice in itertools.product(variants or (None,), *([(key, one) for one in of] for key, of in varied)):
+        if start is None and not choice:
+            continue
+        texts = [f"{key}={value if isinstance(value, str) else show(value)}" for key, value in choice]
+        name = folder_name(",".join([*([start.name] if start else []), *texts]))
+        crossed.append(Variant(name=name, keys=(flat_keys(start.keys) if start else {}) | dict(choice)))
+    return crossed
+
+
+def _equal_names(file: Path, variants: Sequence[Variant]) -> Iterator[str]:
+    names = [variant.name for variant in variants]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield (
+            f"{file}, variant {name}: {names.count(name)} variants have this name; names must differ: remove one, or "
+            "name it otherwise under [[ablation.variants]]"
+        )
+
+
+def _keys_without_effect(file: Path, keys: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, own in keys.items():
+        for key, value in own.items():
+            if key == "debug.seed":
+                rule, remedy = "each variant is trained with all seeds", "state them with --seeds or ablation.seeds"
+            elif any(key == idle or key.startswith((f"{idle}.", f"{idle}[")) for idle in _IDLE):
+                rule, remedy = "does not change what is trained", "set it for all variants, outside of them"
+            else:
+                continue
+            yield f"{file}, variant {name}: {key} = {show(value)}: {rule}; {remedy}"
+
+
+def _resolve(
+    file: Path, overrides: Sequence[str], name: str, keys: Mapping[str, Any], processes: int | None, machine: Machine
+) -> tuple[RunConfig, int]:
+    """The config of a variant, and its number of processes."""
+    variant = (f"{file}, variant {name}", keys)
+    config = load_config(file, overrides, variant=variant)
+    if refusal := describe_refusal(config, machine, processes):
+        raise UserError(f"{file}, variant {name}: this machine cannot train it; remove or change it\n{refusal}")
+    count = processes or choose_processes(config, machine)
+    load_config(file, overrides, variant=variant, world_size=count)
+    return config, count
+
+
+def _equal_configs(file: Path, configs: Mapping[str, RunConfig]) -> Iterator[str]:
+    first: dict[str, str] = {}
+    for name, config in configs.items():
+        text = dump_config(config)
+        if text in first:
+            yield f"{file}, variants {first[text]} and {name}: all keys have equal values; change or remove one of them"
+        first.setdefault(text, name)
+
+
+def _config_of_run(config: RunConfig, name: str, seed: int, folder: Path) -> RunConfig:
+    job = {"dump_folder": str(folder / name / f"seed-{seed}")}
+    job["description"] = f"{config.job.description}: {name}, seed {seed}"
+    return config.model_copy(update={
+        "job": config.job.model_copy(update=job),
+        "debug": config.debug.model_copy(update={"seed": seed}),
+        "ablation": None,
+    })  # fmt: skip
+
+
+def _changed_keys(run: AblationRun) -> Iterator[str]:
+    """Keys in which a run that an earlier call started differs from what it would be now."""
+    known = run.folder / CONFIG_FILE
+    if not known.exists():
+        return
+    try:
+        started, _ = validate_table(tomli.loads(known.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        remedy = f"remove {run.folder}, or set another job.dump_folder"
+        raise UserError(f"{known}: cannot be read: {error}; {remedy}") from error
+    before, now = (flat_keys(tomli.loads(dump_config(config))) for config in (started, run.config))
+    for key in dict.fromkeys([*now, *before]):
+        if before.get(key) != now.get(key):
+            ours, theirs = (show(keys[key]) if key in keys else "absent" for keys in (now, before))
+            yield (
+                f"{known}: {key} = {ours}: this run of an earlier call was started with {theirs}; set that, remove "
+                f"{run.folder}, or set another job.dump_folder"
+            )

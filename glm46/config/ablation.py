@@ -1,0 +1,75 @@
+"""The section [ablation]: the same run with other keys, which ``python -m glm46 ablate`` compares."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from glm46.config.errors import UserError
+from glm46.config.section import Section
+
+_LONGEST_NAME = 100
+
+
+def _folder_name(name: str) -> str:
+    if name != folder_name(name):
+        raise ValueError(f"names a folder; write it as '{folder_name(name)}'")
+    return name
+
+
+def folder_name(text: str) -> str:
+    """A text with the characters of a folder's name only, such as ``optimizer.name=Muon``."""
+    return re.sub(r"[^\w.=,+-]+", "_", text, flags=re.ASCII).lstrip(".-")[:_LONGEST_NAME] or "_"
+
+
+class Variant(Section):
+    """[[ablation.variants]]: one of the compared runs. The first one is the baseline."""
+
+    name: Annotated[str, AfterValidator(_folder_name)]
+    """Name in the report, and of the folder of its runs."""
+
+    keys: dict[str, Any] = Field(default_factory=dict)
+    """Keys with other values than in the rest of the file, such as ``keys.optimizer.ns_steps = 3``. Absent: the run as
+    the file has it."""
+
+
+def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("a seed is there twice, and would be trained twice; remove one")
+    return seeds
+
+
+class Ablation(Section):
+    """[ablation]: variants of this run that ``python -m glm46 ablate`` trains one after the other and compares."""
+
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], AfterValidator(_different)] = ()
+    """Values of debug.seed; each variant is trained with each of them. Absent: debug.seed only."""
+
+    variants: tuple[Variant, ...] = ()
+    """The runs to compare."""
+
+
+def flat_keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"optimizer": {"lr": 1.0}}`` as ``{"optimizer.lr": 1.0}``."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def require_one_run(ablation: Ablation | None, file: object, command: str) -> None:
+    """Refuse to train a file that describes several runs as if it were one.
+
+    Args:
+        command: ``python -m glm46``.
+
+    Raises:
+        UserError: there are variants or seeds.
+    """
+    if ablation is not None and (ablation.variants or ablation.seeds):
+        raise UserError(
+            f"{file}: [ablation] with {len(ablation.variants)} variants, seeds {list(ablation.seeds) or 'of [debug]'}: "
+            f"these are several runs; compare them with {command} ablate --config {file}, or add --ablation.variants= "
+            "--ablation.seeds= to train the rest of the file once"
+        )

@@ -1,0 +1,269 @@
+"""`python -m glm46 ablate`: which runs it makes of a file and a command line, what it refuses, and how it goes on.
+
+A stand-in for the launcher writes rows in no time; the real one trains in the last test.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+import tomli_w
+
+from glm46.cli import main
+from glm46.commands.ablation_runs import plan_ablation
+from glm46.config.loader import dump_config, load_config
+from glm46.planner.machine import Machine
+from tests.small_run import small_config
+
+ROOT = Path(__file__).parents[3]
+PYTHON = sys.executable
+MACHINE = Machine(cores=4, memory_bytes=2**34, free_bytes=2**34)
+
+# Instead of python -m glm46 launch --config FILE --nproc N: fails at a rate of 0.5, waits for a signal at 0.25.
+LAUNCHER = """#!{python} -IS
+import json, pathlib, re, signal, sys, time
+assert sys.argv[1:4] == ["-m", "glm46", "launch"] and sys.argv[6:8] == ["--nproc", "2"], sys.argv
+file = pathlib.Path(sys.argv[5])
+folder, text = file.parent, file.read_text()
+lr, seed = (float(re.search(rf"(?m)^{{key}} = (.*)$", text)[1]) for key in ("lr", "seed"))
+with (folder / "starts").open("a") as starts:
+    starts.write("x")
+if lr == 0.5:
+    print("Traceback (most recent call last):\\nValueError: the rate is too high\\nerror: rank 0 ended with code 1")
+    sys.exit(1)
+steps = range(1, 11)
+with (folder / "metrics.jsonl").open("w") as rows:
+    for step in steps:
+        rows.write(json.dumps({{"kind": "train", "step": step, "tokens": 32 * step, "loss": 3 + lr + seed, "loss_mean":
+            3 + lr + seed, "grad_norm": 1 + lr, "tokens_per_second": 9.0, "resident_memory_gib": 0.5}}) + "\\n")
+if lr == 0.25 and not (folder / "stopped").exists():
+    def stop(number, frame):
+        (folder / "stopped").touch()
+        sys.exit(130 if number == signal.SIGINT else 75)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    (folder / "waits").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def file(tmp_path, source_folder):
+    """A function that writes the TOML file of a small run with an [ablation]."""
+
+    def write(ablation: dict | None = None, **tables) -> Path:
+        config = small_config(source_folder, tmp_path / "out", **tables)
+        table = tomli.loads(dump_config(config)) | ({"ablation": ablation} if ablation else {})
+        path = tmp_path / "run.toml"
+        path.write_text(tomli_w.dumps(table))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch) -> Path:
+    """The stand-in, in place of this Python for started processes."""
+    path = tmp_path / "launcher"
+    path.write_text(LAUNCHER.format(python=sys.executable))
+    path.chmod(0o755)
+    monkeypatch.setattr("glm46.commands.ablate.sys.executable", str(path))
+    return path
+
+
+def faults(capsys, *arguments: str) -> list[str]:
+    """The messages of a refused call, before which nothing was written."""
+    assert main(["ablate", *map(str, arguments)]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+TWO = {"variants": [{"name": "muon"}, {"name": "adamw", "keys": {"optimizer": {"name": "AdamW", "lr": 0.125}}}]}
+
+
+def test_variants_of_the_file_times_varied_keys_times_seeds(file):
+    config = file({**TWO, "seeds": [7, 3]}, optimizer={"name": "Muon", "ns_steps": 4})
+    varied = ["training.max_norm=0.5,2.0", "debug.deterministic=true,false"]
+    plan = plan_ablation(config, ["--training.steps", "3"], varied, None, MACHINE)
+    assert len(plan.keys) == 8 and len(plan.runs) == 16
+    assert list(plan.keys)[:2] == [
+        f"muon,training.max_norm=0.5,debug.deterministic={value}" for value in ("true", "false")
+    ]
+    assert [run.seed for run in plan.runs] == [7] * 8 + [3] * 8
+    run = plan.runs[-1]
+    assert run.config.debug.seed == 3 and run.config.training.max_norm == 2.0 and run.config.training.steps == 3
+    assert (run.config.optimizer.name, run.config.optimizer.lr) == ("AdamW", 0.125)
+    assert run.folder == plan.folder / run.variant / "seed-3" and run.processes == 2
+    assert run.config.ablation is None and "ablation" not in dump_config(run.config)
+
+
+def test_bare_words_arrays_and_texts_can_be_varied(file):
+    def values(text: str) -> list:
+        plan = plan_ablation(file(), [], [text], 1, MACHINE)
+        return [value for keys in plan.keys.values() for value in keys.values()]
+
+    assert values("optimizer.name=Muon,AdamW") == ["Muon", "AdamW"]
+    assert values("moe.bias_update_rate=0.1,[[0, 0.1], [9, 0.2]]") == [0.1, [[0, 0.1], [9, 0.2]]]
+    assert values('optimizer.state_dtype="float32","8bit"') == ["float32", "8bit"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ("0 variants", "two are needed", "--vary")),
+        (["--vary", "optimizer.lr=0.1"], ("1 variants", "two are needed")),
+        (["--vary", "lr=0.1,0.2"], ("--vary lr=0.1,0.2", "section.key=VALUE,VALUE")),
+        (["--vary", "optimizer.rl=0.1,0.2"], ("optimizer.rl=0.1", "optimizer.rl: unknown key", "valid keys")),
+        (["--vary", "optimizer.lr=0.1,-1"], ("variant optimizer.lr=-1", "optimizer.lr = -1", "greater than 0")),
+        (["--vary", "training.global_batch_size=2,3"], ("global_batch_size=3", "must be a multiple of")),
+        (["--vary", "optimizer.lr=0.1,0.1"], ("optimizer.lr=0.1", "names must differ")),
+        (["--vary", "job.dump_folder=a,b"], ('job.dump_folder = "a"', "does not change", "for all variants")),
+        (["--vary", "metrics.log_freq=1,2"], ("metrics.log_freq = 1", "does not change")),
+        (["--vary", "debug.seed=1,2"], ("debug.seed = 1", "--seeds")),
+        (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "1,1"], ("ablation.seeds = [1, 1]", "twice")),
+        (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "1,-1"], ("ablation.seeds[1] = -1", "equal to 0")),
+        (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "x"], ("ablation.seeds", "[x]", "array")),
+        (["--vary", "parallelism.tensor_parallel_degree=1,3", "--nproc", "2"], ("tensor_parallel_degree=3",)),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_with_their_remedy_before_any_run(file, launcher, tmp_path, capsys, arguments, words):
+    said = "\n".join(faults(capsys, "--config", file(), *arguments))
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("ablation", "words"),
+    [
+        ({"variants": [*TWO["variants"], {"name": "muon", "keys": {}}]}, ("variant muon", "names must differ")),
+        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"optimizer": {"beta2": 0.95}}}]}, ("variants a and b",)),
+        ({"variants": [{"name": "a/b"}, {"name": "b"}]}, ('ablation.variants[0].name = "a/b"', "'a_b'")),
+        ({"variants": [{"name": "a", "optimizer": {"lr": 1.0}}, {"name": "b"}]},
+         ("ablation.variants[0].optimizer: unknown key", "name, keys")),
+        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"optimizer": {"ns_steps": 3}}}]},
+         ("run.toml, variant b: optimizer.ns_steps = 3", "no effect")),
+        ({"variants": [{"name": "a"}, {"keys": {}}]}, ("ablation.variants[1].name: required",)),
+        ({"sedes": [1]}, ("ablation.sedes: unknown key", "'seeds'")),
+    ],
+)  # fmt: skip
+def test_mistakes_of_the_file_are_named_with_their_remedy(file, launcher, capsys, ablation, words):
+    (said,) = faults(capsys, "--config", file(ablation))
+    assert all(word in said for word in words), said
+
+
+def test_a_run_that_the_machine_cannot_hold_is_refused(file, capsys, monkeypatch):
+    small = Machine(cores=1, memory_bytes=2**20, free_bytes=2**20)
+    monkeypatch.setattr("glm46.commands.ablate.detect_machine", lambda gpus: small)
+    said = "\n".join(faults(capsys, "--config", file(TWO)))
+    assert "variant muon: this machine cannot train it" in said and "This machine cannot run it:" in said
+
+
+def test_ablate_trains_on_one_node(file, capsys, monkeypatch):
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    (said,) = faults(capsys, "--config", file(TWO))
+    assert "2 nodes" in said and "NNODES" in said
+
+
+@pytest.mark.parametrize("verb", ["launch", "train"])
+def test_a_file_of_several_runs_is_not_trained_as_one(file, capsys, verb):
+    path = file({**TWO, "seeds": [0, 1]})
+    assert main([verb, "--config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in (str(path), "2 variants", "[0, 1]", "ablate --config", "--ablation.variants="))
+    assert load_config(path, ["--ablation.variants=", "--ablation.seeds="]).ablation.variants == ()
+
+
+def results(folder: Path) -> dict[str, str]:
+    return {
+        str(path.parent.relative_to(folder)): json.loads(path.read_text())["status"]
+        for path in folder.rglob("result.json")
+    }
+
+
+def starts(folder: Path) -> dict[str, int]:
+    return {str(path.parent.relative_to(folder)): len(path.read_text()) for path in folder.rglob("starts")}
+
+
+def test_a_failed_variant_is_in_the_report_and_the_others_go_on(file, launcher, tmp_path, capsys):
+    path, out = file(), tmp_path / "out"
+    arguments = ["--config", str(path), "--vary", "optimizer.lr=0.125,0.5,1.0", "--seeds", "0,2", "--nproc", "2"]
+    assert main(["ablate", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert "6 runs" in said and said.count("  failed after ") == 2 and "ValueError: the rate is too high" in said
+    states = {f"optimizer.lr={lr}/seed-{seed}": "finished" for lr in (0.125, 1.0) for seed in (0, 2)}
+    assert results(out) == states | {f"optimizer.lr=0.5/seed-{seed}": "failed" for seed in (0, 2)}
+    report = json.loads((out / "ablation.json").read_text())
+    assert report["seeds"] == [0, 2] and report["baseline"] == "optimizer.lr=0.125"
+    base, failed, other = report["variants"]
+    # 3 + lr + seed: 4.0 to 3.125, and 6.0 to 5.125.
+    assert other["figures"]["final_loss_gap"]["mean"] == pytest.approx((28.0 + 100 * 0.875 / 5.125) / 2)
+    assert other["figures"]["grad_norm_gap"]["mean"] == pytest.approx(100 * (2 / 1.125 - 1))
+    assert failed["runs"][0]["error"] == "ValueError: the rate is too high" and failed["figures"] == {}
+    page = (out / "ablation.md").read_text()
+    assert "failed: ValueError: the rate is too high" in page and "ablation.png" in page
+    assert (out / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    # The config of each run can be started by hand.
+    assert load_config(out / "optimizer.lr=1.0" / "seed-2" / "config.toml").debug.seed == 2
+
+
+def test_a_second_call_trains_only_what_is_not_finished_and_refuses_other_keys(file, launcher, tmp_path, capsys):
+    path, out = file(), tmp_path / "out"
+    call = ["--config", str(path), "--vary", "optimizer.lr=0.125,0.5", "--nproc", "2"]
+    assert main(["ablate", *call]) == 1
+    assert main(["ablate", *call]) == 1
+    assert starts(out) == {"optimizer.lr=0.125/seed-0": 1, "optimizer.lr=0.5/seed-0": 2}
+    assert "2 runs" in capsys.readouterr().out
+    said = faults(capsys, *call, "--training.max_norm", "2.0")
+    assert len(said) == 2 and all("training.max_norm = 2.0" in line and "was started with 1.0" in line for line in said)
+    assert all(str(out) in line and "job.dump_folder" in line for line in said)
+    call[-1] = "1"
+    (said,) = faults(capsys, *call)
+    assert "--nproc 1" in said and "2 processes" in said
+    assert starts(out) == {"optimizer.lr=0.125/seed-0": 1, "optimizer.lr=0.5/seed-0": 2}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_stops_the_run_and_the_next_call_goes_on(file, launcher, tmp_path, number, code):
+    path, out = file(), tmp_path / "out"
+    program = (
+        f"import sys; sys.executable = {str(launcher)!r}; from glm46.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [PYTHON, "-c", program, "ablate", "--config", path, "--vary", "optimizer.lr=0.125,0.25,1.0"]
+    command += ["--nproc", "2"]
+    usual = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **usual) as process:
+        waits, end = out / "optimizer.lr=0.25" / "seed-0" / "waits", time.monotonic() + 60
+        while not waits.exists() and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == code and "the same command goes on" in said
+    assert results(out) == {"optimizer.lr=0.125/seed-0": "finished", "optimizer.lr=0.25/seed-0": "stopped"}
+    page = (out / "ablation.md").read_text()
+    assert "| optimizer.lr=0.25, seed 0 | stopped |" in page and "| optimizer.lr=1.0, seed 0 | missing |" in page
+    again = subprocess.run(command, check=True, timeout=60, **usual)
+    assert "1 finished, 2 to train" in again.stdout and set(results(out).values()) == {"finished"}
+    assert starts(out)["optimizer.lr=0.125/seed-0"] == 1
+
+
+@pytest.mark.slow
+def test_two_variants_are_really_trained(file, tmp_path, monkeypatch):
+    """Through the launcher: the first step of both is the same, the second is not."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = file(TWO, validation={"enable": True, "freq": 2}, checkpoint={"enable": False})
+    assert main(["ablate", "--config", str(path), "--nproc", "1", "--training.steps", "3"]) == 0
+    losses = []
+    for name in ("muon", "adamw"):
+        rows = (tmp_path / "out" / name / "seed-0" / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["loss"] for row in map(json.loads, rows) if row["kind"] == "train"])
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1] and len(losses[0]) == 3
+    report = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert {"final_loss_gap", "validation_loss_gap", "grad_norm_gap", "memory_gib"} <= report["variants"][1][
+        "figures"
+    ].keys()
