@@ -7,6 +7,7 @@ shape in `rules_model`, rules about the mesh in `rules_layout`, and so on.
 from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults, nearest, show
+from glm46.config.float8_layers import FLOAT8_RULES
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_effect import stated_keys_have_an_effect
@@ -32,7 +33,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
         return faults
     shape = resolve_shape(config.model)
     faults += [fault for rule in MODEL_RULES for fault in rule(config, shape)]
-    rules = (*LAYOUT_RULES, *PIPELINE_RULES)
+    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from glm46.config.ablation import Ablation
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
+from glm46.config.float8 import Float8
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
 from glm46.config.optimizer import LRScheduler, Optimizer
@@ -54,6 +55,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     parallelism: Parallelism = Field(default_factory=Parallelism)
+    float8: Float8 = Field(default_factory=Float8)
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
     comm: Comm = Field(default_factory=Comm)

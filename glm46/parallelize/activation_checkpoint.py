@@ -23,6 +23,7 @@ _SAVED_OPERATORS = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     # Experts: most of the FLOPs of a layer.
     grouped_mm._opoverload,
+    _aten._scaled_grouped_mm.default,
     # Other ranks would have to send their rows again.
     compat.EXCHANGE_OPERATOR,
     # The choice of experts must match the rows that were exchanged.

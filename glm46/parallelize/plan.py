@@ -7,7 +7,7 @@ from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Cluster
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
-from glm46.parallelize import activation_checkpoint, compile, context, expert, fsdp, tensor
+from glm46.parallelize import activation_checkpoint, compile, context, expert, float8, fsdp, tensor
 from glm46.planner.plan import Plan
 
 
@@ -28,6 +28,8 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         context.apply(model, meshes.sequence)  # before compile, which must see the gather of keys and values
     if meshes.tensor is not None:
         tensor.apply(model, meshes.tensor)  # after context parallelism: the router sums over both groups
+    if config.float8.recipe_name is not None:
+        float8.apply(model, plan)  # before compile, which must see the products
     if config.compile.enable:
         # Before checkpointing, so that the recomputation runs compiled code too.
         schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm46.config.faults import counted
+from glm46.config.float8 import Float8
 from glm46.config.parallelism import ActivationCheckpoint
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
@@ -100,8 +101,29 @@ def _judge(
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
+    faults += _fp8_faults(config.float8, machine)
     stages = stage_table(resolve_plan(config, needed, document_tokens), device=device, capacity=capacity)
     return _Verdict(faults, margin, needed, plan, stages)
+
+
+def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:
+    """What this machine cannot compute in FP8; an unknown GPU is not judged."""
+    if float8.recipe_name is None or float8.emulate:
+        return []
+    remedy = "set float8.emulate = true to see its losses here, at no gain in speed"
+    needs = f'float8.recipe_name = "{float8.recipe_name}" needs a GPU with FP8 products (L40S, H100 and newer)'
+    if not machine.gpus:
+        return [f"{needs}; found: none; {remedy}"]
+    found = [(gpu.name, known.compute_capability) for gpu in machine.gpus if (known := find_accelerator(gpu.name))]
+    for name, capability in found:
+        if capability < 8.9:
+            return [f"{needs}; found: {name}; {remedy}"]
+        if float8.experts_recipe_name and int(capability) not in (9, 10):
+            return [
+                f'float8.experts_recipe_name = "{float8.experts_recipe_name}" needs a GPU with grouped FP8 products '
+                f"(H100, H200, B200, B300); found: {name}; remove the key, or {remedy}"
+            ]
+    return []
 
 
 def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from glm46.config.float8_layers import describe_float8
 from glm46.config.parallelism import Parallelism
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.attention_runs import describe_core
@@ -38,6 +39,8 @@ def describe_layout(task: Task) -> list[str]:
             ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
     lines.append(f"attention    {_attention(task)}")
+    if task.plan.config.float8.recipe_name is not None:
+        lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
     held = [None] * layout.world_size
     dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)

@@ -353,6 +353,59 @@ BAD = {
             "multiples of 16 bytes; take 104"
         ],
     ),
+    "FP8 filter that matches nothing": (
+        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]\n[training]'),
+        [
+            'float8.filter_fqns = "output": no linear layer has this in its name, such as mtp.0.block.mlp.shared_experts'
+            ".down_proj; take a part of such a name (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, "
+            "eh_proj), or remove it"
+        ],
+    ),
+    "FP8 filter that matches everything": (
+        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["proj"]\n[training]'),
+        [
+            'float8.filter_fqns = ["proj"]: excludes all 36 linear layers; exclude fewer, or remove float8.recipe_name'
+        ],
+    ),
+    "FP8 size filter that excludes everything": (
+        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_min_features = 100000\n[training]'),
+        [
+            "float8.filter_min_features = 100000: excludes all 36 linear layers; exclude fewer, or remove "
+            "float8.recipe_name"
+        ],
+    ),
+    "widths that FP8 cannot divide": (
+        (
+            'flavor = "debug"',
+            'flavor = "debug"\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+            'experts_recipe_name = "rowwise"',
+        ),
+        [
+            'float8.recipe_name = "rowwise_with_gw_hp": layers.1.mlp.shared_experts.gate_proj has 256 inputs and 104 '
+            "outputs on a rank, and FP8 products need multiples of 16; set float8.filter_fqns = "
+            '["gate_proj", "up_proj", "down_proj"]',
+            'float8.experts_recipe_name = "rowwise": experts map model.hidden_size = 256 to '
+            "model.moe_intermediate_size = 104, and FP8 products need multiples of 16; remove experts_recipe_name",
+        ],
+    ),
+    "tokens that FP8 cannot divide": (
+        ("seq_len = 128", 'seq_len = 130\n[float8]\nrecipe_name = "tensorwise"'),
+        [
+            "training.seq_len = 130: 130 tokens of a micro-batch on a rank, and weight gradients of "
+            'float8.recipe_name = "tensorwise" need a multiple of 16; change the length or training.local_batch_size, '
+            'or set float8.recipe_name = "rowwise_with_gw_hp"'
+        ],
+    ),
+    "FP8 gather of scales per row": (
+        (
+            "[training]",
+            '[float8]\nrecipe_name = "rowwise"\nenable_fsdp_float8_all_gather = true\n[training]',
+        ),
+        [
+            "float8.enable_fsdp_float8_all_gather = true: has no effect without float8.recipe_name = \"tensorwise\"; "
+            "set that, or remove float8.enable_fsdp_float8_all_gather"
+        ],
+    ),
     "sequence beyond the positions": (
         ("seq_len = 128", "seq_len = 4096"),
         [

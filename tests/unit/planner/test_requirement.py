@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.config.float8 import Float8
 from glm46.config.run_config import RunConfig
 from glm46.planner.budget import days
 from glm46.planner.machine import Gpu, Machine
@@ -77,6 +78,23 @@ def test_the_memory_of_all_local_processes_counts_on_a_cpu():
     assert describe_requirement(config, enough, world_size=2)[0]
     fits, text = describe_requirement(config, short, world_size=2)
     assert not fits and "2 processes need" in text
+
+
+def test_a_machine_without_fp8_is_named_with_what_to_do():
+    run = _run("debug", seq_len=512)
+    fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
+    A100, L40S = (Machine(96, 2**40, 2**40, (Gpu(name, 40 * 2**30),)) for name in ("NVIDIA A100-SXM4", "NVIDIA L40S"))
+
+    def found(machine: Machine, **keys) -> str:
+        return describe_requirement(run.model_copy(update={"float8": Float8(**fp8 | keys)}), machine, world_size=1)[1]
+
+    for machine, name in ((SMALL, "found: none"), (A100, "found: NVIDIA A100-SXM4")):
+        text = found(machine)
+        assert 'float8.recipe_name = "rowwise" needs' in text and name in text and "float8.emulate = true" in text
+        assert "It fits." in found(machine, emulate=True)
+    assert 'float8.experts_recipe_name = "rowwise" needs' in found(L40S)
+    assert "It fits." in found(L40S, experts_recipe_name=None)
+    assert "It fits." in found(NODE)
 
 
 def test_a_plan_states_its_assumptions():

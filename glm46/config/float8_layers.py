@@ -1,0 +1,157 @@
+"""Which linear layers [float8] converts and why it leaves the others, and the rules of the section."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from glm46.config.faults import Fault, Faults, counted, show
+from glm46.config.float8 import Float8
+from glm46.config.model import ModelShape
+from glm46.config.run_config import RunConfig
+
+FP8_MULTIPLE = 16
+"""FP8 products need a multiple of this many inputs and outputs, and of tokens for a weight gradient: the kernels read
+rows in pieces of 16 bytes (`torch._scaled_mm`)."""
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer on one rank."""
+
+    name: str
+    """Of the module, such as ``layers.3.self_attn.q_proj``."""
+    outputs: int
+    inputs: int
+    excluded_by: str | None
+    """The key and its value that exclude the layer; None if it is converted."""
+
+
+def linear_layers(shape: ModelShape, float8: Float8, tp: int = 1) -> Iterator[LinearLayer]:
+    """The linear layers of the whole model with their sizes on a rank of a tensor-parallel group.
+
+    Embedding, router and output head are no linear layers: the first is a lookup, the second computes in FP32, and the
+    third computes with the loss, in chunks.
+    """
+    D, heads = shape.hidden_size, shape.head_dim // tp
+    queries, keys = shape.num_attention_heads * heads, shape.num_key_value_heads * heads
+    attention = {"q_proj": (queries, D), "k_proj": (keys, D), "v_proj": (keys, D), "o_proj": (D, queries)}
+
+    def layer(prefix: str, feed_forward: str, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        yield from ((f"{prefix}self_attn.{name}", size) for name, size in attention.items())
+        if width:
+            sizes = {"gate_proj": (width, D), "up_proj": (width, D), "down_proj": (D, width)}
+            yield from ((f"{prefix}{feed_forward}.{name}", size) for name, size in sizes.items())
+
+    def layers() -> Iterator[tuple[str, tuple[int, int]]]:
+        shared = shape.n_shared_experts * shape.moe_intermediate_size // tp
+        for index in range(shape.num_hidden_layers):
+            if index < shape.first_k_dense_replace:
+                yield from layer(f"layers.{index}.", "mlp", shape.intermediate_size // tp)
+            else:
+                yield from layer(f"layers.{index}.", "mlp.shared_experts", shared)
+        for index in range(shape.num_nextn_predict_layers):
+            yield f"mtp.{index}.eh_proj", (D, 2 * D)
+            yield from layer(f"mtp.{index}.block.", "mlp.shared_experts", shared)
+
+    for name, (outputs, inputs) in layers():
+        excluded_by = next((f"filter_fqns {show(part)}" for part in float8.filter_fqns if part in name), None)
+        if excluded_by is None and min(outputs, inputs) < float8.filter_min_features:
+            excluded_by = f"filter_min_features = {float8.filter_min_features}"
+        yield LinearLayer(name, outputs, inputs, excluded_by)
+
+
+def describe_float8(shape: ModelShape, float8: Float8, tp: int) -> str:
+    """What a run computes in FP8, and why the rest is in higher precision, for the start message."""
+    layers = list(linear_layers(shape, float8, tp))
+    converted = sum(layer.excluded_by is None for layer in layers)
+    said = [f"{float8.recipe_name} for {converted} of {counted(len(layers), 'linear layer')}"]
+    said += ["gathered in FP8"] if float8.enable_fsdp_float8_all_gather else []
+    said += [f"{float8.experts_recipe_name} for the routed experts"] if float8.experts_recipe_name else []
+    said += ["emulated"] if float8.emulate else []
+    kept = ["embedding, router and output head by design"]
+    for reason in dict.fromkeys(layer.excluded_by for layer in layers if layer.excluded_by):
+        kinds = dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers if layer.excluded_by == reason)
+        kept.append(f"{', '.join(kinds)} by {reason}")
+    kept += [] if float8.experts_recipe_name else ["routed experts, because experts_recipe_name is absent"]
+    return f"{', '.join(said)}; not converted: {'; '.join(kept)}"
+
+
+def filters_leave_something(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Each filter excludes a layer, and not all layers are excluded."""
+    float8 = config.float8
+    if float8.recipe_name is None:
+        return
+    layers = list(linear_layers(shape, float8, config.parallelism.tensor_parallel_degree))
+    keys = ("float8.filter_fqns", "float8.filter_min_features")
+    for part in float8.filter_fqns:
+        if not any(part in layer.name for layer in layers):
+            kinds = ", ".join(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
+            yield Fault(
+                keys[:1],
+                f"float8.filter_fqns = {show(part)}: no linear layer has this in its name, such as {layers[-1].name}; "
+                f"take a part of such a name ({kinds}), or remove it",
+            )
+    if all(layer.excluded_by for layer in layers):
+        key, value = (keys[0], float8.filter_fqns) if float8.filter_fqns else (keys[1], float8.filter_min_features)
+        yield Fault(
+            keys,
+            f"{key} = {show(value)}: excludes all {counted(len(layers), 'linear layer')}; exclude fewer, or remove "
+            "float8.recipe_name",
+        )
+
+
+def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE` on each rank."""
+    float8, tp = config.float8, config.parallelism.tensor_parallel_degree
+    if float8.recipe_name is None:
+        return
+    rule = f"FP8 products need multiples of {FP8_MULTIPLE}"
+    uneven: dict[str, LinearLayer] = {}
+    for layer in linear_layers(shape, float8, tp):
+        if layer.excluded_by is None and (layer.outputs % FP8_MULTIPLE or layer.inputs % FP8_MULTIPLE):
+            uneven.setdefault(layer.name.rpartition(".")[2], layer)
+    if uneven:
+        first = next(iter(uneven.values()))
+        yield Fault(
+            ("float8.recipe_name", "float8.filter_fqns", "model", "parallelism.tensor_parallel_degree"),
+            f"float8.recipe_name = {show(float8.recipe_name)}: {first.name} has {first.inputs} inputs and "
+            f"{first.outputs} outputs on a rank, and {rule}; set float8.filter_fqns = {show(list(uneven))}",
+        )
+    width = shape.moe_intermediate_size
+    if float8.experts_recipe_name and (shape.hidden_size % FP8_MULTIPLE or width % FP8_MULTIPLE):
+        yield Fault(
+            ("float8.experts_recipe_name", "model.hidden_size", "model.moe_intermediate_size"),
+            f"float8.experts_recipe_name = {show(float8.experts_recipe_name)}: experts map model.hidden_size = "
+            f"{shape.hidden_size} to model.moe_intermediate_size = {width}, and {rule}; remove experts_recipe_name",
+        )
+
+
+def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """The tokens of a micro-batch on a rank are a multiple of `FP8_MULTIPLE`, if weight gradients are in FP8."""
+    if config.float8.recipe_name not in ("tensorwise", "rowwise"):
+        return
+    layout, rows = config.parallelism, config.training.local_batch_size
+    ranks = layout.context_parallel_degree
+    if any(layer.name.endswith("eh_proj") for layer in linear_layers(shape, config.float8) if not layer.excluded_by):
+        ranks *= layout.tensor_parallel_degree  # the only linear layer on a rank's own part of the sequence
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.data.stages:
+        lengths = {
+            f"data.stages[{index}].seq_len": stage.seq_len or config.training.seq_len
+            for index, stage in enumerate(config.data.stages)
+        }
+    for key, length in lengths.items():
+        if rows * length // ranks % FP8_MULTIPLE:
+            yield Fault(
+                (key, "training.local_batch_size", "float8.recipe_name", "parallelism"),
+                f"{key} = {length}: {rows * length // ranks} tokens of a micro-batch on a rank, and weight gradients "
+                f"of float8.recipe_name = {show(config.float8.recipe_name)} need a multiple of {FP8_MULTIPLE}; change "
+                'the length or training.local_batch_size, or set float8.recipe_name = "rowwise_with_gw_hp"',
+            )
+            return
+
+
+FLOAT8_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
+    filters_leave_something,
+    fp8_divides_the_layers,
+    fp8_divides_the_tokens,
+)

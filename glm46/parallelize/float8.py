@@ -1,0 +1,168 @@
+"""FP8 products: operands are rounded to 8-bit floating point with one scale per tensor, row or column.
+
+Each product of a converted layer, forward and backward, rounds what it multiplies; results, weights, gradients and
+optimizer states keep their types. A rank scales what it holds: under tensor parallelism its part of a weight, under
+data parallelism its own tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from glm46 import compat
+from glm46.config.float8 import Float8
+from glm46.config.float8_layers import FP8_MULTIPLE, linear_layers
+from glm46.model.experts import Experts, grouped_mm, grouped_outer
+from glm46.model.transformer import Transformer
+from glm46.planner.plan import Plan
+
+LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""See `Linear.product`."""
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""See `Experts.product`."""
+
+E4M3 = torch.float8_e4m3fn
+
+
+def apply(model: Transformer, plan: Plan) -> None:
+    """Replace the products that [float8] names; in place."""
+    float8 = plan.config.float8
+    layers = linear_layers(plan.shape, float8, plan.layout.tp)
+    converted = {layer.name for layer in layers if layer.excluded_by is None}
+    product = linear_product(float8)
+    for name, module in model.named_modules():
+        if name in converted:
+            module.product = product
+        elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
+            module.product = emulated_grouped_product if float8.emulate else padded(_scaled_grouped_product)
+
+
+def linear_product(float8: Float8) -> LinearProduct:
+    """`Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
+    # Imported here: only FP8 runs need it.
+    compat.quiet_libraries()
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    config = replace(Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
+    products = Float8Linear(1, 1, bias=False, config=config, device="meta").linear_mm_config
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
+        return y if bias is None else y + bias
+
+    return product
+
+
+def _scaled_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+    """`Experts.product` by torchao's kernels for NVIDIA GPUs from Hopper on."""
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+
+    columns = weight_EOI.transpose(1, 2)
+    return _to_fp8_rowwise_then_scaled_grouped_mm(
+        x_NI, columns, offsets, out_dtype=x_NI.dtype, pad_token_groups_for_grouped_mm=False
+    )
+
+
+class _EmulatedGroupedProduct(torch.autograd.Function):
+    """The rounding of `_to_fp8_rowwise_then_scaled_grouped_mm`, which has no emulation, before products in the dtype of
+    the operands. These hold the rounded values exactly: three bits times a power of two."""
+
+    @staticmethod
+    def forward(ctx, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_EOI, offsets)
+        return grouped_mm(_rounded(x_NI, -1), _rounded(weight_EOI, -1).transpose(1, 2), offsets)
+
+    @staticmethod
+    def backward(ctx, grad_NO: Tensor):
+        x_NI, weight_EOI, offsets = ctx.saved_tensors
+        grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
+        grad_x = grouped_mm(_rounded(grad_NO, -1), _rounded(weight_EOI, 1), offsets)
+        grad_weight = grouped_outer(_rounded_in_groups(grad_NO, offsets), _rounded_in_groups(x_NI, offsets), offsets)
+        return grad_x, grad_weight, None
+
+
+emulated_grouped_product: GroupedProduct = _EmulatedGroupedProduct.apply
+
+
+def _rounded(x: Tensor, dim: int) -> Tensor:
+    """`x` rounded to E4M3 with a scale for each slice along `dim`."""
+    return _round(x, x.abs().amax(dim, keepdim=True))
+
+
+def _rounded_in_groups(x_NI: Tensor, offsets: Tensor) -> Tensor:
+    """`x` rounded to E4M3 with a scale for each column of each group of rows."""
+    group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
+    amax = x_NI.new_zeros(len(offsets) + 1, x_NI.shape[1])  # the last one: rows that no group has
+    return _round(x_NI, amax.index_reduce_(0, group_N, x_NI.abs(), "amax")[group_N])
+
+
+def _round(x: Tensor, amax: Tensor) -> Tensor:
+    from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+
+    scale = amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
+    return (to_fp8_saturated(x.float() * scale, E4M3).float() / scale).to(x.dtype)
+
+
+def padded(product: GroupedProduct) -> GroupedProduct:
+    """A grouped product for groups of any size, by one for sizes that are multiples of `FP8_MULTIPLE`."""
+
+    def padded_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        row_P, place_N, padded_offsets = pad_groups(len(x_NI), offsets)
+        y_PO = product(_Pad.apply(x_NI, row_P, place_N), weight_EOI, padded_offsets)
+        return _Unpad.apply(y_PO, place_N)
+
+    return padded_product
+
+
+def pad_groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad each group of rows to a multiple of `FP8_MULTIPLE`, without asking the device for sizes.
+
+    Padding repeats the last row of its group: no scale changes by it, and no gradient, because its result is not read.
+
+    Returns:
+        int64 [P], P >= the sum of the padded sizes: the row at each place; int64 [N]: the place of each row; int32 [E]:
+        running sum of the padded sizes.
+    """
+    groups, device = len(offsets), offsets.device
+    end_E = offsets.long()
+    size_E = end_E.diff(prepend=end_E.new_zeros(1))
+    padded_end_E = ((size_E + FP8_MULTIPLE - 1) // FP8_MULTIPLE * FP8_MULTIPLE).cumsum(0)
+    padded_size_E = padded_end_E.diff(prepend=padded_end_E.new_zeros(1))
+    shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)
+    place_P = torch.arange(-(-(rows + groups * (FP8_MULTIPLE - 1)) // FP8_MULTIPLE) * FP8_MULTIPLE, device=device)
+    group_P = torch.searchsorted(padded_end_E, place_P, right=True).clamp(max=groups - 1)
+    row_P = (place_P - shift_E[group_P]).minimum(end_E[group_P] - 1).clamp(0, rows - 1)
+    row_N = torch.arange(rows, device=device)
+    place_N = row_N + shift_E[torch.searchsorted(end_E, row_N, right=True).clamp(max=groups - 1)]
+    return row_P, place_N, padded_end_E.to(torch.int32)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows at their places and repeated ones between them, whose gradient is zero."""
+
+    @staticmethod
+    def forward(ctx, x_NI: Tensor, row_P: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N)
+        return x_NI.index_select(0, row_P)
+
+    @staticmethod
+    def backward(ctx, grad_PI: Tensor):
+        return grad_PI.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The rows at these places. The gradient of the others is zero."""
+
+    @staticmethod
+    def forward(ctx, y_PO: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.places = len(y_PO)
+        return y_PO.index_select(0, place_N)
+
+    @staticmethod
+    def backward(ctx, grad_NO: Tensor):
+        zeros = grad_NO.new_zeros(ctx.places, grad_NO.shape[1])
+        return zeros.index_copy_(0, ctx.saved_tensors[0], grad_NO), None

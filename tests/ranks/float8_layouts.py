@@ -1,0 +1,169 @@
+"""Compare FP8 steps of layouts on two ranks with one process whose products see the same operands; print one JSON
+object per layout.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/float8_layouts.py
+
+A recipe scales what one product sees: a rank's tokens, and under tensor parallelism its part of a weight. One process
+takes the same tokens at a time, and multiplies by the same parts of weights.
+"""
+
+import functools
+import json
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from glm46.config.float8 import Float8
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.distributed.process import Process, join, leave
+from glm46.model.layers import Linear
+from glm46.model.transformer import Transformer
+from glm46.parallelize import float8
+from glm46.parallelize.plan import initialise
+from glm46.planner.parameters import find_parameter
+from glm46.planner.plan import resolve_plan
+from glm46.training.step import train_step
+from glm46.training.totals import count_step
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import (
+    LAYOUTS_AT_ONCE,
+    MOE,
+    MTP_WEIGHT,
+    OPTIONS,
+    ROWS,
+    Layout,
+    auxiliary_loss,
+    build_job,
+    count_targets,
+    gradient_errors,
+    held,
+    make_batch,
+    make_config,
+    micro_batches,
+    next_token_loss,
+    relative,
+    squares,
+)
+
+WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+
+
+MATRICES = ("layers.0.mlp.down_proj.weight", "layers.3.self_attn.v_proj.weight", "layers.3.mlp.experts.gate_up")
+"""Some whose gradient must show that products were in FP8."""
+
+
+class Case(NamedTuple):
+    """A layout with a recipe, and the rows that one of its products sees."""
+
+    layout: Layout
+    float8: dict
+    rows: int
+
+
+GW_HP = {"recipe_name": "rowwise_with_gw_hp"}
+ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
+CASES = {
+    "fsdp tensorwise": Case(Layout(), {"recipe_name": "tensorwise"}, 2),
+    "fsdp rowwise": Case(Layout(), ROWWISE, 2),
+    "fsdp compiled": Case(Layout(compiled=True), ROWWISE, 2),
+    "pipeline selective": Case(Layout(pipeline=2, checkpointing="selective"), ROWWISE, 4),
+    "split backward": Case(
+        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
+        ROWWISE,
+        2,
+    ),
+    # Where ranks share the tokens of a row, or experts those of both ranks, linear layers need a recipe whose scales
+    # do not depend on other tokens.
+    "expert": Case(Layout(experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),
+    "context": Case(Layout(context=2), GW_HP, 4),
+    "tensor and expert": Case(Layout(tensor=2, experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),
+}
+
+
+def config_of(case: Case, **options) -> RunConfig:
+    config = make_config(case.layout)
+    recipe = Float8(emulate=True, **case.float8)
+    model = config.model.model_copy(update=WIDTHS)
+    training = config.training.model_copy(update={"max_norm": 1e9})  # gradients as they are
+    return config.model_copy(update={"model": model, "training": training, "float8": recipe} | options)
+
+
+def in_parts(module: nn.Module, dim: int, parts: int):
+    """The product of a linear layer by one part of its weight after the other, as the ranks of tensor parallelism."""
+    product = module.product
+
+    def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weights = weight.chunk(parts, dim)
+        if dim == 0:
+            biases = [None] * parts if bias is None else bias.chunk(parts)
+            return torch.cat([product(x, w, b) for w, b in zip(weights, biases, strict=True)], -1)
+        return sum(product(x_part, w, None) for x_part, w in zip(x.chunk(parts, -1), weights, strict=True))
+
+    return product_in_parts
+
+
+def one_process(case: Case, in_fp8: bool = True) -> tuple[float, dict[str, Tensor]]:
+    """Loss sum and gradients of a step in a plain loop."""
+    config = config_of(case)
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(config.model))
+    model.to_empty(device="cpu")
+    initialise(model, config.debug.seed)
+    if in_fp8:
+        float8.apply(model, resolve_plan(config, 2))
+    for name, module in model.named_modules():
+        dim = find_parameter(f"{name}.weight").tensor_dim if isinstance(module, Linear) else None
+        if dim is not None and case.layout.tensor > 1:
+            module.product = in_parts(module, dim, case.layout.tensor)
+    whole, loss = make_batch(0), 0.0
+    real_tokens, totals = int((whole["document_ids"] >= 0).sum()), count_targets([whole], whole["mtp_labels"].shape[1])
+    for start in range(0, ROWS, case.rows):
+        batch = {name: tensor[start : start + case.rows] for name, tensor in whole.items()}
+        sums = model(**batch, options=OPTIONS)
+        (next_token_loss(sums, totals, MTP_WEIGHT) + auxiliary_loss(sums.aux_losses, real_tokens, MOE)).backward()
+        loss += sums.loss.item()
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
+    """Differences of a layout from one process; collective."""
+    case = CASES[name]
+    job = build_job(config_of(case), process)
+    totals = count_step(job, [make_batch(0)])
+    outcome = train_step(job, micro_batches(job, 0, case.layout.micro_batches), totals, 0, 1.0).main
+    (loss, gradients), (_, plain) = references[name]
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in job.network.parameters.items()}, gradients))
+    return {
+        "name": name,
+        "loss_error": (relative(outcome.sums["loss"].item(), loss), "of the step"),
+        "gradient_error": max(gradient_errors(ranks, gradients)),
+        "gradients_of_fp8": min((gradients[n] - plain[n]).norm().item() / plain[n].norm().item() for n in MATRICES),
+    }
+
+
+def main(ranks: int, *names: str) -> None:
+    """Compare the named cases, or all, on two ranks with one process, which is this one."""
+    torch.set_num_threads(1)
+    # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    references = {name: (one_process(CASES[name]), one_process(CASES[name], in_fp8=False)) for name in names or CASES}
+
+    def work(some: list[str]) -> None:
+        process = join(60)
+        for name in some:
+            row = compare(process, name, references)
+            if process.is_main:
+                print(json.dumps(row), flush=True)
+        leave()
+
+    run_cases(ranks, list(references), work, LAYOUTS_AT_ONCE)
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(2, *sys.argv[1:])

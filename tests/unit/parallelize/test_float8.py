@@ -1,0 +1,183 @@
+"""FP8 products compute what their recipes say, held to a model of the recipes in FP64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm46.config.float8 import Float8
+from glm46.config.float8_layers import FP8_MULTIPLE, linear_layers
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.model.experts import Experts
+from glm46.model.layers import Linear
+from glm46.model.transformer import Transformer
+from glm46.parallelize.float8 import E4M3, _rounded_in_groups, emulated_grouped_product, linear_product, pad_groups
+from glm46.parallelize.float8 import padded as padded_groups
+from glm46.planner.parameters import dimensions, named_rows
+
+TYPES = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
+"""Bits of the mantissa, smallest exponent of a normal number, largest number."""
+
+
+def rounded(x: Tensor, dim: int | None, kind: str = "e4m3", power_of_2: bool = True) -> Tensor:
+    """FP64: `x` in 8 bits with a scale for each slice along `dim`, or one for all; the format from its definition."""
+    mantissa, least, largest = TYPES[kind]
+    amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = largest / amax.clamp(min=1e-12)
+    scale = 2.0 ** scale.log2().floor() if power_of_2 else scale
+    scaled = (x * scale).clamp(-largest, largest)
+    unit = 2.0 ** (scaled.abs().clamp(min=2.0**least).log2().floor() - mantissa)
+    return (scaled / unit).round() * unit / scale
+
+
+def recipe_in_fp64(recipe: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of x and gradient of the weight, from operands in FP64."""
+    if recipe == "tensorwise":
+        x8, weight8 = rounded(x, None, power_of_2=False), rounded(weight, None, power_of_2=False)
+        grad8 = rounded(grad, None, "e5m2", power_of_2=False)
+        return x8 @ weight8.T, grad8 @ weight8, grad8.T @ x8
+    y = rounded(x, 1) @ rounded(weight, 1).T
+    if recipe == "rowwise":
+        return y, rounded(grad, 1) @ rounded(weight, 0), rounded(grad, 0).T @ rounded(x, 0)
+    return y, rounded(grad, 1) @ rounded(weight, None), grad.T @ x
+
+
+def operands(*sizes: tuple[int, ...]) -> list[Tensor]:
+    """FP32, with rows and columns of very unequal size, so that recipes differ."""
+    generator = torch.Generator().manual_seed(0)
+
+    def one(size: tuple[int, ...]) -> Tensor:
+        spread = [torch.randn(*(n if d == axis else 1 for d in range(len(size))), generator=generator)
+                  for axis, n in enumerate(size)]  # fmt: skip
+        return torch.randn(size, generator=generator) * math.prod(spread[1:], start=spread[0]).exp()
+
+    return [one(size) for size in sizes]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_linear_product_follows_its_recipe(recipe, dtype):
+    x, weight, grad, bias = (t.to(dtype) for t in operands((64, 128), (96, 128), (64, 96), (96,)))
+    x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
+    y = linear_product(Float8(recipe_name=recipe, emulate=True))(x.view(4, 16, 128), weight, bias)
+    assert y.shape == (4, 16, 96) and y.dtype == dtype
+    y.backward(grad.view_as(y))
+    exact = [t.detach().double() for t in (x, weight, grad)]
+    wanted = recipe_in_fp64(recipe, *exact)
+    # FP32: 128 products rounded to 2**-24 each. BF16: operands and result rounded to 2**-9, and the bias' own rounding.
+    bound = 1e-6 if dtype == torch.float32 else 2**-8
+    assert distance(y.view(64, 96), wanted[0] + bias.detach().double()) < bound
+    assert distance(x.grad, wanted[1]) < bound
+    assert distance(weight.grad, wanted[2]) < bound
+    assert distance(bias.grad, exact[2].sum(0)) < bound
+    # The recipes are told apart: each is far from the exact product, but for the weight gradient of the last.
+    plain = exact[2].T @ exact[0]
+    assert (distance(wanted[2], plain) > 5e-3) == (recipe != "rowwise_with_gw_hp")
+    others = [recipe_in_fp64(other, *exact) for other in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]
+    assert sum(all(distance(a, b) < 1e-3 for a, b in zip(other, wanted, strict=True)) for other in others) == 1
+
+
+SIZES = [5, 0, 16, 1, 20]
+OFFSETS = torch.tensor(SIZES).cumsum(0).to(torch.int32)
+ROWS = sum(SIZES) + 3
+"""Three rows that no group has, as after an exchange with a bound on its size."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_grouped_product_follows_its_recipe(dtype):
+    x, weight, grad = (t.to(dtype) for t in operands((ROWS, 48), (5, 32, 48), (ROWS, 32)))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    y = emulated_grouped_product(x, weight, OFFSETS)
+    assert y.dtype == dtype
+    end = int(OFFSETS[-1])
+    y[:end].backward(grad[:end])
+    bound = 1e-6 if dtype == torch.float32 else 2**-8
+    for expert, (start, stop) in enumerate(zip([0, *OFFSETS[:-1].tolist()], OFFSETS.tolist(), strict=True)):
+        rows = slice(start, stop)
+        exact = [t.detach().double() for t in (x[rows], weight[expert], grad[rows])]
+        if start == stop:
+            assert not weight.grad[expert].any()
+            continue
+        wanted = recipe_in_fp64("rowwise", *exact)
+        found = y[rows], x.grad[rows], weight.grad[expert]
+        assert all(distance(a, b) < bound for a, b in zip(found, wanted, strict=True)), expert
+
+
+def test_groups_are_rounded_as_torchao_rounds_them():
+    from torchao.prototype.moe_training.utils import torch_to_float8_per_group_colwise
+
+    (x,) = operands((int(OFFSETS[-1]), 48))
+    filled = torch.tensor([size for size in SIZES if size]).cumsum(0)
+    codes, scales = torch_to_float8_per_group_colwise(x, filled, E4M3, round_scales_to_power_of_2=True)
+    group = torch.searchsorted(filled, torch.arange(len(x)), right=True)
+    assert torch.equal(_rounded_in_groups(x, OFFSETS), codes.float() / scales.view(-1, 48)[group])
+
+
+def test_padded_groups_give_the_same_result():
+    """A kernel wants groups of multiples of 16 rows; the padding changes neither results nor gradients."""
+    x, weight, grad = operands((ROWS, 48), (5, 32, 48), (ROWS, 32))
+    end, found = int(OFFSETS[-1]), []
+
+    def even(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        assert not (offsets % FP8_MULTIPLE).any() and offsets[-1] <= len(x)
+        return emulated_grouped_product(x, weight, offsets)
+
+    for product in (emulated_grouped_product, padded_groups(even)):
+        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = product(*inputs, OFFSETS)
+        y[:end].backward(grad[:end])
+        found.append((y[:end], inputs[0].grad[:end], inputs[1].grad))
+    for plain, padded in zip(*found, strict=True):
+        # Products of other sizes sum in another order. A changed scale would round anew: 1e-2.
+        assert distance(padded, plain.double()) < 1e-6
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [16], [1] * 40, [17, 0, 15, 33]], ids=str)
+def test_each_row_has_one_place_in_its_group(sizes):
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    row_P, place_N, padded = pad_groups(max(sum(sizes), 1), offsets)
+    starts = [0, *padded[:-1].tolist()]
+    assert padded.diff(prepend=padded.new_zeros(1)).tolist() == [-(-size // 16) * 16 for size in sizes]
+    assert padded[-1] <= len(row_P)
+    wanted = [start + place for start, size in zip(starts, sizes, strict=True) for place in range(size)]
+    assert place_N.tolist()[: sum(sizes)] == wanted
+    assert torch.equal(row_P[place_N], torch.arange(len(place_N))) or not sum(sizes)
+    group = torch.searchsorted(offsets, row_P, right=True)
+    for number, (start, stop) in enumerate(zip(starts, padded.tolist(), strict=True)):
+        assert (group[start:stop] == number).all()
+
+
+def test_gpu_kernels_of_the_experts_take_these_arguments():
+    """They run only on a GPU; here their signature is read."""
+    import inspect
+
+    from torchao.prototype.moe_training import fp8_grouped_mm
+
+    parameters = inspect.signature(fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm).parameters
+    assert list(parameters)[:3] == ["A", "B_t", "offs"]
+    assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
+
+
+def test_the_list_of_linear_layers_is_the_model():
+    shape = resolve_shape(Model(flavor="debug", num_nextn_predict_layers=2))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers = {layer.name: (layer.outputs, layer.inputs) for layer in linear_layers(shape, Float8())}
+    assert layers == {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    assert any(isinstance(module, Experts) for module in model.modules())
+
+
+def test_the_list_of_linear_layers_is_split_as_the_parameters():
+    shape = resolve_shape(Model(flavor="debug"))
+    sizes, rows = dimensions(shape), named_rows(shape)
+    for layer in linear_layers(shape, Float8(), tp=2):
+        row = rows[f"{layer.name}.weight"]
+        wanted = [sizes[dim] // (2 if axis == row.tensor_dim else 1) for axis, dim in enumerate(row.dims.split())]
+        assert [layer.outputs, layer.inputs] == wanted
