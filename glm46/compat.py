@@ -33,6 +33,21 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
+def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Grouped product of operands that it rounds to FP8, in the dtype of `x`, with gradients.
+
+    torchao has it only as a private function of a prototype. Its kernels need a GPU of compute capability 9.0 or 10.x.
+
+    Args:
+        x: [N, I] rows sorted by group; sizes of groups are multiples of 16.
+        weight: [E, I, O] whose columns are contiguous.
+        offsets: int32 [E], running sum of the group sizes.
+    """
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
+
+    return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
+
+
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
 

@@ -58,17 +58,12 @@ def linear_product(float8: Float8) -> LinearProduct:
 
 def _scaled_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """`Experts.product` by torchao's kernels for NVIDIA GPUs from Hopper on."""
-    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
-
-    columns = weight_EOI.transpose(1, 2)
-    return _to_fp8_rowwise_then_scaled_grouped_mm(
-        x_NI, columns, offsets, out_dtype=x_NI.dtype, pad_token_groups_for_grouped_mm=False
-    )
+    return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
 
 
 class _EmulatedGroupedProduct(torch.autograd.Function):
-    """The rounding of `_to_fp8_rowwise_then_scaled_grouped_mm`, which has no emulation, before products in the dtype of
-    the operands. These hold the rounded values exactly: three bits times a power of two."""
+    """The rounding of `compat.float8_grouped_mm`, which has no emulation, before products in the dtype of the operands.
+    These hold the rounded values exactly: four bits times a power of two."""
 
     @staticmethod
     def forward(ctx, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:

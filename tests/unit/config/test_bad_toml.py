@@ -356,9 +356,9 @@ BAD = {
     "FP8 filter that matches nothing": (
         ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]\n[training]'),
         [
-            'float8.filter_fqns = "output": no linear layer has this in its name, such as mtp.0.block.mlp.shared_experts'
-            ".down_proj; take a part of such a name (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, "
-            "eh_proj), or remove it"
+            'float8.filter_fqns = "output": no linear layer has this in its name, such as '
+            "mtp.0.block.mlp.shared_experts.down_proj; take a part of such a name (q_proj, k_proj, v_proj, o_proj, "
+            "gate_proj, up_proj, down_proj, eh_proj), or remove it"
         ],
     ),
     "FP8 filter that matches everything": (
