@@ -1,15 +1,18 @@
 """All uses of private torch APIs, and of APIs that differ between torch 2.11 and 2.15."""
 
+import contextlib
 import inspect
 import logging
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -223,6 +226,23 @@ def flight_recorder_json() -> str:
         return ""
     trace = dump()
     return trace.decode() if isinstance(trace, bytes) else trace
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager:
+    """A range of this name in the trace of a profiler that is recording now; else nothing, at no cost. Whether one is
+    recording has no public name."""
+    return torch.profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
+
+
+def record_allocations(is_on: bool) -> None:
+    """Keep the last 100,000 allocations and frees of GPU memory with their Python stacks, or stop it. PyTorch documents
+    this function and the next one with their private names."""
+    torch.cuda.memory._record_memory_history("all" if is_on else None, stacks="python", max_entries=100_000)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write the recorded allocations of GPU memory for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def can_pack() -> bool:

@@ -20,6 +20,7 @@ from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, share_cores, visible_gpus
 from glm46.planner.layout import fixed_processes, smallest_world
@@ -90,6 +91,8 @@ def _launch(
         )
     require_free_port(nodes, 0)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
+    if fault := snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)):
+        raise UserError(f"{config_file}: {fault}")
     typed = Start(
         config_file,
         tuple(overrides),

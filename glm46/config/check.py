@@ -14,6 +14,7 @@ from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
+from glm46.config.rules_profiling import PROFILING_RULES
 from glm46.config.run_config import RunConfig
 
 
@@ -33,7 +34,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
         return faults
     shape = resolve_shape(config.model)
     faults += [fault for rule in MODEL_RULES for fault in rule(config, shape)]
-    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES)
+    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES, *PROFILING_RULES)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
 

@@ -12,6 +12,7 @@ from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
 from glm46.config.optimizer import LRScheduler, Optimizer
 from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, Parallelism
+from glm46.config.profiling import Profiling
 from glm46.config.section import LocalPath, Needs, Section
 from glm46.config.training import Debug, Training, Validation
 
@@ -63,5 +64,6 @@ class RunConfig(Section):
     validation: Validation = Field(default_factory=Validation)
     inference: Inference = Field(default_factory=Inference)
     metrics: Metrics = Field(default_factory=Metrics)
+    profiling: Profiling = Field(default_factory=Profiling)
     debug: Debug = Field(default_factory=Debug)
     ablation: Ablation | None = None

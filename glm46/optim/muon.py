@@ -6,6 +6,7 @@ This file makes options, states, groups and the plan, once. glm46/optim/muon_ste
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from glm46.optim.muon_layout import local_matrices, tensor_layout
 from glm46.optim.muon_plan import MuonPlan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
 from glm46.optim.muon_update import Orthogonalizer, update_scale
+from glm46.optim.newton_schulz import newton_schulz_flops
 
 
 class Muon(torch.optim.Optimizer):
@@ -97,6 +99,16 @@ class Muon(torch.optim.Optimizer):
     def plan(self) -> MuonPlan:
         """The owner of each matrix and the transfers between ranks."""
         return self._plan
+
+    def flops(self) -> int:
+        """FLOPs of the orthogonalisation of a step on this rank."""
+        steps, flops = self._settings.steps, 0
+        for task in self._plan.local:
+            matrices, rows = task.matrices[1] - task.matrices[0], task.rows[1] - task.rows[0]
+            flops += matrices * newton_schulz_flops(rows, task.columns, steps)
+        for bucket in self._plan.buckets:
+            flops += sum(unit.flops for unit in bucket.units if bucket.ranks[unit.owner] == dist.get_rank())
+        return flops
 
     @torch.no_grad()
     def step(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm46.compat import named_range
 from glm46.optim.compact_state import Quantized, load_state, store_state
 from glm46.optim.newton_schulz import orthogonalize
 
@@ -35,7 +36,8 @@ class Orthogonalizer:
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
         """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
-        return orthogonalize(x_NSL, self.steps, self.dtype)
+        with named_range("Muon.orthogonalize"):
+            return orthogonalize(x_NSL, self.steps, self.dtype)
 
 
 def update_scale(adjust_lr: str, rows: int, columns: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glm46.compat import named_range
 from glm46.config.optimizer import Optimizer
 from glm46.optim.adamw import AdamW
 from glm46.optim.muon import Muon
@@ -33,8 +34,9 @@ class OptimizerGroup:
         """Update every parameter that has a gradient, at its peak rate times ``lr_factor``."""
         for group, peak in self._peaks:
             group["lr"] = peak * lr_factor
-        self.muon.step()
-        self._adamw.step()
+        with named_range("optimizer"):
+            self.muon.step()
+            self._adamw.step()
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""

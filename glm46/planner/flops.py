@@ -5,11 +5,20 @@ square); the embedding look-up costs nothing. Recomputation under activation che
 the work that the model needs, so MFU falls when a layout does redundant work.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import expm1
 
 from glm46.config.model import ModelShape
-from glm46.planner.parameters import Parameter, dense_layer, layer_counts, moe_layer, mtp_layer, part_rows
+from glm46.planner.parameters import (
+    Parameter,
+    dense_layer,
+    find_parameter,
+    layer_counts,
+    moe_layer,
+    mtp_layer,
+    part_rows,
+)
 
 _TRAINING_OVER_FORWARD = 3
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -50,6 +59,12 @@ def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float
     return document * (window - document * seen + (seq_len - window) * seen) / seq_len
 
 
+def pair_flops(shape: ModelShape) -> float:
+    """FLOPs of a layer's attention for one pair of query and key, forward and backward."""
+    width = shape.num_attention_heads * shape.head_dim
+    return float(_TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width)
+
+
 def attention_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
     """FLOPs per token and layer of scores and weighted values, forward and backward.
 
@@ -57,8 +72,7 @@ def attention_flops(shape: ModelShape, seq_len: int, document: float | None = No
         seq_len: tokens of a row.
         document: mean tokens of a document, with lengths taken as exponential; None: each row is one document.
     """
-    width = shape.num_attention_heads * shape.head_dim
-    return _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width * _mean_keys(shape, seq_len, document)
+    return pair_flops(shape) * _mean_keys(shape, seq_len, document)
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,18 @@ def training_flops_per_token(shape: ModelShape, seq_len: int, document: float | 
     return training_flops(shape, seq_len, document).total
 
 
+def product_flops(names: Iterable[str], shape: ModelShape) -> dict[str, float]:
+    """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
+    whose parameters are among them use the head too."""
+    names, flops = list(names), {}
+    for name in names:
+        row = find_parameter(name)
+        if row.is_matrix and row.part != "embedding":
+            flops[name] = _matrix_flops([row], shape)
+    uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
+    return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
+
+
 def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
     """FLOPs of forward and backward of tokens with the given number of attention pairs.
 
@@ -105,11 +131,7 @@ def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
         half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
             `training_flops_per_token` times the tokens.
     """
-    width = shape.num_attention_heads * shape.head_dim
-    per_pair = _TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width
-    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
-    layers = dense_layers + moe_layers + mtp_layers
-    return tokens * training_flops_per_token(shape, 0) + layers * per_pair * half_pairs / 2
+    return tokens * training_flops_per_token(shape, 0) + sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
 
 
 def document_half_pairs(length, window: int | None):

@@ -96,10 +96,14 @@ class Stragglers:
         """Start timing this rank's part of a step."""
         self._began = own_clock()
 
-    def gradients_ready(self, own_time: float) -> None:
-        """End timing: the gradients were complete at this time of `own_clock`."""
+    def gradients_ready(self, own_time: float, *, is_typical: bool = True) -> None:
+        """End timing: the gradients were complete at this time of `own_clock`.
+
+        Args:
+            is_typical: False does not count the time; equal on all ranks.
+        """
         self._steps += 1
-        if self._steps > _WARM_UP_STEPS:
+        if self._steps > _WARM_UP_STEPS and is_typical:
             self._times.append(own_time - self._began)
 
     def shared_paces(self) -> list[int]:

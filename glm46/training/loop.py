@@ -49,6 +49,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         if config.validation.enable and progress.step == 0:
             validation = validate(task, services, progress)
         gc.collect()
+        services.profiler.step_begins(progress.step + 1)
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
     while progress.tokens < plan.budget_tokens:
         step = begin_step(task, services, progress)
@@ -120,7 +121,8 @@ def end_step(
         RollbackNeeded: too many steps in a row were skipped.
     """
     config, validation = task.plan.config, {}
-    services.stragglers.gradients_ready(outcome.ready_at)
+    is_profiled = services.profiler.covers(progress.step)
+    services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
     if outcome.fault is None:
         progress.add_loss(outcome.main.sums["loss"].item(), step.totals.main["targets"])
     else:
@@ -134,10 +136,13 @@ def end_step(
         raise RollbackNeeded
     if progress.step % config.training.gc_freq == 0:
         gc.collect()
-    with services.metrics.throughput.excluded(), services.watchdog.unwatched("validation and saves"):
+    with services.metrics.throughput.excluded(), services.watchdog.unwatched("profiles, validation and saves"):
+        size = step.batches.sequences * step.batches.seq_len
+        services.profiler.step_ends(progress.step, size, step.totals.half_pairs)
         if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
             validation = validate(task, services, progress)
         services.saver.after_step(progress, validation)
+        services.profiler.step_begins(progress.step + 1)
     return validation
 
 

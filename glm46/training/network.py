@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from glm46.compat import named_range
 from glm46.config.model import ModelShape
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
@@ -122,7 +123,9 @@ class Network:
         for batch in batches:
             inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
             output: LossSums = self.models[0](**inputs, **arguments)
-            objective(output, {name: batch[name] for name in fields}).backward()
+            loss = objective(output, {name: batch[name] for name in fields})
+            with named_range("backward"):
+                loss.backward()
             outputs.append(detached(output))
         return [outputs]
 

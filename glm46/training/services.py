@@ -1,17 +1,22 @@
-"""What watches and records a run: report, metrics, saves, watchdog, stop signals, loss spikes, stragglers."""
+"""What watches and records a run: report, metrics, saves, watchdog, stop signals, loss spikes, stragglers, profiles."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.observe.module_times import flops_by_kind
+from glm46.observe.profiler import Profiled, Profiler
 from glm46.observe.report import Report
 from glm46.planner.plan import Plan
 from glm46.reliability.loss_spikes import SpikeDetector
@@ -36,6 +41,7 @@ class Services:
     stop: StopRequest
     spikes: SpikeDetector
     stragglers: Stragglers
+    profiler: Profiler
 
     def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
         """What this rank contributes to the all-reduce before a step, int64."""
@@ -93,17 +99,46 @@ def services_of(
         spikes = SpikeDetector(config.training.spike_sigmas, config.training.spike_window)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])
-        yield Services(
-            report=report,
-            metrics=StepMetrics(task),
-            saver=Saver(task, checkpoints, report, progress, spikes),
-            watchdog=watchdog,
-            stop=stop,
-            spikes=spikes,
-            stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp),
-        )
+        say = report.message if process.is_main else partial(print, f"rank {process.rank}:", flush=True)
+        with Profiler(config.profiling, folder, _profiled(task), say) as profiler:
+            yield Services(
+                report=report,
+                metrics=StepMetrics(task),
+                saver=Saver(task, checkpoints, report, progress, spikes),
+                watchdog=watchdog,
+                stop=stop,
+                spikes=spikes,
+                stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp),
+                profiler=profiler,
+            )
     except UserError as error:
         report.log("\n".join(error.faults))
         raise
     finally:
         report.close()
+
+
+def _profiled(task: Task) -> Profiled:
+    main, layout = next(iter(task.networks)), task.plan.layout
+    share = layout.world_size // layout.pp  # of the work on this rank's layers
+
+    def flops(tokens: float, half_pairs: float) -> dict[str, float]:
+        sums: Counter[str] = Counter()
+        for name in task.objectives:
+            network = task.networks[name]
+            sums.update(flops_by_kind(network.parameters, network.shape, tokens / share, half_pairs / share))
+            sums["optimizer"] += network.optimizer.muon.flops()
+        return sums
+
+    return Profiled(
+        rank=task.cluster.process.rank,
+        device=task.cluster.device,
+        models=[
+            ("" if name == main else f"{name}/", model)
+            for name, network in task.networks.items()
+            for model in network.models
+        ],
+        is_compiled=task.plan.config.compile.enable,
+        flops=flops,
+        wait_for_all=lambda: dist.all_reduce(torch.zeros(1)),  # on the CPU: no rank waits for its GPU
+    )

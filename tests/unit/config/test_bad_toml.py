@@ -65,6 +65,28 @@ BAD = {
             "mixed_precision_reduce, gc_freq"
         ],
     ),
+    "profile and warm-up longer than the steps between profiles": (
+        ("[training]", "[profiling]\nenable_profiling = true\nprofile_freq = 3\n[training]"),
+        [
+            "profiling.profile_freq = 3: must be at least profiling.profiler_warmup + profiling.profiler_active = 4; "
+            "raise it, or lower one of them",
+        ],
+    ),
+    "run without a profiled step": (
+        ("[training]", "[profiling]\nenable_profiling = true\n[training]"),
+        [
+            "profiling.profile_freq = 100: no step would be profiled, because the run ends at training.steps = 10; "
+            "lower it to at most 10",
+        ],
+    ),
+    "profiled rank named twice": (
+        ("[training]", "[profiling]\nranks = [1, 1]\n[training]"),
+        ["profiling.ranks = [1, 1]: names a rank twice; name each once"],
+    ),
+    "no profiled rank": (
+        ("[training]", "[profiling]\nranks = []\n[training]"),
+        [("profiling.ranks = []: ", "at least 1")],
+    ),
     "unknown section": (
         ("[training]", "[trainning]"),
         [
@@ -553,6 +575,13 @@ def test_batch_is_checked_against_the_processes(tmp_path):
     assert "must be a multiple of 8 (training.local_batch_size = 4 times 2 data-parallel ranks); take 8 or 16" in fault
     (fault,) = faults_of(text, tmp_path, world_size=4)
     assert fault.endswith("; take 16")
+
+
+def test_profiled_ranks_are_checked_against_the_processes(tmp_path):
+    text = SOUND.replace("[training]", "[profiling]\nranks = [0, 4]\n[training]")
+    assert faults_of(text, tmp_path, world_size=4) == [
+        "run.toml: profiling.ranks = [0, 4]: the run has 4 processes, so its last rank is 3; name ranks up to that"
+    ]
 
 
 def test_broken_toml_names_line_and_column(tmp_path):

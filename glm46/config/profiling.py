@@ -1,0 +1,47 @@
+"""The section [profiling]."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from glm46.config.section import LocalPath, Needs, Section
+
+
+class Profiling(Section):
+    """[profiling]: traces and memory snapshots of chosen steps on chosen ranks."""
+
+    enable_profiling: bool = False
+    """Record a trace in Chrome's format at every ``profile_freq``-th step, and a table of time and FLOPs by kind of
+    module."""
+
+    save_traces_folder: Annotated[LocalPath, Needs("enable_profiling")] = "profile_traces"
+    """Folder of the traces under job.dump_folder; those of step N are in ``step-00000N``."""
+
+    profile_freq: int = Field(100, ge=1)
+    """Steps between two traces, and between two memory snapshots; step N is recorded if N is a multiple of it."""
+
+    profiler_active: Annotated[int, Needs("enable_profiling")] = Field(1, ge=1)
+    """Consecutive steps in a trace; the last one is the multiple of ``profile_freq``."""
+
+    profiler_warmup: Annotated[int, Needs("enable_profiling")] = Field(3, ge=0)
+    """Steps before these in which the profiler runs and drops what it records: its first steps are slow."""
+
+    enable_memory_snapshot: bool = False
+    """Record the allocations of the GPU, and write them at every ``profile_freq``-th step and when its memory is full;
+    pytorch.org/memory_viz shows them. Needs a GPU."""
+
+    save_memory_snapshot_folder: Annotated[LocalPath, Needs("enable_memory_snapshot")] = "memory_snapshot"
+    """Folder of the memory snapshots under job.dump_folder."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    """Ranks that record. A trace of a large model has hundreds of MB, so few ranks."""
+
+
+def snapshot_fault(profiling: Profiling, *, has_gpu: bool) -> str | None:
+    """The message of memory snapshots on a machine without a GPU; None if nothing is wrong."""
+    if has_gpu or not profiling.enable_memory_snapshot:
+        return None
+    return (
+        "profiling.enable_memory_snapshot = true: needs a GPU, and torch records no allocations of a CPU; train on a "
+        "GPU, or set it to false (resident_memory_gib in metrics.jsonl is the memory of the process)"
+    )

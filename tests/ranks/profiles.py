@@ -1,0 +1,49 @@
+"""Profile a step on two layouts of two ranks; print one JSON object per layout with what the ranks wrote and said.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/profiles.py
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from glm46.data.tokenizer import load_tokenizer
+from glm46.pretrain.task import train
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import small_config, write_source
+
+LAYOUTS = {"fsdp": ({}, [1]), "pipeline": ({"pipeline_parallel_degree": 2}, [0, 1])}
+
+
+def main() -> None:
+    """Two steps on each layout, the second one recorded."""
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        for label, (degrees, ranks) in LAYOUTS.items():
+            config = small_config(
+                source, base / label, parallelism=degrees, checkpoint={"enable": False},
+                training={"steps": 2, "global_batch_size": 8},
+                profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "ranks": ranks},
+            )  # fmt: skip
+
+            def work(rank: int, config=config) -> int:
+                torch.set_num_threads(1)
+                return train(config)
+
+            log = base / f"log-{label}-"
+            codes = await_ranks(start_ranks(2, log, work), 120)
+            said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
+            if any(codes):
+                raise SystemExit("".join(said))
+            files = sorted((base / label / "profile_traces").rglob("*.json"))
+            tables = [json.loads(file.read_text()) for file in files if file.name.endswith("modules.json")]
+            names = [str(file.relative_to(base / label)) for file in files]
+            print(json.dumps({"name": label, "said": said, "files": names, "tables": tables}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
