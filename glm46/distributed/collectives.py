@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46 import compat
+from glm46.distributed.device_time import waiting_for_ranks
 
 _Collective = Callable[[Tensor], Tensor]
 
@@ -28,7 +29,8 @@ class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, in_flight: Tensor, exchange: "Exchange") -> Tensor:
         ctx.exchange = exchange
-        return compat.wait_for_exchange(in_flight)
+        with waiting_for_ranks():
+            return compat.wait_for_exchange(in_flight)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -76,7 +78,8 @@ class _Differentiable(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    with waiting_for_ranks():
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
     return out
 
 
@@ -101,7 +104,8 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.clone()
-    dist.all_reduce(out, group=group)
+    with waiting_for_ranks():
+        dist.all_reduce(out, group=group)
     return out
 
 
@@ -113,14 +117,16 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
-    compat.gather_rows(out, part.contiguous(), group)
+    with waiting_for_ranks():
+        compat.gather_rows(out, part.contiguous(), group)
     return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = whole.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
     out = parts.new_empty(whole.shape[0], *parts.shape[1:])
-    compat.scatter_row_sums(out, parts, group)
+    with waiting_for_ranks():
+        compat.scatter_row_sums(out, parts, group)
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.distributed.device_time import waiting_for_ranks
 from glm46.model.attention_layout import KeyRing, RingPart
 from glm46.model.attention_runs import part_attention, part_attention_backward
 
@@ -41,8 +42,9 @@ class _Passing:
 
     def wait(self) -> Tensor:
         """The tensor of the rank before."""
-        for work in self._works:
-            work.wait()
+        with waiting_for_ranks():
+            for work in self._works:
+                work.wait()
         return self._received
 
 

@@ -1,7 +1,8 @@
 """Detection of a slow rank: compares each rank's own time per step with that of the other ranks.
 
 A step takes equally long on all ranks, because the fast ones wait for the slow one. A rank's own time is the time in
-which it does not wait for others: reading data, its part of forward and backward, and any delay of its own.
+which it does not wait for others: reading data, its part of forward and backward, and any delay of its own. With a GPU
+it is reading data, and the device time of the forward of its layers in one micro-batch (`OwnDeviceTime`).
 """
 
 import statistics
@@ -11,6 +12,7 @@ from math import hypot, sqrt
 from typing import NamedTuple
 
 from glm46.compat import own_clock
+from glm46.distributed.device_time import OwnDeviceTime
 from glm46.reliability.loss_spikes import median_and_sigma
 
 _WINDOW = 32
@@ -82,10 +84,14 @@ class Stragglers:
 
     The paces travel in the all-reduce before each step: the caller sums `shared_paces` over all ranks and passes the
     sum to `update`.
+
+    Args:
+        device_time: None measures the time of the host only.
     """
 
-    def __init__(self, rank: int, world_size: int, stages: int):
-        self._rank, self._world_size, self._stages = rank, world_size, stages
+    def __init__(self, rank: int, world_size: int, stages: int, device_time: OwnDeviceTime | None = None):
+        self._rank, self._world_size, self._stages, self._device_time = rank, world_size, stages, device_time
+        self._before_work = 0.0
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._steps, self._began = 0, own_clock()
         self._slowest: Slowest | None = None
@@ -95,6 +101,8 @@ class Stragglers:
     def step_begins(self) -> None:
         """Start timing this rank's part of a step."""
         self._began = own_clock()
+        if self._device_time is not None:
+            self._device_time.step_begins()
 
     def gradients_ready(self, own_time: float, *, is_typical: bool = True) -> None:
         """End timing: the gradients were complete at this time of `own_clock`.
@@ -103,8 +111,11 @@ class Stragglers:
             is_typical: False does not count the time; equal on all ranks.
         """
         self._steps += 1
+        seconds = own_time - self._began
+        if self._device_time is not None:
+            seconds = self._before_work + self._device_time.seconds()
         if self._steps > _WARM_UP_STEPS and is_typical:
-            self._times.append(own_time - self._began)
+            self._times.append(seconds)
 
     def shared_paces(self) -> list[int]:
         """Median and error of each rank in nanoseconds; those of other ranks are 0.
@@ -122,7 +133,7 @@ class Stragglers:
         return shared
 
     def update(self, shared: Sequence[int]) -> str | None:
-        """Compare the paces.
+        """Compare the paces. Called in every step, before the work on the device.
 
         Args:
             shared: the sum of `shared_paces` over all ranks.
@@ -130,6 +141,7 @@ class Stragglers:
         Returns:
             A message if the slow rank has changed.
         """
+        self._before_work = own_clock() - self._began
         if not shared:
             return None
         paces = [Pace(a / 1e9, b / 1e9) for a, b in zip(shared[::2], shared[1::2], strict=True)]
@@ -141,8 +153,9 @@ class Stragglers:
         before, self._named = self._named, suspect
         if suspect is None:
             return f"rank {before} is as fast as the others again"
+        what = "of its own per step" if self._device_time is None else "to read and compute forward of a micro-batch"
         return (
-            f"rank {suspect} is slow: {slowest.seconds:.3g} s of its own per step, the others {slowest.others:.3g} s "
+            f"rank {suspect} is slow: {slowest.seconds:.3g} s {what}, the others {slowest.others:.3g} s "
             f"({slowest.ratio:.2f} times as long); all wait for it"
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.distributed.device_time import OwnDeviceTime
 from glm46.observe.module_times import flops_by_kind
 from glm46.observe.profiler import Profiled, Profiler
 from glm46.observe.report import Report
@@ -108,7 +109,7 @@ def services_of(
                 watchdog=watchdog,
                 stop=stop,
                 spikes=spikes,
-                stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp),
+                stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp, _device_time(task)),
                 profiler=profiler,
             )
     except UserError as error:
@@ -116,6 +117,15 @@ def services_of(
         raise
     finally:
         report.close()
+
+
+def _device_time(task: Task) -> OwnDeviceTime | None:
+    """What measures the layers of the main network on a GPU."""
+    if task.cluster.device.type != "cuda" or task.cluster.process.world_size == 1:
+        return None
+    models = next(iter(task.networks.values())).models
+    layers = [layer for model in models for layer in (*model.layers.values(), *model.mtp.values())]
+    return OwnDeviceTime(layers, lambda: torch.cuda.Event(enable_timing=True))
 
 
 def _profiled(task: Task) -> Profiled:

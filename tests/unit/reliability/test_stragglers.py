@@ -73,3 +73,52 @@ def test_a_recovery_is_reported(monkeypatch):
     assert [text[:12] for text in said[::2]] == ["rank 0 is sl", "rank 0 is as"] and said[::2] == said[1::2]
     assert "0.2 s of its own per step, the others 0.1 s (2.00 times as long)" in said[0]
     assert watchers[1].metrics()["slowest_rank_ratio"] == pytest.approx(1.0)
+
+
+class Device:
+    """In place of `OwnDeviceTime`: seconds that a test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def step_begins(self) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return self.now
+
+
+def test_a_slow_gpu_is_named_though_all_hosts_wait_equally_long(monkeypatch):
+    clock, chance = [0.0], random.Random(0)
+    monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
+    devices = [Device() for _ in range(4)]
+    watchers = [Stragglers(rank, 4, 1, device) for rank, device in enumerate(devices)]
+    said = []
+    for _ in range(60):
+        for watcher in watchers:
+            watcher.step_begins()
+        clock[0] += 0.001  # to read text
+        shared = [sum(numbers) for numbers in zip(*(w.shared_paces() for w in watchers), strict=True)]
+        said += [text for watcher in watchers if (text := watcher.update(shared))]
+        clock[0] += 0.5
+        for rank, (device, watcher) in enumerate(zip(devices, watchers, strict=True)):
+            device.now = chance.gauss(0.1, 0.002) * (1.3 if rank == SLOW_RANK else 1.0)
+            watcher.gradients_ready(clock[0])
+    assert len(said) == 4 and len(set(said)) == 1
+    assert said[0].startswith("rank 1 is slow: 0.13") and "to read and compute forward of a micro-batch" in said[0]
+    assert watchers[0].metrics()["slowest_rank_ratio"] == pytest.approx(1.3, abs=0.03)
+
+
+def test_steps_that_are_not_typical_count_for_nothing(monkeypatch):
+    """Half of the steps of rank 0 are profiled, and take three times as long."""
+    clock = [0.0]
+    monkeypatch.setattr(stragglers, "own_clock", lambda: clock[0])
+    watchers = [Stragglers(rank, 2, 1) for rank in range(2)]
+    for step in range(200):
+        shared = [sum(numbers) for numbers in zip(*(w.shared_paces() for w in watchers), strict=True)]
+        assert {watcher.update(shared) for watcher in watchers} == {None}
+        for rank, watcher in enumerate(watchers):
+            watcher.step_begins()
+            is_profiled = step % 10 > 3
+            watcher.gradients_ready(0.3 if is_profiled and rank == 0 else 0.1, is_typical=not is_profiled)
+    assert watchers[0].metrics()["slowest_rank_ratio"] == pytest.approx(1.0)

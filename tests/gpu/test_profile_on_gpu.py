@@ -1,0 +1,81 @@
+"""Profiles and device time on a CUDA device: kernels belong to modules, events measure work, snapshots are written."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from glm46.config.presets import PRESETS
+from glm46.config.profiling import Profiling
+from glm46.distributed.device_time import OwnDeviceTime, waiting_for_ranks
+from glm46.observe.module_times import IDLE, flops_by_kind
+from glm46.observe.profiler import Profiled, Profiler
+from glm46.planner.parameters import named_rows
+from tests.gpu.test_model_on_gpu import debug_batch, debug_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def test_a_profile_gives_kernels_to_modules_and_writes_a_snapshot(tmp_path):
+    model, said, shape = debug_model(torch.bfloat16), [], PRESETS["debug"]
+    batch = debug_batch(model)
+    names = list(named_rows(shape))
+    about = Profiled(
+        0, torch.device("cuda"), [("", model)], False,
+        lambda tokens, pairs: flops_by_kind(names, shape, tokens, pairs), lambda: None,
+    )  # fmt: skip
+    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=3, profiler_warmup=1)
+    with Profiler(config, tmp_path, about, said.append) as service:
+        for step in (1, 2, 3):
+            service.step_begins(step)
+            sums = model(**batch)
+            (sums.loss + sums.mtp_losses.sum()).backward()
+            torch.cuda.synchronize()
+            service.step_ends(step, 4 * 512, 4 * 512**2)
+    table = json.loads((tmp_path / "profile_traces/step-000003/rank0_modules.json").read_text())
+    rows = {row["kind"]: row for row in table["rows"]}
+    for kind in ("embedding", "norms", "attention projections", "attention core", "router", "dispatch and combine",
+                 "routed experts", "shared expert", "head", "MTP"):  # fmt: skip
+        assert rows[kind]["forward_ms"] > 0 and rows[kind]["backward_ms"] > 0, kind
+    assert rows["routed experts"]["gflop_per_second"] > 0 and rows[IDLE]["ms"] >= 0
+    assert sum(row["ms"] for row in rows.values()) == pytest.approx(table["step_ms"], rel=0.2)  # one stream
+    assert len(said) == 1 and torch.cuda.get_device_name() in said[0]
+    (snapshot,) = tmp_path.glob("memory_snapshot/step-000003/*.pickle")
+    content = pickle.loads(snapshot.read_bytes())  # ours, from a moment ago
+    assert content["segments"] and content["device_traces"]
+
+
+class Work(nn.Module):
+    """Products, and products that stand for a wait."""
+
+    def __init__(self, work: int, wait: int):
+        super().__init__()
+        self.work, self.wait = work, wait
+        self.x = torch.randn(2048, 2048, device="cuda")
+
+    def forward(self) -> None:
+        for _ in range(self.work):
+            self.x @ self.x
+        with waiting_for_ranks():
+            for _ in range(self.wait):
+                self.x @ self.x
+
+
+def test_device_time_is_that_of_the_work_without_the_waits():
+    def seconds(work: int, wait: int) -> float:
+        layer = Work(work, wait)
+        own = OwnDeviceTime([layer], lambda: torch.cuda.Event(enable_timing=True))
+        for _ in range(3):
+            own.step_begins()
+            layer()
+        torch.cuda.synchronize()
+        return own.seconds()
+
+    seconds(20, 20)
+    little, twice, beside_waits = seconds(40, 0), seconds(80, 0), seconds(40, 200)
+    assert twice / little == pytest.approx(2.0, rel=0.25) and beside_waits / little == pytest.approx(1.0, rel=0.25)
