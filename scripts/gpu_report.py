@@ -1,0 +1,375 @@
+"""One report about the GPU of this machine: see scripts/gpu_report.sh and docs/performance.md.
+
+Each part is a process of its own with a time limit, so that a part that fails, hangs or fills the memory does not end
+the others. This process needs only the standard library.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import site
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+MINUTES = 10
+LAST_LINES = 15
+Result = dict[str, Any]
+
+# A slice of GLM-4.5-Air for one GPU: one dense layer and as many MoE layers as fit, on the documents of this checkout.
+TRAINING = """
+[job]
+dump_folder = "{folder}"
+[model]
+{model}
+[data]
+document_mask = true
+[[data.sources]]
+name = "docs"
+path = "{text}"
+max_epochs = 1000
+[data.sources.recipe]
+input = ["{root}/docs"]
+held_out = 0.0
+[training]
+{training}
+[optimizer]
+{optimizer}
+[checkpoint]
+enable = false
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+
+
+class Skipped(Exception):
+    """A part that this machine or version cannot do; the message is the reason."""
+
+
+def machine(folder: Path, is_dry: bool) -> Result:
+    """Names, versions and the measured peak of a BF16 product."""
+    import torch
+
+    from glm46.commands.environment import describe_version
+    from glm46.observe.hardware import device_peak_flops, measured_matmul_flops
+
+    result = {"versions": describe_version(), "cuda": torch.version.cuda, "platform": platform.platform()}
+    if is_dry or not torch.cuda.is_available():
+        return result | {
+            "device": platform.processor() or platform.machine(),
+            "measured_peak_tflops": measured_matmul_flops(torch.float32, torch.get_num_threads()) / 1e12,
+        }
+    device, size = torch.device("cuda"), 8192
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.mm(a, b)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    table = device_peak_flops(device, torch.bfloat16)
+    return result | {
+        "device": torch.cuda.get_device_name(),
+        "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30,
+        "measured_peak_tflops": 2 * size**3 / best / 1e12,
+        "table_peak_tflops": table and table / 1e12,
+    }
+
+
+def gpu_tests(folder: Path, is_dry: bool) -> Result:
+    """tests/gpu, by pytest."""
+    from xml.etree import ElementTree
+
+    import pytest
+
+    file = folder / "tests.xml"
+    code = pytest.main(
+        [str(ROOT / "tests/gpu"), "-q", f"--rootdir={ROOT}", f"--junitxml={file}", "-p", "no:cacheprovider"]
+    )
+    cases = list(ElementTree.parse(file).iter("testcase"))
+    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    reasons = [case.find("skipped").get("message") for case in cases if case.find("skipped") is not None]
+    if not failed and cases and len(reasons) == len(cases):
+        raise Skipped(f"{len(cases)} tests: {reasons[0]}")
+    if failed or code:
+        raise RuntimeError(f"pytest ended with {code}; failed: {', '.join(failed) or 'none'}")
+    return {"passed": len(cases) - len(reasons), "skipped": len(reasons)}
+
+
+def benchmark(folder: Path, is_dry: bool) -> Result:
+    """Our training step against the peers that are installed, eager."""
+    from importlib.util import find_spec
+
+    peers = [] if find_spec("transformers") is None else ["transformers grouped_mm"]
+    return _race(["ours", *peers], is_dry) | {"peers": peers or "none installed"}
+
+
+def benchmark_compiled(folder: Path, is_dry: bool) -> Result:
+    """Our compiled training step against the eager one. Apart from the peers: three copies would not fit."""
+    if is_dry:
+        raise Skipped("compiling for a CPU takes minutes")
+    return _race(["ours", "ours compiled"], is_dry)
+
+
+def _race(names: list[str], is_dry: bool) -> Result:
+    import torch
+
+    from glm46.benchmark.model_speed import Workload, median_ratio, race
+    from glm46.planner.flops import training_flops_per_token
+
+    if is_dry:
+        work = Workload("debug", 1, 32, torch.device("cpu"), torch.float32, layers=2)
+    else:
+        work = Workload("GLM-4.5-Air", 1, 4096, torch.device("cuda"), torch.bfloat16, layers=4)
+    contestants = race(work, tuple(names), 2 if is_dry else 5, lambda line: print(line, flush=True))
+    flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
+    rows = []
+    for one in contestants:
+        seconds = statistics.median(one.seconds)
+        rows.append({
+            "name": one.name,
+            "ms": seconds * 1e3,
+            "tokens_per_second": work.tokens / seconds,
+            "tflops": flops / seconds / 1e12,
+            "against_ours": median_ratio(one, contestants[0]),
+            "peak_gib": one.peak_bytes and one.peak_bytes / 2**30,
+        })  # fmt: skip
+    return {
+        "work": f"{work.flavor}, {work.shape().num_hidden_layers} layers, {work.batch} x {work.seq_len}",
+        "rows": rows,
+    }
+
+
+def profile(folder: Path, is_dry: bool) -> Result:
+    """Time and FLOPs by kind of module in a step of training."""
+    overrides = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "4" if is_dry else "8"]
+    trained = _train("profile", folder, is_dry, overrides)
+    (table,) = folder.glob("profile/profile_traces/*/rank0_modules.json")
+    return trained | {"profile": json.loads(table.read_text())}
+
+
+def bf16(folder: Path, is_dry: bool) -> Result:
+    """Training in BF16, compiled."""
+    return _train("bf16", folder, is_dry, [] if is_dry else ["--compile.enable", "true"])
+
+
+def fp8(folder: Path, is_dry: bool) -> Result:
+    """Training with FP8 products, compiled, for the same steps."""
+    from glm46.config.run_config import RunConfig
+
+    if "float8" not in RunConfig.model_fields:
+        raise Skipped("this version of glm46 has no [float8]")
+    recipe = ["--float8.recipe_name", "rowwise", "--float8.experts_recipe_name", "rowwise"]
+    return _train(
+        "fp8", folder, is_dry, [*recipe, *(["--float8.emulate", "true"] if is_dry else ["--compile.enable", "true"])]
+    )
+
+
+def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Result:
+    """Train some steps in this process."""
+    import torch
+
+    from glm46.config.loader import load_config
+    from glm46.planner.memory import plan_memory
+    from glm46.planner.plan import resolve_plan
+    from glm46.prepare.pipeline import prepare_run
+    from glm46.pretrain.task import train
+
+    size = {
+        "folder": folder / name, "text": folder / "text", "root": ROOT,
+        "model": 'flavor = "GLM-4.5-Air"\nnum_nextn_predict_layers = 0\nnum_hidden_layers = 4',
+        "training": 'steps = 12\nseq_len = 4096\ndtype = "bfloat16"',
+        "optimizer": 'state_dtype = "bfloat16"',
+    }  # fmt: skip
+    if is_dry:
+        size["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
+        size["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
+    file = folder / f"{name}.toml"
+    file.write_text(TRAINING.format(**size))
+    config = load_config(file, overrides, world_size=1)
+    while not is_dry and config.model.num_hidden_layers > 2:
+        free, _ = torch.cuda.mem_get_info()
+        if plan_memory(config, 1, device="gpu").total < 0.9 * free:
+            break
+        layers = str(config.model.num_hidden_layers - 1)
+        config = load_config(file, [*overrides, "--model.num_hidden_layers", layers], world_size=1)
+    prepare_run(resolve_plan(config, 1), report=lambda line: print(line, flush=True))
+    if code := train(config):
+        raise RuntimeError(f"training ended with code {code}")
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    last = rows[len(rows) // 2 :]  # without the first steps, which compile and fill caches
+    means = {
+        key: statistics.median(row[key] for row in last)
+        for key in ("tokens_per_second", "step_seconds", "tflops_per_device", "mfu", "memory_peak_gib")
+        if all(row.get(key) is not None for row in last)
+    }
+    shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {config.training.seq_len} tokens a step"
+    return {"work": shape, **means, "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"]}
+
+
+PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
+    "machine": (machine, 60),
+    "tests": (gpu_tests, 150),
+    "benchmark": (benchmark, 110),
+    "profile": (profile, 90),
+    "bf16": (bf16, 90),
+    "fp8": (fp8, 90),
+    "benchmark_compiled": (benchmark_compiled, 100),
+}
+"""Parts in their order, the most needed first, with the most seconds of each; the last ones get what is left of all."""
+
+
+def run_part(name: str, folder: Path, is_dry: bool) -> None:
+    """The process of a part: write its result."""
+    try:
+        result = {"status": "done", "result": PARTS[name][0](folder, is_dry)}
+    except Skipped as reason:
+        result = {"status": "skipped", "reason": str(reason)}
+    (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def attend_part(name: str, folder: Path, python: str, is_dry: bool, seconds: float) -> Result:
+    """Run a part in a process of its own; its status, seconds, and result or reason."""
+    command = [python, __file__, "--part", name, "--output", str(folder), *(["--dry-run"] if is_dry else [])]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": ""} if is_dry else {})
+    began, log, file = time.monotonic(), folder / f"{name}.log", folder / f"{name}.json"
+    if seconds < 1:
+        return {"status": "skipped", "reason": f"no time was left of {MINUTES} minutes", "seconds": 0.0}
+    file.unlink(missing_ok=True)
+    try:
+        with log.open("w") as output:
+            code = subprocess.run(command, env=variables, stdout=output, stderr=output, timeout=seconds).returncode
+        reason = f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        reason = f"not done after {seconds:.0f} s"
+    found = json.loads(file.read_text()) if file.exists() else {"status": "failed", "reason": reason}
+    if found["status"] == "failed":
+        found["output"] = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return found | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def install(wheels: Path, folder: Path) -> tuple[str, list[str]]:
+    """An environment over this one with the packages that it lacks, from a folder; its Python and what is missing."""
+    place = folder / "venv"
+    venv.EnvBuilder(system_site_packages=True, with_pip=True, clear=True).create(place)
+    python, version = str(place / "bin/python"), f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    # An environment made from another one sees the packages of the system only.
+    (place / "lib" / version / "site-packages/outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    code = "import json; from glm46.commands.environment import unfit_packages as f; print(json.dumps(f(%r)))"
+
+    def lacking(extras: list[str]) -> list[str]:
+        asked = subprocess.run([python, "-c", code % extras], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [requirement for _, requirement in json.loads(asked.stdout)]
+
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+    extras, tried = ["hf", "gpu", "test"], set()
+    while rest := set(lacking(extras)) - tried:  # what reads the list of packages may be missing itself
+        for requirement in sorted(rest):
+            subprocess.run([*pip, requirement])
+        tried |= rest
+    return python, lacking(extras)
+
+
+def as_markdown(report: Result) -> str:
+    """The report for docs/performance.md."""
+    parts, about = report["parts"], report["parts"]["machine"].get("result", {})
+    lines = [f"## GPU report of {report['date']}", "", f"`{report['command']}`", ""]
+    lines += [f"* {key.replace('_', ' ')}: {_show(value)}" for key, value in about.items()]
+    lines += (
+        [f"* packages missing in the folder of wheels: {', '.join(report['missing'])}"] if report["missing"] else []
+    )
+    lines += ["", "| part | status | seconds |", "|---|---|---|"]
+    for name, part in parts.items():
+        lines.append(
+            f"| {name} | {part['status']}{': ' + part['reason'] if 'reason' in part else ''} | {part['seconds']} |"
+        )
+    for name, part in parts.items():
+        result = part.get("result", {})
+        tables = [rows for rows in (result.get("rows"), result.get("profile", {}).get("rows")) if rows]
+        if name == "machine" or not (result or "output" in part):
+            continue
+        lines += ["", f"### {name}", ""]
+        lines += ["```", *part["output"], "```"] if "output" in part else []
+        plain = {key: value for key, value in result.items() if not isinstance(value, (list, dict))}
+        lines += [", ".join(f"{key.replace('_', ' ')} {_show(value)}" for key, value in plain.items())]
+        for rows in tables:
+            heads = list(rows[0])
+            lines += ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+            lines += [f"| {' | '.join(_show(row[head]) for head in heads)} |" for row in rows]
+    speeds = [parts[name].get("result", {}).get("tokens_per_second") for name in ("bf16", "fp8")]
+    if all(speeds):
+        lines += ["", f"FP8 is {speeds[1] / speeds[0]:.2f} times as fast as BF16."]
+    return "\n".join(lines) + "\n"
+
+
+def _show(value: object) -> str:
+    return (
+        ""
+        if value is None
+        else f"{value:,.4g}"
+        if isinstance(value, float) and value < 1e4
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def main() -> int:
+    """Run all parts and write the report; 0 if none has failed."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_report.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/gpu_report"), help="folder of report.json and report.md"
+    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU; what needs a GPU is skipped")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the parts; absent: this one")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    folder = arguments.output.absolute()
+    if arguments.wheels is not None and not arguments.wheels.is_dir():
+        parser.error(f"--wheels {arguments.wheels}: no such folder; name one that holds .whl files")
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.part:
+        run_part(arguments.part, folder, arguments.dry_run)
+        return 0
+    began, python, missing = time.monotonic(), arguments.python, []
+    if arguments.wheels is not None:
+        python, missing = install(arguments.wheels.absolute(), folder)
+    report = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": shlex.join(["scripts/gpu_report.sh", *sys.argv[1:]]),
+        "missing": missing,
+        "parts": {},
+    }
+    for name, (_, most) in PARTS.items():
+        print(f"{name} ...", flush=True)
+        left = MINUTES * 60 - (time.monotonic() - began)
+        part = report["parts"][name] = attend_part(name, folder, python, arguments.dry_run, min(most, left))
+        print(
+            f"  {part['status']} in {part['seconds']:.0f} s{': ' + part['reason'] if 'reason' in part else ''}",
+            flush=True,
+        )
+        # After each part, so that an interruption leaves what is known.
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (folder / "report.md").write_text(as_markdown(report))
+    print(f"{folder / 'report.md'} and report.json")
+    return int(any(part["status"] == "failed" for part in report["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
