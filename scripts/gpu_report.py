@@ -196,6 +196,7 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     }  # fmt: skip
     if is_dry:
         size["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
+        size["optimizer"] = 'ns_dtype = "float32"'
         size["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
     file = folder / f"{name}.toml"
     file.write_text(TRAINING.format(**size))

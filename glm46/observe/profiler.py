@@ -95,7 +95,7 @@ class Profiler:
             self._profile.step()
             if step == last:
                 recorded = self._profile
-                self._end()
+                self.drop()
                 folder = self._folder / self._config.save_traces_folder / f"step-{step:06d}"
                 path = folder / f"rank{self._run.rank}_trace.json"
                 self._write(path, lambda: self._report_profile(step, _export(recorded, path), path))
@@ -105,7 +105,8 @@ class Profiler:
             # Here, where no watchdog takes a rank that waits for a large trace for a hang.
             self._run.wait_for_all()
 
-    def _end(self) -> None:
+    def drop(self) -> None:
+        """End a profile that is not complete; nothing is written."""
         if self._profile is not None:
             self._profile.stop()
         self._ranges.close()
@@ -117,8 +118,8 @@ class Profiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        """Drop an unfinished profile. After a lack of memory, write a snapshot."""
-        self._end()
+        """Drop a profile that is not complete. After a lack of memory, write a snapshot."""
+        self.drop()
         if self._has_snapshots:
             if kind is not None and issubclass(kind, torch.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")

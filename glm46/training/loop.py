@@ -70,6 +70,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
 
         validation = end_step(task, services, progress, step, outcome, lr_factor) or validation
     gc.enable()
+    services.profiler.drop()
     services.watchdog.close()
     services.saver.finish(progress, validation)
     return _end(task, services, progress)
@@ -142,7 +143,8 @@ def end_step(
         if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
             validation = validate(task, services, progress)
         services.saver.after_step(progress, validation)
-        services.profiler.step_begins(progress.step + 1)
+        if not is_last:
+            services.profiler.step_begins(progress.step + 1)
     return validation
 
 

@@ -31,11 +31,11 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "ablation": 275, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2790, "compat": 285, "config": 2790, "data": 1885,
-    "distributed": 775, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1840, "observe": 690, "optim": 1525, "parallelize": 1060,
-    "planner": 1885, "prepare": 1625, "pretrain": 540, "reliability": 835,
-    "training": 1945,
+    "commands": 2790, "compat": 300, "config": 2830, "data": 1885,
+    "distributed": 890, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
+    "model": 1840, "observe": 1150, "optim": 1525, "parallelize": 1060,
+    "planner": 1885, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""

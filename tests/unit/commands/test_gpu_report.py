@@ -1,0 +1,67 @@
+"""scripts/gpu_report.sh without a GPU: every part runs, and what needs a GPU is skipped with its reason."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_report", ROOT / "scripts/gpu_report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_dry_run_runs_every_part(tmp_path, warm_python):
+    command = [ROOT / "scripts/gpu_report.sh", "--dry-run", "--output", tmp_path / "report", "--python", warm_python]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    parts = {name: part["status"] for name, part in report["parts"].items()}
+    assert parts == {
+        "machine": "done", "tests": "skipped", "benchmark": "done", "profile": "done", "bf16": "done", "fp8": "done",
+        "benchmark_compiled": "skipped",
+    }, report  # fmt: skip
+    assert "no CUDA device on this machine" in report["parts"]["tests"]["reason"]
+    results = {name: part.get("result") for name, part in report["parts"].items()}
+    assert [row["name"] for row in results["benchmark"]["rows"]] == ["ours", "transformers grouped_mm"]
+    assert results["machine"]["measured_peak_tflops"] > 0 and "torch" in results["machine"]["versions"]
+    assert {"routed experts", "optimizer"} <= {row["kind"] for row in results["profile"]["profile"]["rows"]}
+    assert results["bf16"]["first_loss"] == pytest.approx(results["fp8"]["first_loss"], rel=0.01)
+    assert results["bf16"]["last_loss"] != results["fp8"]["last_loss"]
+    text = (tmp_path / "report/report.md").read_text()
+    for part in ("## GPU report of 20", "scripts/gpu_report.sh --dry-run", "| routed experts |", "FP8 is "):
+        assert part in text
+
+
+def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
+    made = script()
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho the driver is too old >&2\nexit 3\n")
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 30\n")
+    for file in (failing, hanging):
+        file.chmod(0o755)
+    failed = made.attend_part("machine", tmp_path, str(failing), True, 20)
+    assert (failed["status"], failed["reason"]) == ("failed", "exit code 3")
+    assert failed["output"] == ["the driver is too old"]
+    hung = made.attend_part("tests", tmp_path, str(hanging), True, 1.5)
+    assert (hung["status"], hung["reason"]) == ("failed", "not done after 2 s")
+    late = made.attend_part("fp8", tmp_path, str(failing), True, 0.0)
+    assert late["status"] == "skipped" and "no time was left" in late["reason"]
+    report = {"date": "today", "command": "x", "missing": ["pynvml"], "parts": {"machine": failed, "tests": hung}}
+    text = made.as_markdown(report)
+    assert "| machine | failed: exit code 3 |" in text and "the driver is too old" in text and "pynvml" in text
+
+
+def test_a_folder_of_wheels_that_is_not_there_is_refused(tmp_path):
+    command = [sys.executable, ROOT / "scripts/gpu_report.py", "--wheels", tmp_path / "none"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2 and "none: no such folder; name one that holds .whl files" in ended.stderr
