@@ -178,35 +178,39 @@ def fp8(folder: Path, is_dry: bool) -> Result:
     )
 
 
-def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Result:
-    """Train some steps in this process."""
-    import torch
-
+def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str], free_bytes: float = float("inf")):
+    """The config of a training part, with as many layers as fit, and three at least."""
     from glm46.config.loader import load_config
     from glm46.planner.memory import plan_memory
-    from glm46.planner.plan import resolve_plan
-    from glm46.prepare.pipeline import prepare_run
-    from glm46.pretrain.task import train
 
-    size = {
+    values = {
         "folder": folder / name, "text": folder / "text", "root": ROOT,
         "model": 'flavor = "GLM-4.5-Air"\nnum_nextn_predict_layers = 0\nnum_hidden_layers = 4',
         "training": 'steps = 12\nseq_len = 4096\ndtype = "bfloat16"',
         "optimizer": 'state_dtype = "bfloat16"',
     }  # fmt: skip
     if is_dry:
-        size["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
-        size["optimizer"] = 'ns_dtype = "float32"'
-        size["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
+        values["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
+        values["optimizer"] = 'ns_dtype = "float32"'
+        values["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
     file = folder / f"{name}.toml"
-    file.write_text(TRAINING.format(**size))
+    file.write_text(TRAINING.format(**values))
     config = load_config(file, overrides, world_size=1)
-    while not is_dry and config.model.num_hidden_layers > 2:
-        free, _ = torch.cuda.mem_get_info()
-        if plan_memory(config, 1, device="gpu").total < 0.9 * free:
-            break
-        layers = str(config.model.num_hidden_layers - 1)
-        config = load_config(file, [*overrides, "--model.num_hidden_layers", layers], world_size=1)
+    if not is_dry and plan_memory(config, 1, device="gpu").total > 0.9 * free_bytes:
+        config = load_config(file, [*overrides, "--model.num_hidden_layers", "3"], world_size=1)
+    return config
+
+
+def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Result:
+    """Train some steps in this process."""
+    import torch
+
+    from glm46.planner.plan import resolve_plan
+    from glm46.prepare.pipeline import prepare_run
+    from glm46.pretrain.task import train
+
+    free = float("inf") if is_dry else torch.cuda.mem_get_info()[0]
+    config = training_config(name, folder, is_dry, overrides, free)
     prepare_run(resolve_plan(config, 1), report=lambda line: print(line, flush=True))
     if code := train(config):
         raise RuntimeError(f"training ended with code {code}")
@@ -300,7 +304,7 @@ def as_markdown(report: Result) -> str:
     for name, part in parts.items():
         result = part.get("result", {})
         tables = [rows for rows in (result.get("rows"), result.get("profile", {}).get("rows")) if rows]
-        if name == "machine" or not (result or "output" in part):
+        if not (result or "output" in part):
             continue
         lines += ["", f"### {name}", ""]
         lines += ["```", *part["output"], "```"] if "output" in part else []
@@ -310,9 +314,13 @@ def as_markdown(report: Result) -> str:
             heads = list(rows[0])
             lines += ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
             lines += [f"| {' | '.join(_show(row[head]) for head in heads)} |" for row in rows]
-    speeds = [parts[name].get("result", {}).get("tokens_per_second") for name in ("bf16", "fp8")]
+    speeds = [parts.get(name, {}).get("result", {}).get("tokens_per_second") for name in ("bf16", "fp8")]
     if all(speeds):
-        lines += ["", f"FP8 is {speeds[1] / speeds[0]:.2f} times as fast as BF16."]
+        how = " (dry run: FP32, and FP8 emulated)" if report["is_dry"] else ""
+        lines += ["", f"FP8 is {speeds[1] / speeds[0]:.2f} times as fast as BF16{how}."]
+    peak = parts["machine"].get("result", {}).get("measured_peak_tflops")
+    for row in parts.get("benchmark", {}).get("result", {}).get("rows", []) if peak else []:
+        lines += ["", f"{row['name']} reaches {row['tflops'] / peak:.1%} of the measured peak."]
     return "\n".join(lines) + "\n"
 
 
@@ -354,6 +362,7 @@ def main() -> int:
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(["scripts/gpu_report.sh", *sys.argv[1:]]),
+        "is_dry": arguments.dry_run,
         "missing": missing,
         "parts": {},
     }

@@ -56,7 +56,13 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
     assert (hung["status"], hung["reason"]) == ("failed", "not done after 2 s")
     late = made.attend_part("fp8", tmp_path, str(failing), True, 0.0)
     assert late["status"] == "skipped" and "no time was left" in late["reason"]
-    report = {"date": "today", "command": "x", "missing": ["pynvml"], "parts": {"machine": failed, "tests": hung}}
+    report = {
+        "date": "today",
+        "command": "x",
+        "is_dry": True,
+        "missing": ["pynvml"],
+        "parts": {"machine": failed, "tests": hung},
+    }
     text = made.as_markdown(report)
     assert "| machine | failed: exit code 3 |" in text and "the driver is too old" in text and "pynvml" in text
 
@@ -65,3 +71,20 @@ def test_a_folder_of_wheels_that_is_not_there_is_refused(tmp_path):
     command = [sys.executable, ROOT / "scripts/gpu_report.py", "--wheels", tmp_path / "none"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 2 and "none: no such folder; name one that holds .whl files" in ended.stderr
+
+
+RUNS = {
+    "profile": ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "8"],
+    "bf16": ["--compile.enable", "true"],
+    "fp8": ["--compile.enable", "true", "--float8.recipe_name", "rowwise", "--float8.experts_recipe_name", "rowwise"],
+}
+
+
+@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
+def test_the_runs_of_a_gpu_are_sound_and_fit(overrides, tmp_path):
+    from glm46.planner.memory import plan_memory
+
+    for gib, layers in ((79, 4), (60, 3)):
+        config = script().training_config("run", tmp_path, False, overrides, gib * 2**30)
+        assert config.model.num_hidden_layers == layers
+        assert plan_memory(config, 1, device="gpu").total < 0.9 * gib * 2**30
