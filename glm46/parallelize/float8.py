@@ -36,7 +36,7 @@ def apply(model: Transformer, plan: Plan) -> None:
         if name in converted:
             module.product = product
         elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
-            module.product = emulated_grouped_product if float8.emulate else padded(_scaled_grouped_product)
+            module.product = emulated_grouped_product if float8.emulate else padded(scaled_grouped_product)
 
 
 def linear_product(float8: Float8) -> LinearProduct:
@@ -56,7 +56,7 @@ def linear_product(float8: Float8) -> LinearProduct:
     return product
 
 
-def _scaled_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+def scaled_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """`Experts.product` by torchao's kernels for NVIDIA GPUs from Hopper on."""
     return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
 
@@ -84,20 +84,25 @@ emulated_grouped_product: GroupedProduct = _EmulatedGroupedProduct.apply
 
 def _rounded(x: Tensor, dim: int) -> Tensor:
     """`x` rounded to E4M3 with a scale for each slice along `dim`."""
-    return _round(x, x.abs().amax(dim, keepdim=True))
+    return _round(x, _scale(x.abs().amax(dim, keepdim=True)))
 
 
 def _rounded_in_groups(x_NI: Tensor, offsets: Tensor) -> Tensor:
     """`x` rounded to E4M3 with a scale for each column of each group of rows."""
     group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
     amax = x_NI.new_zeros(len(offsets) + 1, x_NI.shape[1])  # the last one: rows that no group has
-    return _round(x_NI, amax.index_reduce_(0, group_N, x_NI.abs(), "amax")[group_N])
+    return _round(x_NI, _scale(amax.index_reduce_(0, group_N, x_NI.abs(), "amax"))[group_N])
 
 
-def _round(x: Tensor, amax: Tensor) -> Tensor:
-    from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+def _scale(amax: Tensor) -> Tensor:
+    from torchao.float8.float8_utils import amax_to_scale
 
-    scale = amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
+    return amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
+
+
+def _round(x: Tensor, scale: Tensor) -> Tensor:
+    from torchao.float8.float8_utils import to_fp8_saturated
+
     return (to_fp8_saturated(x.float() * scale, E4M3).float() / scale).to(x.dtype)
 
 

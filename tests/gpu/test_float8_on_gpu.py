@@ -1,0 +1,44 @@
+"""FP8 products by the kernels of a GPU, held to the model of their recipes in FP64."""
+
+import pytest
+import torch
+
+from glm46.config.float8 import Float8
+from glm46.parallelize.float8 import linear_product, padded, scaled_grouped_product
+from tests.unit.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 9), reason="no CUDA device with FP8 products on this machine"),
+]
+# BF16 rounds results to 2**-9. Fast accumulation keeps 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
+BOUND = 2**-7
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_linear_product_follows_its_recipe(recipe):
+    x, weight, grad = (t.bfloat16() for t in operands((256, 512), (384, 512), (256, 384)))
+    inputs = [t.cuda().requires_grad_() for t in (x, weight)]
+    y = linear_product(Float8(recipe_name=recipe))(*inputs, None)
+    y.backward(grad.cuda())
+    wanted = recipe_in_fp64(recipe, x.double(), weight.double(), grad.double())
+    found = (y.detach(), inputs[0].grad, inputs[1].grad)
+    for got, want in zip(found, wanted, strict=True):
+        assert distance(got.cpu(), want) < BOUND
+
+
+@pytest.mark.skipif(CAPABILITY[0] not in (9, 10), reason="no CUDA device with grouped FP8 products on this machine")
+def test_grouped_product_follows_its_recipe():
+    x, weight, grad = (t.bfloat16() for t in operands((ROWS, 512), (5, 256, 512), (ROWS, 256)))
+    inputs, end = [t.cuda().requires_grad_() for t in (x, weight)], int(OFFSETS[-1])
+    y = padded(scaled_grouped_product)(*inputs, OFFSETS.cuda())
+    y[:end].backward(grad[:end].cuda())
+    for expert, (start, stop) in enumerate(zip([0, *OFFSETS[:-1].tolist()], OFFSETS.tolist(), strict=True)):
+        if start == stop:
+            continue
+        rows = slice(start, stop)
+        wanted = recipe_in_fp64("rowwise", x[rows].double(), weight[expert].double(), grad[rows].double())
+        found = (y.detach()[rows], inputs[0].grad[rows], inputs[1].grad[expert])
+        for got, want in zip(found, wanted, strict=True):
+            assert distance(got.cpu(), want) < BOUND, expert
