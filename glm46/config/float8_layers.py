@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from glm46.config.faults import Fault, Faults, counted, show
 from glm46.config.float8 import Float8
 from glm46.config.model import ModelShape
+from glm46.config.rules_layout import data_parallel_degree
 from glm46.config.run_config import RunConfig
 
 FP8_MULTIPLE = 16
@@ -150,8 +151,26 @@ def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape, world_size: int
             return
 
 
+def shards_of_gathered_rows_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """FSDP2 gathers in FP8 only what its ranks share evenly: torchao does not pad the shards."""
+    degree, layout = data_parallel_degree(config, world_size), config.parallelism
+    if not config.float8.enable_fsdp_float8_all_gather or degree is None:
+        return
+    shards = degree // layout.data_parallel_replicate_degree * layout.context_parallel_degree
+    for layer in linear_layers(shape, config.float8, layout.tensor_parallel_degree):
+        if layer.excluded_by is None and layer.outputs % shards:
+            yield Fault(
+                ("float8.enable_fsdp_float8_all_gather", "parallelism", "model"),
+                f"float8.enable_fsdp_float8_all_gather = true: {layer.name} has {layer.outputs} rows, which {shards} "
+                f"ranks (data_parallel_shard_degree * context_parallel_degree) do not share evenly; take a degree that "
+                "divides them, or set it to false",
+            )
+            return
+
+
 FLOAT8_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     filters_leave_something,
     fp8_divides_the_layers,
     fp8_divides_the_tokens,
+    shards_of_gathered_rows_are_even,
 )

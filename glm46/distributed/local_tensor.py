@@ -11,7 +11,8 @@ from glm46 import compat
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or a plain tensor itself; detached, shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return getattr(local, "_tensor", local)  # torchao wraps weights that FSDP2 gathers in FP8
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

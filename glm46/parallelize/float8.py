@@ -7,9 +7,11 @@ data parallelism its own tokens.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.config.float8 import Float8
@@ -17,6 +19,9 @@ from glm46.config.float8_layers import FP8_MULTIPLE, linear_layers
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.transformer import Transformer
 from glm46.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from torchao.float8.float8_linear import Float8Linear
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """See `Linear.product`."""
@@ -35,19 +40,39 @@ def apply(model: Transformer, plan: Plan) -> None:
     for name, module in model.named_modules():
         if name in converted:
             module.product = product
+            if float8.enable_fsdp_float8_all_gather:
+                module.weight = nn.Parameter(_gathered_in_fp8(module.weight, float8))
         elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
             module.product = emulated_grouped_product if float8.emulate else padded(scaled_grouped_product)
 
 
-def linear_product(float8: Float8) -> LinearProduct:
-    """`Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
+def _recipe(float8: Float8) -> "Float8Linear":
+    """A layer of torchao that holds its configuration of a recipe."""
     # Imported here: only FP8 runs need it.
     compat.quiet_libraries()
     from torchao.float8.config import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_linear import Float8Linear
 
     config = replace(Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
-    products = Float8Linear(1, 1, bias=False, config=config, device="meta").linear_mm_config
+    return Float8Linear(1, 1, bias=False, config=config, device="meta")
+
+
+def _gathered_in_fp8(weight: Tensor, float8: Float8) -> Tensor:
+    """A weight that FSDP2 gathers in FP8, with one scale for all shards. `local_tensor` gives the shard as it is."""
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    products = _recipe(float8).linear_mm_config
+    if not isinstance(weight, DTensor):
+        return WeightWithDynamicFloat8CastTensor(weight, products, E4M3)
+    local = WeightWithDynamicFloat8CastTensor(weight.to_local(), products, E4M3)
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+def linear_product(float8: Float8) -> LinearProduct:
+    """`Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
+    layer = _recipe(float8)
+    products, config = layer.linear_mm_config, layer.config
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)

@@ -9,6 +9,7 @@ takes the same tokens at a time, and multiplies by the same parts of weights.
 
 import functools
 import json
+import re
 from typing import NamedTuple
 
 import torch
@@ -64,9 +65,13 @@ class Case(NamedTuple):
 
 
 GW_HP = {"recipe_name": "rowwise_with_gw_hp"}
+GATHERED = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}
 ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
 CASES = {
     "fsdp tensorwise": Case(Layout(), {"recipe_name": "tensorwise"}, 2),
+    "fsdp gathered": Case(Layout(), GATHERED, 2),
+    # Linear layers of a whole sequence: one scale for its tokens.
+    "tensor gathered": Case(Layout(tensor=2, experts_over=2), GATHERED | {"filter_fqns": ("eh_proj",)}, 4),
     "fsdp rowwise": Case(Layout(), ROWWISE, 2),
     "fsdp compiled": Case(Layout(compiled=True), ROWWISE, 2),
     "pipeline selective": Case(Layout(pipeline=2, checkpointing="selective"), ROWWISE, 4),
@@ -137,10 +142,15 @@ def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
     (loss, gradients), (_, plain) = references[name]
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in job.network.parameters.items()}, gradients))
+    errors = gradient_errors(ranks, gradients)
+    by_kind: dict[str, list[tuple[float, str]]] = {}
+    for error, parameter in errors:
+        by_kind.setdefault(re.sub(r"^\w+\.\d+\.(block\.)?", "", parameter), []).append((error, parameter))
     return {
         "name": name,
         "loss_error": (relative(outcome.sums["loss"].item(), loss), "of the step"),
-        "gradient_error": max(gradient_errors(ranks, gradients)),
+        "gradient_error": max(errors),
+        "kind_error": max(min(layers) for layers in by_kind.values() if len(layers) > 1),
         "gradients_of_fp8": min((gradients[n] - plain[n]).norm().item() / plain[n].norm().item() for n in MATRICES),
     }
 

@@ -7,9 +7,12 @@ from tests.ranks.server import differences
 
 BOUNDS = {
     "loss_error": 1e-6,
-    # Seen are 1e-6 and less, the order of FP32 sums. A sum that differs by 2**-24 can round to the next of 8 bits, at
-    # most one of some thousand elements here, and moves it by 2**-4.
-    "gradient_error": 1e-4,
+    # Of each kind of parameter, the layer that is nearest; seen are 1e-6 and less, the order of FP32 sums.
+    "kind_error": 1e-5,
+    # Of any parameter. Here and there a sum that differs by 2**-24 rounds to the next of 8 bits. In E5M2 that moves an
+    # element by a quarter, and a gradient of some thousand elements by up to 1 %; seen is 0.9 %, in one layer of a
+    # case. A wrong scale changes all layers by what FP8 itself does, 10 %.
+    "gradient_error": 2e-2,
 }
 
 

@@ -566,6 +566,14 @@ def test_processes_fit_the_layout(parallelism, world_size, expected, tmp_path):
     assert expected in fault
 
 
+def test_gather_in_fp8_needs_even_shards(tmp_path):
+    text = SOUND.replace("[training]", "n_routed_experts = 12\n[training]")  # which 3 ranks divide
+    text += '[float8]\nrecipe_name = "tensorwise"\nenable_fsdp_float8_all_gather = true\n'
+    (fault,) = faults_of(text, tmp_path, world_size=3)
+    assert "float8.enable_fsdp_float8_all_gather = true: layers.0.self_attn.q_proj has" in fault
+    assert "rows, which 3 ranks" in fault and "set it to false" in fault
+
+
 def test_batch_is_checked_against_the_processes(tmp_path):
     text = SOUND.replace("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 12")
     text = text.replace("[training]", "n_routed_experts = 12\n[training]")  # which 3 ranks divide
