@@ -94,16 +94,21 @@ class _Layer:
 
 
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
-    """Memory in bytes of the rank that needs most, for a run on this many processes, in its largest stage of text.
+    """`largest_stage` of a run on this many processes; ``device`` as in `stage_memory`."""
+    return largest_stage(stage_memory(resolve_plan(config, world_size), device=device))
+
+
+def largest_stage(stages: list[MemoryPlan]) -> MemoryPlan:
+    """The stage of text that needs most memory."""
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
+    """Memory in bytes of the rank that needs most, in each stage of text that the run reaches.
 
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
-    return max(stage_memory(resolve_plan(config, world_size), device=device), key=lambda memory: memory.total)
-
-
-def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
-    """`plan_memory` of each stage of text that the run reaches."""
     ranks = _layers_of_ranks(plan.config, plan.shape, plan.layout)  # a pipeline divides its layers once
     memory = []
     for stage, config in _stage_configs(plan):
@@ -117,9 +122,8 @@ def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
     return memory
 
 
-def step_text(config: RunConfig, world_size: int) -> float:
+def step_text(plan: Plan) -> float:
     """Bytes of token data of one step, which a rank reads at once, in the largest stage of text."""
-    plan = resolve_plan(config, world_size)
     return max(_text(of_stage, plan.layout) for _, of_stage in _stage_configs(plan))
 
 

@@ -10,7 +10,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
 from glm46.planner.machine import Machine
-from glm46.planner.memory import MemoryPlan, plan_memory, step_text
+from glm46.planner.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
 from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.plan import resolve_plan
@@ -32,7 +32,10 @@ class _Verdict:
     margin: str
     """Needed and available memory, if the run fits."""
     world_size: int
-    plan: MemoryPlan
+    memory: MemoryPlan
+    """Of the largest stage."""
+    text: float
+    """See `step_text`."""
     stages: list[str]
     """See `stage_table`."""
 
@@ -51,10 +54,10 @@ def describe_requirement(
     if not verdict.faults:
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
-    text = step_text(config, verdict.world_size)
     advice = _smallest_that_fits(config, machine)
-    if 2 * text > verdict.plan.total:
-        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {_gib(text)}"
+    if 2 * verdict.text > verdict.memory.total:
+        size = _gib(verdict.text)
+        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {size}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
@@ -81,29 +84,31 @@ def _judge(
         needed = gpus - gpus % fixed_processes(config.parallelism)
     faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
     device, capacity = "gpu" if machine.gpus else "cpu", None
-    plan = plan_memory(config, needed, device=device)
+    plan = resolve_plan(config, needed, document_tokens)
+    of_stages, text = stage_memory(plan, device=device), step_text(plan)
+    memory = largest_stage(of_stages)
     if gpus and needed > gpus:
         faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
     if machine.gpus:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
         if sizes:
             capacity = min(sizes) * _USABLE_GPU_RATIO
-            fits, margin = _compare("each GPU needs", plan.total, capacity, min(sizes))
+            fits, margin = _compare("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
         who = f"optimizer states and text of {counted(here, 'process')} need"
-        beside = plan.host + step_text(config, needed)
-        fits, host = _compare(who, beside * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        fits, host = _compare(
+            who, (memory.host + text) * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes
+        )
         faults += [] if fits else [f"{host} of the host"]
     else:
         capacity = machine.free_bytes * _USABLE_CPU_RATIO / here
         who = f"{here:,} processes need" if here > 1 else "one process needs"
-        fits, margin = _compare(who, plan.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        fits, margin = _compare(who, memory.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
     faults += _fp8_faults(config.float8, machine)
-    stages = stage_table(resolve_plan(config, needed, document_tokens), device=device, capacity=capacity)
-    return _Verdict(faults, margin, needed, plan, stages)
+    return _Verdict(faults, margin, needed, memory, text, stage_table(plan, of_stages, capacity))
 
 
 def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:
@@ -134,7 +139,7 @@ def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool,
 
 
 def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
-    count, plan = count_parameters(resolve_shape(config.model)), verdict.plan
+    count = count_parameters(resolve_shape(config.model))
     layout = resolve_layout(config.parallelism, verdict.world_size)
     kind = "GPUs" if machine.gpus or verdict.faults else "processes"
     degrees = {
@@ -151,7 +156,7 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
         f"What this run needs ({config.model.flavor}: {active})",
         f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
         "  memory of each",
-        *(f"    {line}" for line in memory_lines(plan)),
+        *(f"    {line}" for line in memory_lines(verdict.memory)),
         "  stages of text",
         *(f"    {line}" for line in verdict.stages),
     ]

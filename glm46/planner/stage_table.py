@@ -2,7 +2,7 @@
 
 from glm46.planner.curriculum import describe_attention
 from glm46.planner.flops import training_flops_per_token
-from glm46.planner.memory import stage_memory
+from glm46.planner.memory import MemoryPlan
 from glm46.planner.plan import Plan
 from glm46.planner.stages import bubble
 
@@ -12,15 +12,15 @@ _HEADER = (
 )  # fmt: skip
 
 
-def stage_table(plan: Plan, *, device: str = "gpu", capacity: float | None = None) -> list[str]:
+def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = None) -> list[str]:
     """A header, and a line for each stage that the run reaches, with the memory of the rank that needs most.
 
     Args:
-        device: see `plan_memory`.
+        stages: `stage_memory` of the plan.
         capacity: bytes that a rank can fill; absent: unknown.
     """
     rows, clock = [_HEADER], plan.config.lr_scheduler.start_tokens
-    for index, memory in enumerate(stage_memory(plan, device=device)):
+    for index, memory in enumerate(stages):
         stage, tokens = plan.text_stages[index], plan.stage_tokens[index]
         batches = plan.batches_of(index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]

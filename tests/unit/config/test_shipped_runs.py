@@ -13,6 +13,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.machine import Machine
+from glm46.planner.memory import stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.report import plan_text
 from glm46.planner.requirement import describe_requirement
@@ -99,7 +100,8 @@ def test_phase_is_laid_out_for_8192_gpus_and_fits_them(name):
     assert resolve_shape(config.model).n_routed_experts == 160
     assert "does it fit on 8,192 x H800\n  yes: " in plan_text(config, gpu="H800")
     # Each number of micro-batches leaves less than half of a step to the bubble.
-    header, *stages = stage_table(resolve_plan(config))
+    plan = resolve_plan(config)
+    header, *stages = stage_table(plan, stage_memory(plan))
     shares = [int(share) for line in stages for share in re.findall(r"(\d+)%", line)]
     assert len(stages) == len(config.data.stages or [1]) and shares and max(shares) < 50
 
@@ -209,7 +211,7 @@ def test_the_options_in_the_long_phase_are_those_of_the_document():
 def test_the_table_of_the_long_phase_is_that_of_its_plan():
     text = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8")
     plan = resolve_plan(phase("glm46_phase3"))
-    lines = stage_table(plan)[1:]
+    lines = stage_table(plan, stage_memory(plan))[1:]
     rows = re.findall(
         r"(?m)^\| (\d+,\d+) \| ([\d,]*) ?\| ([\d,]+) \| (\d+) \| (\d+) \| (\d+) % \| ([\d.]+ GiB) \|$", text
     )

@@ -12,7 +12,7 @@ from glm46.config.run_config import RunConfig
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory, stage_memory, step_text
-from glm46.planner.plan import resolve_plan
+from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.report import plan_text
 from glm46.planner.requirement import describe_requirement
 from glm46.planner.stage_table import stage_table
@@ -31,6 +31,10 @@ STAGES = [
     for index, (length, rope) in enumerate(zip(LENGTHS, ROPE, strict=True))
 ]
 BATCHES = [[22 * T, 4096], [22 * T + 250 * B, 4096], [22 * T + 250 * B, 2048]]
+
+
+def table(plan: Plan) -> list[str]:
+    return stage_table(plan, stage_memory(plan))
 
 
 def run(tokens=T, **tables) -> RunConfig:
@@ -85,7 +89,7 @@ def test_each_stage_has_its_flops_and_memory():
     ]
     of_stages = zip(flops, plan.stage_tokens, strict=True)
     assert plan.flops == pytest.approx(sum(each * tokens for each, tokens in of_stages))
-    shown = [float(cells(line)[9].replace(",", "")) for line in stage_table(plan)[1:]]
+    shown = [float(cells(line)[9].replace(",", "")) for line in table(plan)[1:]]
     assert shown == pytest.approx([each / 1e9 for each in flops], rel=1e-3)
     memory = stage_memory(plan)
     assert [each.total for each in memory] == sorted(each.total for each in memory)
@@ -99,21 +103,21 @@ def test_each_stage_has_its_flops_and_memory():
     )
     assert plan_memory(staged, 64) == plan_memory(alone, 64)
     # 4,096 sequences of 32,768 tokens are fewer than 2,048 of 196,608.
-    assert step_text(config, 8192) == 2_048 / 64 * 196_608 * 8 * 6
+    assert step_text(plan) == 2_048 / 64 * 196_608 * 8 * 6
 
 
 def test_fits_is_said_of_each_stage():
     plan = resolve_plan(run())
     first, *_, last = (each.total for each in stage_memory(plan))
-    lines = stage_table(plan, capacity=(first + last) / 2)
+    lines = stage_table(plan, stage_memory(plan), (first + last) / 2)
     assert cells(lines[1])[-1] == "yes" and cells(lines[4])[-1] == "no"
     gpu = Machine(1, 2**50, 2**50, (Gpu("H100", 80 * 2**30),) * 8192)
     assert describe_requirement(run(), gpu)[0]
-    assert cells(stage_table(plan)[1])[-1] == "unknown"
+    assert cells(table(plan)[1])[-1] == "unknown"
 
 
 def test_stages_after_the_end_of_a_run_are_named():
-    lines = stage_table(resolve_plan(run(tokens=300 * B)))
+    lines = table(resolve_plan(run(tokens=300 * B)))
     assert len(lines) == 4 and lines[-1] == "stages 3 to 4 begin after the end of this run"
     assert cells(lines[2])[2] == "50B"
 
@@ -125,7 +129,7 @@ def test_the_batches_of_a_stage():
     plan = resolve_plan(run(training=config.training.model_dump() | {"global_batch_size": ramp}))
     assert plan.batches_of(0) == (64, 1_024)
     assert [plan.batches_of(index) for index in (1, 2, 3)] == [(64, 64)] * 3
-    assert cells(stage_table(plan)[1])[6:9] == ["64 to 1,024", "1 to 16", "94% to 48%"]
+    assert cells(table(plan)[1])[6:9] == ["64 to 1,024", "1 to 16", "94% to 48%"]
 
 
 COSTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
