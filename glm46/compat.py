@@ -51,6 +51,14 @@ def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
 
 
+def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """FP32 product of BF16 matrices. A GPU makes it without FP32 copies of them; no other device has the operator, and
+    its derivative is not in torch."""
+    if a.device.type in ("cuda", "meta"):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
 

@@ -1,24 +1,24 @@
-"""Kernels of one MoE layer and the bytes that they move, forward and backward in BF16, counted on the meta device, which
-takes neither a GPU nor memory.
+"""Kernels of one MoE layer and the bytes that they move, forward and backward in BF16, counted on the meta device.
 
     python scripts/count_kernels.py --flavor GLM-4.5-Air --tokens 4096
 
 *Eager*: each operator reads its inputs from memory and writes its results. *Chained*: the graphs that `torch.compile`
-makes, in which a chain of operations is one kernel (see `_chains`). A kernel reads a tensor once, however often it needs
-its rows; caches, FSDP2 and the optimizer are left out.
+makes, in which a chain of operations is one kernel (see `_chains`). A kernel reads a tensor once, however often it
+needs its rows; caches, FSDP2 and the optimizer are left out.
 """
 
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -48,9 +48,9 @@ KINDS = {
 REST = "element by element"
 """The kind of all other operators, and of chains of several operations."""
 _KIND = {operator: kind for kind, operators in KINDS.items() for operator in operators.split()}
-_CHAINED = set("index index_select gather cat clone copy slice_scatter".split())
+_CHAINED = {"index", "index_select", "gather", "cat", "clone", "copy", "slice_scatter"}
 """Operators without torch's tag "pointwise" that are computed element by element."""
-_NO_KERNEL = set("empty empty_like empty_strided new_empty new_empty_strided wait_tensor".split())
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "wait_tensor"}
 
 
 @dataclass
@@ -92,12 +92,18 @@ class EagerCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
-        read = [x for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)]
+        outputs = {argument.name for argument in function._schema.arguments if argument.is_out}
+        inputs = {name: value for name, value in keywords.items() if name not in outputs}
+        read = [x for x in tree_leaves((arguments, inputs)) if isinstance(x, Tensor)]
+        if _name(function).startswith("new_") or _name(function).endswith("s_like"):  # zeros or ones
+            read = []
         if _name(function) == "_to_copy" and str(keywords.get("device")) == "cpu" and read[0].is_meta:
             self.count.host_copies += 1
             return self.on_host(read[0])
         result = function(*arguments, **keywords)
         written = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_meta]
+        if _name(function) == "alltoall_base_":  # it returns no tensor
+            written, read = read[:1], read[1:]
         storages = {x.untyped_storage()._cdata for x in read}
         is_view = not function._schema.is_mutable and any(x.untyped_storage()._cdata in storages for x in written)
         if written and not is_view and _name(function) not in _NO_KERNEL:
@@ -136,8 +142,10 @@ def _is_chained(node: fx.Node) -> bool:
     """Whether an operation is computed element by element or row by row, so that the compiler joins it with others."""
     name = _name(node.target)
     if name in ("sum", "mean", "amax", "amin"):
-        rows = node.args[0].meta["val"].shape[:1]
-        return len(rows) == 1 and node.meta["val"].shape[:1] == rows  # a sum over rows needs all of them first
+        sizes = node.args[0].meta["val"].shape
+        reduced = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(sizes))
+        rows = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+        return rows not in {dim % max(len(sizes), 1) for dim in reduced}  # a sum over rows needs all of them first
     return name in _CHAINED or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -195,19 +203,18 @@ def count_graph(graph: fx.Graph, count: Count) -> None:
     for chain in _chains(graph):
         inputs = [x for node in chain for x in node.all_input_nodes if _operation(x) not in chain]
         written = [x for x, by in users.items() if _operation(x) in chain and by - chain]
-        read = {_region(x) for x in inputs if _operation(x) is not None or x.op == "placeholder" or _memory(x).op == "placeholder"}
-        count.add(
-            [_name(node.target) for node in chain],
-            [region[2] for region in read],
-            [_bytes(x.meta["val"]) for x in written],
-        )
+        read = Counter()
+        for memory, _, size in {_region(x) for x in inputs if _operation(x) or _memory(x).op == "placeholder"}:
+            read[memory] = min(read[memory] + size, _bytes(memory.meta["val"]))  # views can overlap
+        names = [_name(node.target) for node in chain]
+        count.add(names, read.values(), [_bytes(x.meta["val"]) for x in written])
 
 
 # ----------------------------------------------------------------------------------------------------------- layers
 
 
-def _layer(shape: ModelShape, tokens: int, whole: bool):
-    """A function of the hidden states [1, tokens, D], and their gradient: the MoE layer alone or the whole block."""
+def _layer(shape: ModelShape, tokens: int, whole: bool) -> tuple[TransformerBlock, Callable[[], Tensor]]:
+    """A decoder layer, and its forward on one row of four documents: all of it, or only its experts."""
     with torch.device("meta"):
         block = TransformerBlock(shape, is_dense=False)
         for parameter in block.parameters():
@@ -223,21 +230,31 @@ def _layer(shape: ModelShape, tokens: int, whole: bool):
 
 
 def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: int = 1) -> Count:
-    """Operators of one layer as they are called; with ranks, of a rank of that many that share the experts."""
+    """Operators of one layer as they are called; with several ranks, of one of those that share the experts."""
     block, run = _layer(shape, tokens, whole)
     mode = EagerCount()
-    if ranks > 1:
-        if not dist.is_initialized():
-            dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        block.mlp.dispatcher = AllToAllDispatcher(dist.group.WORLD)
-        for name, weight in block.mlp.experts.named_parameters():
-            setattr(block.mlp.experts, name, torch.nn.Parameter(weight[: len(weight) // ranks]))
-        rows = tokens * shape.num_experts_per_tok // ranks
-        mode.on_host = lambda values: torch.full(values.shape, rows)  # an even load
-    with mode:
+    with _process_group(ranks) as group, mode:
+        if group is not None:
+            block.mlp.dispatcher = AllToAllDispatcher(group)
+            for name, weight in block.mlp.experts.named_parameters():
+                setattr(block.mlp.experts, name, nn.Parameter(weight.detach()[: len(weight) // ranks]))
+            rows = tokens * shape.num_experts_per_tok // ranks
+            mode.on_host = lambda sizes: torch.full(sizes.shape, rows)  # an even load
         y = run()
         y.backward(torch.empty_like(y))
     return mode.count
+
+
+@contextmanager
+def _process_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
+    """A group of ranks of which only this one exists; None for one rank."""
+    if ranks > 1:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
 
 
 def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False) -> Count:

@@ -56,8 +56,16 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
-    # fp32: sums the A terms of BF16 rows in FP32, in order, and rounds once, without a tensor [T, A, D].
-    return F.embedding_bag(place_TA, y_ND, mode="sum")
+    """Sum of the rows at each token's places, [T, D]; places past the last row are of dropped assignments."""
+    # fp32: both forms sum the A terms of BF16 rows in FP32 and round once, without a tensor [T, A, D] in memory.
+    if torch.compiler.is_compiling():  # one kernel with the addition that follows; `embedding_bag` is always its own
+        return y_ND[place_TA].sum(1)
+    if len(y_ND) == place_TA.numel():
+        return F.embedding_bag(place_TA, y_ND, mode="sum")
+    if len(y_ND) == 0:
+        return y_ND.new_zeros(len(place_TA), y_ND.shape[1])
+    is_kept_TA = (place_TA < len(y_ND)).to(y_ND.dtype)
+    return F.embedding_bag(place_TA.clamp(max=len(y_ND) - 1), y_ND, per_sample_weights=is_kept_TA, mode="sum")
 
 
 class LocalDispatcher:
@@ -95,7 +103,8 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments."""
+    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Dropped
+    assignments are sorted last; `token_N` leaves them out."""
     return _Gather.apply(x_TD, token_N, place_TA)
 
 

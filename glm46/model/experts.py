@@ -67,29 +67,42 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_backw
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` times the FP32 weight of each row, rounded to the dtype of `gate` after each product. Saves
-    its inputs only and recomputes the rest in backward."""
+    """``silu(gate) * up`` times the FP32 weight of each row, rounded to the dtype of `gate_up` after each product.
+
+    Saves its inputs only and recomputes the rest in backward, which writes both gradients into one tensor.
+    """
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, weights_N: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weights_N)
+    def forward(ctx, gate_up: Tensor, weights_N: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights_N)
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up).mul_(weights_N.unsqueeze(-1))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        gate, up, weights_N = ctx.saved_tensors
+        gate_up, weights_N = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         silu = F.silu(gate)
-        # fp32: the gradient of the routing weight is a sum over the width.
-        grad_weights = (grad.to(weights_N.dtype) * (silu * up)).sum(-1)
-        grad = grad.clone().mul_(weights_N.unsqueeze(-1))
-        return torch.ops.aten.silu_backward(grad * up, gate), silu.mul_(grad), grad_weights
+        product = (silu * up).mul_(grad)
+        grad_weights = product.sum(-1, dtype=weights_N.dtype)  # fp32: a sum over the width
+        grad = torch.mul(grad, weights_N.unsqueeze(-1), out=product)
+        torch.mul(silu, grad, out=grad_up)
+        torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad_gate)
+        return grad_gate_up, grad_weights
 
 
-def weighted_swiglu(gate: Tensor, up: Tensor, weights_N: Tensor) -> Tensor:
-    """``silu(gate) * up * weight`` of rows [N, F] with a weight for each row, FP32 [N]; in the dtype of `gate`."""
+def weighted_swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
+    """``silu(gate) * up * weight`` of rows [N, 2F], the gate first, with a weight for each row, FP32 [N].
+
+    Returns:
+        [N, F] in the dtype of `gate_up`.
+    """
     if torch.compiler.is_compiling():  # see `swiglu`
-        return (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(gate.dtype)
-    return _WeightedSwiGLU.apply(gate, up, weights_N)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(gate_up.dtype)
+    return _WeightedSwiGLU.apply(gate_up, weights_N)
 
 
 class Experts(nn.Module):
@@ -113,8 +126,8 @@ class Experts(nn.Module):
         Returns:
             [N, D], dtype of `x_ND`.
         """
-        gate, up = self.product(x_ND, local_weight(self.gate_up), offsets).chunk(2, dim=-1)
-        return self.product(weighted_swiglu(gate, up, weights_N), local_weight(self.down), offsets)
+        gate_up = self.product(x_ND, local_weight(self.gate_up), offsets)
+        return self.product(weighted_swiglu(gate_up, weights_N), local_weight(self.down), offsets)
 
     @staticmethod
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:

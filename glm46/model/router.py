@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm46 import compat
 from glm46.config.model import ModelShape
 from glm46.model.layers import local_weight
 
@@ -56,6 +57,34 @@ class Routing(NamedTuple):
     """None without `RoutingOptions.statistics`."""
 
 
+class _BF16Linear(torch.autograd.Function):
+    """``x @ weight.T`` in FP32 of BF16 tensors, whose products are exact in FP32, without an FP32 copy of x.
+
+    Backward splits the FP32 gradient into two BF16 parts, whose sum differs from it by at most 2**-16 of each element.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight)
+        return compat.mm_in_fp32(x_TD, weight.t())
+
+    @staticmethod
+    def backward(ctx, grad_TE: Tensor):
+        x_TD, weight = ctx.saved_tensors
+        high_TE = grad_TE.to(x_TD.dtype)
+        low_TE = (grad_TE - high_TE).to(x_TD.dtype)
+        grad_TX = torch.cat([high_TE, low_TE], dim=1)
+        grad_weight = compat.mm_in_fp32(grad_TX.t(), x_TD).unflatten(0, (2, -1)).sum(0)
+        return grad_TX @ torch.cat([weight, weight]), grad_weight.to(weight.dtype)
+
+
+def fp32_linear(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in FP32, whatever the dtype of both."""
+    if x_TD.dtype == weight.dtype == torch.bfloat16:
+        return _BF16Linear.apply(x_TD, weight)
+    return F.linear(x_TD.float(), weight.float())
+
+
 class Router(nn.Module):
     """Sigmoid router. A bias affects the selection, not the weights (arXiv 2408.15664, transformers Glm4Moe)."""
 
@@ -72,7 +101,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
         """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None without padding."""
         B, S, D = x_BSD.shape
-        logits_TE = F.linear(x_BSD.reshape(B * S, D).float(), local_weight(self.weight).float())
+        logits_TE = fp32_linear(x_BSD.reshape(B * S, D), local_weight(self.weight))
         if options.temperature is not None:
             logits_TE = logits_TE / options.temperature
         scores_TE = logits_TE.sigmoid()

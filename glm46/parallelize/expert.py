@@ -49,53 +49,44 @@ class AllToAllDispatcher:
         # sync: the sizes of the buffers must be known on the host, once per layer.
         send, receive = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).cpu().tolist()
 
-        rows_ND = gather_assignments(x_TD, order_N // A, place_TA)[: sum(send)]
-        weights_N = routing.weights.flatten()[order_N[: sum(send)]]
-        rows = Exchange(rows_ND, send, receive, self._group)
-        weights = Exchange(weights_N, send, receive, self._group)
-        return rows, weights, received_RE, (order_N // A, place_TA, send, receive)
+        order_N = order_N[: sum(send)]
+        token_N = order_N // A
+        rows = Exchange(gather_assignments(x_TD, token_N, place_TA), send, receive, self._group)
+        weights = Exchange(routing.weights.flatten()[order_N], send, receive, self._group)
+        return rows, weights, received_RE, (token_N, place_TA, send, receive)
 
     @torch.compiler.disable
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """See `TokenDispatcher.arrived`; offsets cover the experts of this rank."""
         rows, weights, received_RE, (token_N, place_TA, send, receive) = pending
         # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
-        expert_M = torch.arange(received_RE.shape[1], device=received_RE.device).repeat(self._ranks)
+        num_experts = received_RE.shape[1]
+        expert_M = torch.arange(num_experts, device=received_RE.device).repeat(self._ranks)
         expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(receive))
-        by_expert_M = expert_M.argsort(stable=True)
-        offsets = received_RE.sum(0).cumsum(0).to(torch.int32)
-        context = (token_N, place_TA, by_expert_M, send, receive)
-        return _Reorder.apply(rows.finish(), by_expert_M, False), weights.finish()[by_expert_M], offsets, context
+        by_expert_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
+        context = (token_N, place_TA, by_expert_M, place_M, send, receive)
+        x_MD = _Reorder.apply(rows.finish(), by_expert_M, place_M)
+        return x_MD, weights.finish()[by_expert_M], sizes_E.cumsum(0).to(torch.int32), context
 
     @torch.compiler.disable
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
-        token_N, place_TA, by_expert_M, send, receive = context
-        by_rank_MD = _Reorder.apply(y_ND, by_expert_M, True)
-        returned = exchange_rows(by_rank_MD, receive, send, self._group)
-        dropped = returned.new_zeros(token_N.numel() - returned.shape[0], returned.shape[1])
-        return combine_assignments(torch.cat([returned, dropped]), token_N, place_TA)
+        token_N, place_TA, by_expert_M, place_M, send, receive = context
+        by_rank_MD = _Reorder.apply(y_ND, place_M, by_expert_M)
+        return combine_assignments(exchange_rows(by_rank_MD, receive, send, self._group), token_N, place_TA)
 
 
 class _Reorder(torch.autograd.Function):
-    """Permutes rows. The built-in backward of indexing adds rows in varying order, although each occurs once.
+    """Row n of the result is row order[n]; `inverse` is the inverse permutation. The built-in backward of indexing adds
+    rows in varying order, although each occurs once.
 
-    `order` is not a saved tensor, for the reason given in `_Combine` of `model/dispatch.py`."""
+    Neither is a saved tensor, for the reason given in `_Combine` of `model/dispatch.py`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
-        ctx.order, ctx.is_inverse = order, is_inverse
-        return _reorder(x, order, is_inverse)
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _reorder(grad, ctx.order, not ctx.is_inverse), None, None
-
-
-def _reorder(x: Tensor, order: Tensor, is_inverse: bool) -> Tensor:
-    """Row n of the result is row order[n] of `x`; inverse: row order[n] of the result is row n of `x`."""
-    if not is_inverse:
-        return x.index_select(0, order)
-    out = torch.empty_like(x)
-    out[order] = x
-    return out
+        return grad.index_select(0, ctx.inverse), None, None

@@ -45,7 +45,6 @@ def moe_layer_bytes(shape: ModelShape, width: int) -> float:
     chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
     total = attention_bytes(shape, width)
     total += _norm(shape.hidden_size, width) + shape.hidden_size * width
-    total += 0 if width == FP32 else shape.hidden_size * FP32  # the router's FP32 input
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
     total += chosen * _swiglu(shape.moe_intermediate_size, width)
