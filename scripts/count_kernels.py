@@ -272,6 +272,7 @@ def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False) -> Cou
         decompositions=select_decomp_table(),
     )
     _, run = _layer(shape, tokens, whole)
+    torch._dynamo.reset()  # another shape would compile for any size
     y = torch.compile(run, backend=backend, fullgraph=True)()
     y.backward(torch.empty_like(y))
     return count

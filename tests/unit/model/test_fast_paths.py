@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from glm46.config.presets import PRESETS
-from glm46.model.dispatch import LocalDispatcher
+from glm46.model.dispatch import LocalDispatcher, combine_assignments, gather_assignments
 from glm46.model.experts import Experts
 from glm46.model.layers import RMSNorm, swiglu
 from glm46.model.rope import rotary_tables, rotate
+from glm46.model.router import fp32_linear
 
 # FP32: other orders of the same few operations. BF16: a result is rounded by at most 2**-8 of itself.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -105,3 +106,48 @@ def test_combining_equals_indexing_and_summing(dtype):
     want = gradients(lambda y: y[place].sum(1), (y.double(),), grad.double())
     # FP32 as two sums of other order. BF16: rounded once, so by half of 2**-8 at most.
     assert_close([part.double() for part in got], want, {torch.float32: 1e-7, torch.bfloat16: 2**-9}[dtype])
+
+
+def assert_rounded_once(got, want):
+    """FP64 sums of few terms, rounded to the dtype of `got`: each element by at most half of its last place, after a
+    sum in FP32."""
+    bound = torch.finfo(got.dtype).eps / 2 * want.abs() + 1e-6
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+def test_the_compiled_sum_of_assignments_is_rounded_once_too():
+    place = torch.randperm(20).view(5, 4)
+    y, token = torch.randn(20, 16).bfloat16(), torch.empty(20, dtype=torch.int64)
+    token[place.flatten()] = torch.arange(20) // 4
+    combine = torch.compile(combine_assignments, backend="eager", fullgraph=True)
+    assert_rounded_once(combine(y, token, place), y[place].double().sum(1))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 13, 20])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+def test_dropped_assignments_have_no_rows(kept, dtype):
+    """Sorted last, they are neither gathered nor added; a whole token can be dropped."""
+    order = torch.randperm(20)
+    place, token = order.argsort().view(5, 4), order[:kept] // 4
+
+    def summed(rows):
+        return torch.zeros(5, 16, dtype=torch.float64).index_add(0, token, rows.double())
+
+    x, y, grad_rows, grad = (torch.randn(n, 16).to(dtype) for n in (5, kept, kept, 5))
+    rows, grad_x = gradients(lambda x: gather_assignments(x, token, place), (x,), grad_rows)
+    assert torch.equal(rows, x[token])
+    assert_rounded_once(grad_x, summed(grad_rows))
+    total, grad_y = gradients(lambda y: combine_assignments(y, token, place), (y,), grad)
+    assert torch.equal(grad_y, grad[token])
+    assert_rounded_once(total, summed(y))
+
+
+def test_the_router_product_of_bf16_is_fp32():
+    """Against FP64: the products of BF16 values are exact, so the result has the error of a sum in FP32. Gradients are
+    rounded to BF16, by 2**-8 of themselves at most, after sums in which their FP32 factor is exact to 2**-16."""
+    x, weight, grad = torch.randn(64, 48).bfloat16(), torch.randn(8, 48).bfloat16(), torch.randn(64, 8)
+    got = gradients(fp32_linear, (x, weight), grad)
+    want = gradients(F.linear, (x.double(), weight.double()), grad.double())
+    assert [part.dtype for part in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert_close([got[0].double()], [want[0]], 1e-6)
+    assert_close([part.double() for part in got[1:]], want[1:], 2**-8 + 2**-16)
