@@ -31,9 +31,9 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "ablation": 275, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2790, "compat": 300, "config": 2900, "data": 1885,
+    "commands": 2790, "compat": 310, "config": 2900, "data": 1885,
     "distributed": 890, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1840, "observe": 1150, "optim": 1525, "parallelize": 1090,
+    "model": 1880, "observe": 1150, "optim": 1525, "parallelize": 1090,
     "planner": 1885, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip

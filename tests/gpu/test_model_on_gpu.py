@@ -12,7 +12,7 @@ from glm46.model.cross_entropy import summed_loss, token_logprobs
 from glm46.model.dispatch import LocalDispatcher
 from glm46.model.experts import grouped_mm
 from glm46.model.init import fill_parameter
-from glm46.model.router import Routing, RoutingOptions
+from glm46.model.router import Routing, RoutingOptions, fp32_linear
 from glm46.model.transformer import Transformer
 from tests.unit.model.test_attention import around_a_ring, dense, random_packing
 
@@ -62,6 +62,20 @@ def test_attention_of_runs_equals_the_mask_of_all_pairs(window, dtype):
     for got, want in zip(found, wanted, strict=True):
         error = ((got.cpu().double() - want).norm() / want.norm()).item()
         assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_the_router_product_of_bf16_is_fp32():
+    """The GPU's own product of BF16 operands with an FP32 result, against FP64: within 1e-5, as any sum in FP32.
+    Gradients are rounded to BF16, by 2**-8 at most, and their FP32 factor is split to 2**-16."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(size, generator=generator) for size in ((512, 4096), (128, 4096), (512, 128)))
+    exact = [tensor.bfloat16().double().requires_grad_() for tensor in (x, weight)]
+    inputs = [tensor.bfloat16().cuda().requires_grad_() for tensor in (x, weight)]
+    expected, out = torch.nn.functional.linear(*exact), fp32_linear(*inputs)
+    found = (out, *torch.autograd.grad(out, inputs, grad.cuda()))
+    wanted = (expected, *torch.autograd.grad(expected, exact, grad.double()))
+    for got, want, bound in zip(found, wanted, (1e-5, 2**-8 + 2**-16, 2**-8 + 2**-16), strict=True):
+        assert ((got.cpu().double() - want).norm() / want.norm()).item() < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
