@@ -1,4 +1,4 @@
-"""Profile a step on two layouts of two ranks; print one JSON object per layout with what the ranks wrote and said.
+"""Profile a step on layouts of two ranks; print one JSON object per layout with what the ranks wrote and said.
 
 PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/profiles.py
 """
@@ -14,7 +14,13 @@ from glm46.pretrain.task import train
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import small_config, write_source
 
-LAYOUTS = {"fsdp": ({}, [1]), "pipeline": ({"pipeline_parallel_degree": 2}, [0, 1])}
+LAYOUTS = {
+    "fsdp": ({}, "none", [1]),
+    "pipeline": ({"pipeline_parallel_degree": 2}, "none", [0, 1]),
+    "experts": ({"expert_parallel_degree": 2}, "full", [0]),
+    "tensor": ({"tensor_parallel_degree": 2}, "selective", [0]),
+}
+"""Degrees, activation checkpointing and profiled ranks."""
 
 
 def main() -> None:
@@ -23,9 +29,10 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        for label, (degrees, ranks) in LAYOUTS.items():
+        for label, (degrees, mode, ranks) in LAYOUTS.items():
             config = small_config(
                 source, base / label, parallelism=degrees, checkpoint={"enable": False},
+                activation_checkpoint={"mode": mode}, model={"num_key_value_heads": 2},
                 training={"steps": 2, "global_batch_size": 8},
                 profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "ranks": ranks},
             )  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 
 from glm46.config.presets import PRESETS
+from glm46.observe.module_ranges import KINDS
 from glm46.planner.flops import batch_flops
 from tests.small_run import TINY
 
@@ -18,13 +19,21 @@ def test_chosen_ranks_record_their_part_of_the_step(server):
 
     kinds = {name: [{row["kind"]: row for row in table["rows"]} for table in rows[name]["tables"]] for name in rows}
     (data_parallel,), (first, last) = kinds["fsdp"], kinds["pipeline"]
+    (experts,), (tensor,) = kinds["experts"], kinds["tensor"]
+    for table in (data_parallel, experts, tensor):
+        trained = {*KINDS} - {"optimizer", "FSDP and gradient sums"}
+        assert [
+            kind for kind in trained if not (table[kind]["forward_ms"] > 0 and table[kind]["backward_ms"] > 0)
+        ] == []
     assert data_parallel["FSDP and gradient sums"]["ms"] > 0
     assert "embedding" in first and "head" not in first and "head" in last and "MTP" in last
     # Without attention, whose pairs depend on the documents: a rank has half of the tokens, or some of the layers.
     shape = PRESETS["debug"].model_copy(update={key: value for key, value in TINY.items() if key != "flavor"})
+    shape = shape.model_copy(update={"num_key_value_heads": 2})
     whole = batch_flops(shape, 8 * 16, 0) / 1e9
     of_fsdp = 2 * products([data_parallel])
     assert of_fsdp == pytest.approx(products([first, last])) and whole < of_fsdp < 1.2 * whole
+    assert 2 * products([experts]) == 2 * products([tensor]) == pytest.approx(of_fsdp)
 
 
 def products(tables: list[dict]) -> float:

@@ -4,9 +4,11 @@ import importlib.util
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -88,3 +90,36 @@ def test_the_runs_of_a_gpu_are_sound_and_fit(overrides, tmp_path):
         config = script().training_config("run", tmp_path, False, overrides, gib * 2**30)
         assert config.model.num_hidden_layers == layers
         assert plan_memory(config, 1, device="gpu").total < 0.9 * gib * 2**30
+
+
+@pytest.mark.slow
+def test_missing_packages_come_from_the_folder_of_wheels(tmp_path, monkeypatch):
+    """A package that is nowhere installed: it is asked for beside what the project needs."""
+    made, wheels = script(), tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "glm46_absent-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("glm46_absent.py", "")
+        for name, lines in {
+            "METADATA": "Metadata-Version: 2.1\nName: glm46-absent\nVersion: 1.0\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"glm46_absent-1.0.dist-info/{name}", lines)
+    asked = []
+    run = subprocess.run
+
+    def with_one_more(command, **options):
+        ended = run(command, **options)
+        if "-c" in command:
+            asked.append(json.loads(ended.stdout))
+            has_it = run([command[0], "-c", "import glm46_absent"], capture_output=True).returncode == 0
+            ended.stdout = json.dumps([*asked[-1], *([] if has_it else [["is missing", "glm46-absent"]])])
+        return ended
+
+    monkeypatch.setattr(made.subprocess, "run", with_one_more)
+    python, missing = made.install(wheels, tmp_path)
+    # The environment sees the packages of the one that made it, torch among them, and installs nothing twice.
+    assert missing == [requirement for _, requirement in asked[-1]] and not any("torch" in name for name in missing)
+    code = "import torch, glm46_absent, sys; print(torch.__version__, sys.prefix)"
+    ended = run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [torch.__version__, str(tmp_path / "venv")]
