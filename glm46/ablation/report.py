@@ -62,8 +62,8 @@ def markdown(report: Mapping[str, Any], picture: str | None) -> str:
         "",
         f"`{report['command']}`",
         "",
-        f"{report['date']}, {report['versions']}, {report['machine']}. Baseline: {report['baseline']}. "
-        f"Seeds {', '.join(map(str, seeds))}: {spread}.",
+        f"{report['date']}, {report['versions']}, {report['machine']}, processes of a run: {report['processes']}. "
+        f"Baseline: {report['baseline']}. Seeds {', '.join(map(str, seeds))}: {spread}.",
         "",
         *table(report),
         "",

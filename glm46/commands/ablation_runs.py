@@ -2,6 +2,7 @@
 starts."""
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,16 @@ from glm46.config.loader import dump_config, load_config
 from glm46.config.overrides import literal
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
+from glm46.files.durable import replace_durably
+from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.planner.machine import Machine
 
 CONFIG_FILE = "config.toml"
 """In the folder of each run; the ranks write the same file."""
+
+_RESULT = "result.json"
+_TAIL_BYTES = 1 << 16
+"""Of metrics.jsonl, with its last rows."""
 
 _IDLE = ("job", "metrics", "inference", "validation", "ablation", "checkpoint.enable", "checkpoint.folder")
 """Sections and keys that do not change what is trained, or that the comparison needs to be equal."""
@@ -40,6 +47,28 @@ class AblationRun(NamedTuple):
     @property
     def title(self) -> str:
         return f"{self.variant}, seed {self.seed}"
+
+    def result(self) -> dict[str, Any]:
+        """How it ended in an earlier call or this one; empty if it was not started."""
+        try:
+            return json.loads((self.folder / _RESULT).read_bytes())
+        except (OSError, ValueError):
+            return {}
+
+    def keep_result(self, status: str, error: str | None, seconds: float) -> None:
+        """Write how it ended, see `Outcome`."""
+        content = {"status": status, "error": error, "seconds": round(seconds, 1), "processes": self.processes}
+        replace_durably(self.folder / _RESULT, [json.dumps(content).encode()])
+
+    def rows(self, last_bytes: int | None = None) -> tuple[list[dict], list[dict]]:
+        """Training rows and validation rows, or those in the last bytes of the file."""
+        file = self.folder / ROWS_FILE
+        return rows_by_kind(read_history(file, last_bytes)) if file.exists() else ([], [])
+
+    def trained_tokens(self) -> int:
+        """Tokens of the last row."""
+        rows, _ = self.rows(_TAIL_BYTES)
+        return rows[-1]["tokens"] if rows else 0
 
 
 class AblationPlan(NamedTuple):
@@ -92,7 +121,7 @@ def plan_ablation(
         for seed in seeds
         for name, config in configs.items()
     )
-    if changed := [fault for run in runs for fault in _changed_keys(run)]:
+    if changed := [fault for run in runs for fault in _changes(run)]:
         raise UserError(*changed)
     return AblationPlan(folder, keys, runs)
 
@@ -174,8 +203,14 @@ def _config_of_run(config: RunConfig, name: str, seed: int, folder: Path) -> Run
     })  # fmt: skip
 
 
-def _changed_keys(run: AblationRun) -> Iterator[str]:
-    """Keys in which a run that an earlier call started differs from what it would be now."""
+def _changes(run: AblationRun) -> Iterator[str]:
+    """What differs from the earlier call that started a run: the number of processes, and keys."""
+    before = run.result().get("processes", run.processes)
+    if before != run.processes:
+        yield (
+            f"command line: --nproc {run.processes}: {run.folder} was started with {before} processes, so speeds would "
+            f"not compare; give --nproc {before}, remove {run.folder}, or set another job.dump_folder"
+        )
     known = run.folder / CONFIG_FILE
     if not known.exists():
         return

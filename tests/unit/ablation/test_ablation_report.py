@@ -85,7 +85,7 @@ def report():
         Outcome("c", 1, "out/c/seed-1", "missing"),
     ]
     return build_report(outcomes, KEYS, {"config": "x.toml", "command": "ablate it", "date": "today",
-                                         "versions": "torch 9", "machine": "2 cores"})  # fmt: skip
+                                         "versions": "torch 9", "machine": "2 cores", "processes": "2"})  # fmt: skip
 
 
 def test_report_has_mean_and_spread_of_paired_gaps():
@@ -123,6 +123,6 @@ def test_one_seed_has_no_spread():
 def test_steps_that_were_skipped_are_named():
     run = outcome("b", 0, 4.0)
     run.train[-1]["skipped_steps"] = 3
-    about = dict.fromkeys(("config", "command", "date", "versions", "machine"), "")
+    about = dict.fromkeys(("config", "command", "date", "versions", "machine", "processes"), "")
     page = markdown(build_report([outcome("a", 0, 4.0), run], {"a": {}, "b": {"x.y": 1}}, about), None)
     assert "finished, 3 steps skipped" in page

@@ -1,0 +1,70 @@
+"""The files of an ablation's report: JSON, Markdown and a picture, from the folders of its runs."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from glm46.ablation.figures import Outcome, gap_rows, mean_rows
+from glm46.ablation.report import build_report, markdown, table
+from glm46.commands.ablation_runs import AblationPlan, AblationRun
+from glm46.commands.environment import describe_version
+from glm46.commands.plot import PANELS, Panel, Run, draw
+from glm46.files.durable import replace_durably
+
+_NAME = "ablation"
+"""Of the files, without their endings."""
+
+_PANELS = (
+    PANELS[0],
+    Panel("Loss: gap to the baseline", "per cent", ("loss_gap",)),
+    Panel("Gradient norm", "before clipping", ("grad_norm",)),
+    Panel("Gradient norm: gap to the baseline", "per cent", ("grad_norm_gap",)),
+    PANELS[2],
+)
+
+
+def write_report(plan: AblationPlan, about: Mapping[str, str]) -> None:
+    """Write the report of what has been trained so far, and print its table and the names of its files.
+
+    Args:
+        about: entries at the top of the report: config, command, machine.
+    """
+    outcomes = [_outcome(run) for run in plan.runs]
+    about = {**about, "date": time.strftime("%Y-%m-%d %H:%M"), "versions": describe_version()}
+    about["processes"] = ", ".join(map(str, sorted({run.processes for run in plan.runs})))
+    report = build_report(outcomes, plan.keys, about)
+    picture = None
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+    elif any(outcome.train for outcome in outcomes):
+        picture = _draw(plan, outcomes)
+    page, data = plan.folder / f"{_NAME}.md", plan.folder / f"{_NAME}.json"
+    replace_durably(page, [markdown(report, picture and picture.name).encode()])
+    replace_durably(data, [json.dumps(report, indent=1).encode()])
+    print("\n".join(["", *table(report), "", *(str(file) for file in (page, data, picture) if file)]))
+
+
+def _outcome(run: AblationRun) -> Outcome:
+    result, (train, validation) = run.result(), run.rows()
+    return Outcome(
+        run.variant, run.seed, str(run.folder), result.get("status", "missing"), result.get("error"),
+        result.get("seconds", 0.0), train, validation,
+    )  # fmt: skip
+
+
+def _draw(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Path:
+    """Draw the means over the seeds of each variant."""
+    baselines = {outcome.seed: outcome for outcome in outcomes if outcome.variant == next(iter(plan.keys))}
+    lines = []
+    for name in plan.keys:
+        begun = [outcome for outcome in outcomes if outcome.variant == name and outcome.train]
+        own = [outcome for outcome in begun if outcome.is_finished] or begun
+        train = mean_rows([gap_rows(outcome, baselines[outcome.seed]) for outcome in own])
+        if train:
+            title = name if own[0].is_finished else f"{name} (not finished)"
+            lines.append(Run(title, train, mean_rows([outcome.validation for outcome in own])))
+    picture = plan.folder / f"{_NAME}.png"
+    draw(lines, picture, "tokens", _PANELS)
+    return picture
