@@ -10,6 +10,12 @@ Row = Mapping[str, Any]
 _FINAL_SHARE = 0.1
 """The final loss is the mean over this last part of the tokens: a single step has the noise of its batch."""
 
+RESULTS = ("output", "input_gradient", "weight_gradient")
+"""Results of a product, forward and backward."""
+
+Errors = Mapping[str, Mapping[str, float]]
+"""By name of a product, such as ``layers.1.self_attn.q_proj``, the relative error of each of `RESULTS`."""
+
 MEMORY_COLUMNS = ("memory_peak_gib", "resident_memory_gib")
 """Memory of the GPU; of a run without one, main memory of rank 0."""
 
@@ -27,6 +33,8 @@ class Outcome:
     seconds: float = 0.0
     train: Sequence[Row] = field(default=(), repr=False)
     validation: Sequence[Row] = field(default=(), repr=False)
+    fp8_errors: Errors = field(default_factory=dict, repr=False)
+    """Of a run with [float8]; empty if they were not measured."""
 
     @property
     def is_finished(self) -> bool:
@@ -59,6 +67,8 @@ def run_figures(outcome: Outcome, baseline: Outcome | None) -> dict[str, float]:
     value.
     """
     figures = {name: value for name, make in _FIGURES.items() if (value := make(outcome)) is not None}
+    if outcome.fp8_errors:
+        figures |= {f"fp8_{name}_error": 100.0 * value for name, value in mean_errors(outcome.fp8_errors).items()}
     if baseline is None or not baseline.is_finished or baseline is outcome:
         return figures
     for name in ("final_loss", "validation_loss", "tokens_per_second", "memory_gib"):
@@ -98,6 +108,29 @@ def mean_rows(runs: Sequence[Sequence[Row]]) -> list[dict[str, float]]:
         columns = [name for name in rows[0] if all(isinstance(row.get(name), int | float) for row in rows)]
         means.append({name: statistics.fmean(row[name] for row in rows) for name in columns})
     return means
+
+
+def mean_errors(errors: Errors) -> dict[str, float]:
+    """The mean over the products of each of `RESULTS`."""
+    return {result: statistics.fmean(error[result] for error in errors.values()) for result in RESULTS}
+
+
+def errors_by(part: Callable[[str], str], errors: Errors) -> dict[str, Errors]:
+    """The errors of products grouped by a part of their names, in the order of the model."""
+    groups: dict[str, dict[str, Mapping[str, float]]] = {}
+    for name, error in errors.items():
+        groups.setdefault(part(name), {})[name] = error
+    return groups
+
+
+def layer_of(name: str) -> str:
+    """``layers.1`` of ``layers.1.self_attn.q_proj``."""
+    return ".".join(name.split(".")[:2])
+
+
+def kind_of(name: str) -> str:
+    """``self_attn.q_proj`` of ``layers.1.self_attn.q_proj``."""
+    return ".".join(name.split(".")[2:]).removeprefix("block.")
 
 
 def _gap(value: float, reference: float) -> float:

@@ -1,10 +1,11 @@
 """The report of an ablation: figures by variant over its seeds, as JSON and as Markdown."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from glm46.ablation.figures import Outcome, Statistic, run_figures, statistic
+from glm46.ablation.figures import RESULTS, Outcome, Statistic, errors_by, kind_of, layer_of, run_figures, statistic
 from glm46.config.faults import show
 from glm46.observe.console import duration
 
@@ -17,6 +18,7 @@ _COLUMNS = (
     ("tokens/s", "tokens_per_second", ",.0f"),
     ("gap, %", "tokens_per_second_gap", "+.1f"),
     ("memory, GiB", "memory_gib", ".2f"),
+    *((f"FP8 error: {result.replace('_', ' ')}, %", f"fp8_{result}_error", ".2f") for result in RESULTS),
 )
 """Header, figure and format of the columns of the table."""
 
@@ -49,11 +51,11 @@ def build_report(
     return {**about, "baseline": baseline, "seeds": sorted(references), "variants": variants}
 
 
-def markdown(report: Mapping[str, Any], picture: str | None) -> str:
+def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The report as a page.
 
     Args:
-        picture: file name of the picture; None without one.
+        pictures: file names.
     """
     seeds, variants = report["seeds"], report["variants"]
     spread = "mean ± standard deviation over the seeds" if len(seeds) > 1 else "one seed, so without a spread"
@@ -70,7 +72,7 @@ def markdown(report: Mapping[str, Any], picture: str | None) -> str:
         "Gaps are in per cent of the baseline's run with the same seed, data and steps. Final loss: mean over the last "
         "tenth of the tokens. Gradient norm: mean over the rows of the absolute gap. Tokens/s: median of the rows; "
         "other load on the machine is in it. Memory: peak of rank 0's GPU, or its main memory without one.",
-        *(["", f"![Curves and gaps]({picture})"] if picture else []),
+        *(f"\n![{name.rpartition('.')[0]}]({name})" for name in pictures),
         "",
         "| variant | keys |",
         "|---|---|",
@@ -83,6 +85,7 @@ def markdown(report: Mapping[str, Any], picture: str | None) -> str:
             for variant in variants
             for run in variant["runs"]
         ),
+        *_fp8_lines(variants),
         "",
     ])  # fmt: skip
 
@@ -96,6 +99,26 @@ def table(report: Mapping[str, Any]) -> list[str]:
         finished = sum(run["status"] == "finished" for run in variant["runs"])
         lines.append(_line([variant["name"], *cells, f"{finished} of {len(variant['runs'])}"]))
     return lines
+
+
+def _fp8_lines(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The errors of FP8 products by kind, over the layers."""
+    lines = []
+    for variant in variants:
+        for errors in [run["fp8_errors"] for run in variant["runs"] if run["fp8_errors"]][:1]:
+            for kind, own in errors_by(kind_of, errors).items():
+                cells = []
+                for result in RESULTS:
+                    worst = max(own, key=lambda name: own[name][result])
+                    mean = statistics.fmean(error[result] for error in own.values())
+                    cells.append(f"{100 * mean:.2f} ({100 * own[worst][result]:.2f} at {layer_of(worst)})")
+                lines.append(_line([variant["name"], kind, *cells]))
+    header = ["variant", "product", *(result.replace("_", " ") for result in RESULTS)]
+    about = (
+        "\nRelative errors of FP8 products in per cent, mean and largest over the layers: the last checkpoint of the "
+        "first seed, one micro-batch of held-out text, each product against FP32 on the same operands.\n"
+    )
+    return [about, _line(header), _line(["---"] * len(header)), *lines] if lines else []
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """``python -m glm46 ablate``: train the same run with different keys, one after the other, and compare them."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from glm46.commands.ablation_runs import CONFIG_FILE, AblationPlan, AblationRun, plan_ablation
+from glm46.checkpoint.integrity import published_steps, step_folder
+from glm46.commands.ablation_runs import CONFIG_FILE, FP8_ERRORS, AblationPlan, AblationRun, plan_ablation
 from glm46.commands.ablation_summary import write_report
 from glm46.commands.nodes import VARIABLES, detect_nodes
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
@@ -17,17 +19,21 @@ from glm46.commands.torchrun import LauncherSignals, describe_exit
 from glm46.config.command_line import module_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.config.presets import resolve_shape
 from glm46.distributed.environment import set_variables, visible_gpus
 from glm46.files.durable import replace_durably
 from glm46.files.progress import tokens_progress
 from glm46.observe.console import duration
-from glm46.planner.machine import detect_machine
+from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.parameters import count_parameters
 from glm46.planner.plan import resolve_plan
 from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import EXIT_STOPPED, code_before_training
 
 _CONSOLE = "console.txt"
 _POLL_SECONDS = 1.0
+_BYTES = 8
+"""For each parameter, to measure FP8 errors: the weight in FP32, and as much for activations and one layer's copies."""
 _EXIT_FAILED = 1
 """Exit code if the run of a variant failed."""
 
@@ -59,9 +65,12 @@ def ablate_command(argv: Sequence[str]) -> int:
     lock, signals = lock_run(plan.folder), LauncherSignals()
     try:
         code = _train_all(plan, signals)
-        about = {"config": str(arguments.config), "command": command, "machine": machine.describe()}
+        if signals.number is None:
+            for run in plan.runs:
+                if run.seed == plan.runs[0].seed:
+                    _measure_fp8(run, machine)
         with writing(plan.folder):
-            write_report(plan, about)
+            write_report(plan, {"config": str(arguments.config), "command": command}, machine)
     finally:
         signals.close()
         lock.release()
@@ -131,6 +140,33 @@ def _watch(run: AblationRun, process: subprocess.Popen, advance: Callable[[int],
         tokens = max(most, run.trained_tokens())  # a resumed run cuts its rows back
         advance(tokens - most)
         most = tokens
+
+
+def _measure_fp8(run: AblationRun, machine: Machine) -> None:
+    """Measure the errors of the FP8 products of a finished run, once, and say why if that is not possible."""
+    steps = published_steps(run.folder / run.config.checkpoint.folder)
+    file = run.folder / FP8_ERRORS
+    if run.config.float8.recipe_name is None or run.result().get("status") != "finished" or file.exists():
+        return
+    memory = machine.gpus[0].memory_bytes if machine.gpus else machine.free_bytes
+    parameters = count_parameters(resolve_shape(run.config.model))
+    try:
+        if not steps:
+            raise UserError("checkpoint.enable = false: there is no checkpoint; enable it")
+        if memory is not None and _BYTES * (parameters.main + parameters.mtp) > memory:
+            raise UserError(f"the whole model does not fit one device; {_BYTES} bytes are needed for each parameter")
+        # Imported here: it takes seconds, and other ablations do not need it.
+        import torch
+
+        from glm46.ablation.quantisation import measure_quantisation
+
+        device = torch.device("cuda" if machine.gpus else "cpu")
+        errors = measure_quantisation(
+            resolve_plan(run.config, 1), step_folder(run.folder / run.config.checkpoint.folder, steps[-1]), device
+        )
+        replace_durably(file, [json.dumps(errors).encode()])
+    except UserError as error:
+        print(f"the errors of the FP8 products of {run.title} are not measured: {error}", flush=True)
 
 
 def _error(output: str, code: int) -> str:

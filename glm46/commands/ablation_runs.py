@@ -24,6 +24,7 @@ from glm46.planner.machine import Machine
 CONFIG_FILE = "config.toml"
 """In the folder of each run; the ranks write the same file."""
 
+FP8_ERRORS = "fp8_errors.json"
 _RESULT = "result.json"
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl, with its last rows."""
@@ -59,6 +60,11 @@ class AblationRun(NamedTuple):
         """Write how it ended, see `Outcome`."""
         content = {"status": status, "error": error, "seconds": round(seconds, 1), "processes": self.processes}
         replace_durably(self.folder / _RESULT, [json.dumps(content).encode()])
+
+    def fp8_errors(self) -> dict[str, dict[str, float]]:
+        """See `measure_quantisation`; empty if they were not measured."""
+        file = self.folder / FP8_ERRORS
+        return json.loads(file.read_bytes()) if file.exists() else {}
 
     def rows(self, last_bytes: int | None = None) -> tuple[list[dict], list[dict]]:
         """Training rows and validation rows, or those in the last bytes of the file."""

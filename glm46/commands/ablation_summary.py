@@ -2,16 +2,17 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from glm46.ablation.figures import Outcome, gap_rows, mean_rows
+from glm46.ablation.figures import RESULTS, Outcome, errors_by, gap_rows, layer_of, mean_errors, mean_rows
 from glm46.ablation.report import build_report, markdown, table
 from glm46.commands.ablation_runs import AblationPlan, AblationRun
 from glm46.commands.environment import describe_version
 from glm46.commands.plot import PANELS, Panel, Run, draw
 from glm46.files.durable import replace_durably
+from glm46.planner.machine import Machine
 
 _NAME = "ablation"
 """Of the files, without their endings."""
@@ -25,36 +26,47 @@ _PANELS = (
 )
 
 
-def write_report(plan: AblationPlan, about: Mapping[str, str]) -> None:
+_FP8_PANELS = tuple(
+    Panel(f"FP8: error of the {result.replace('_', ' ')}", "per cent, mean of a layer's products", (result,))
+    for result in RESULTS
+)
+
+
+def write_report(plan: AblationPlan, about: Mapping[str, str], machine: Machine) -> None:
     """Write the report of what has been trained so far, and print its table and the names of its files.
 
     Args:
-        about: entries at the top of the report: config, command, machine.
+        about: entries at the top of the report: config, command.
     """
     outcomes = [_outcome(run) for run in plan.runs]
-    about = {**about, "date": time.strftime("%Y-%m-%d %H:%M"), "versions": describe_version()}
+    about = {
+        **about,
+        "machine": machine.describe(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "versions": describe_version(),
+    }
     about["processes"] = ", ".join(map(str, sorted({run.processes for run in plan.runs})))
     report = build_report(outcomes, plan.keys, about)
-    picture = None
+    pictures = []
     if find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
-    elif any(outcome.train for outcome in outcomes):
-        picture = _draw(plan, outcomes)
+    else:
+        pictures = [*_draw(plan, outcomes), *_draw_fp8(plan, outcomes)]
     page, data = plan.folder / f"{_NAME}.md", plan.folder / f"{_NAME}.json"
-    replace_durably(page, [markdown(report, picture and picture.name).encode()])
+    replace_durably(page, [markdown(report, [file.name for file in pictures]).encode()])
     replace_durably(data, [json.dumps(report, indent=1).encode()])
-    print("\n".join(["", *table(report), "", *(str(file) for file in (page, data, picture) if file)]))
+    print("\n".join(["", *table(report), "", *map(str, (page, data, *pictures))]))
 
 
 def _outcome(run: AblationRun) -> Outcome:
     result, (train, validation) = run.result(), run.rows()
     return Outcome(
         run.variant, run.seed, str(run.folder), result.get("status", "missing"), result.get("error"),
-        result.get("seconds", 0.0), train, validation,
+        result.get("seconds", 0.0), train, validation, run.fp8_errors(),
     )  # fmt: skip
 
 
-def _draw(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Path:
+def _draw(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Iterator[Path]:
     """Draw the means over the seeds of each variant."""
     baselines = {outcome.seed: outcome for outcome in outcomes if outcome.variant == next(iter(plan.keys))}
     lines = []
@@ -65,6 +77,22 @@ def _draw(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Path:
         if train:
             title = name if own[0].is_finished else f"{name} (not finished)"
             lines.append(Run(title, train, mean_rows([outcome.validation for outcome in own])))
-    picture = plan.folder / f"{_NAME}.png"
-    draw(lines, picture, "tokens", _PANELS)
-    return picture
+    if lines:
+        draw(lines, plan.folder / f"{_NAME}.png", ("tokens", "tokens"), _PANELS)
+        yield plan.folder / f"{_NAME}.png"
+
+
+def _draw_fp8(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Iterator[Path]:
+    """Draw the errors of FP8 products over the layers; the prediction layers follow the others."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.fp8_errors:
+            layers = errors_by(layer_of, outcome.fp8_errors).values()
+            rows = [
+                {"layer": number, **{result: 100 * error for result, error in mean_errors(own).items()}}
+                for number, own in enumerate(layers)
+            ]
+            lines.append(Run(outcome.variant, rows, []))
+    if lines:
+        draw(lines, plan.folder / f"{_NAME}_fp8.png", ("layer", "layer"), _FP8_PANELS)
+        yield plan.folder / f"{_NAME}_fp8.png"

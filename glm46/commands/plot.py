@@ -80,7 +80,11 @@ def plot_command(argv: Sequence[str]) -> int:
         if is_curriculum:
             draw_curriculum(read_phases(files), output)
         else:
-            draw([_read(file, name) for file, name in zip(files, _names(files), strict=True)], output, arguments.x)
+            draw(
+                [_read(file, name) for file, name in zip(files, _names(files), strict=True)],
+                output,
+                (arguments.x, _X_AXES[arguments.x]),
+            )
     except OSError as error:
         raise UserError(f"plot: --output {output}: {error.strerror or error}; name a folder that exists") from error
     print(output)
@@ -107,8 +111,12 @@ def _read(file: Path, name: str) -> Run:
     return run
 
 
-def draw(runs: Sequence[Run], output: Path, x_axis: str, panels: Sequence[Panel] = PANELS) -> None:
-    """Draw the panels for which some run has metrics, and write the PNG completely or not at all."""
+def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], panels: Sequence[Panel] = PANELS) -> None:
+    """Draw the panels for which some run has metrics, and write the PNG completely or not at all.
+
+    Args:
+        x_axis: unit of the horizontal axis, and its column.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -120,8 +128,8 @@ def draw(runs: Sequence[Run], output: Path, x_axis: str, panels: Sequence[Panel]
     colours = [f"C{number % 10}" for number in range(len(runs))]
     for axes, panel in zip(grid, panels, strict=False):
         for run, colour in zip(runs, colours, strict=True):
-            _draw_run(axes, panel, run, colour, _X_AXES[x_axis])
-        _label(axes, panel, x_axis)
+            _draw_run(axes, panel, run, colour, x_axis[1])
+        _label(axes, panel, x_axis[0])
     for axes in grid[len(panels) :]:
         axes.remove()
     names = zip((run.name for run in runs), colours, strict=True)

@@ -30,8 +30,8 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 22, "ablation": 275, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2790, "compat": 310, "config": 2900, "data": 1885,
+    "__main__": 22, "ablation": 440, "benchmark": 555, "checkpoint": 2345, "cli": 105,
+    "commands": 2880, "compat": 310, "config": 2900, "data": 1885,
     "distributed": 890, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1880, "observe": 1150, "optim": 1525, "parallelize": 1090,
     "planner": 1885, "prepare": 1625, "pretrain": 540, "reliability": 850,

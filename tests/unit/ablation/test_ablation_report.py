@@ -105,14 +105,14 @@ def test_table_and_page_name_variants_gaps_errors_and_folders():
     assert header.startswith("| variant | final loss | gap, % | validation loss |")
     assert a.startswith("| a | 4.2000 ± 0.2828 |  | 8.4000") and a.endswith("| 2 of 2 |")
     assert "| +17.500 ± 10.607 |" in b and c.endswith("| 0 of 2 |")
-    page = markdown(report(), "ablation.png")
+    page = markdown(report(), ["ablation.png"])
     for text in (
-        "# Ablation of x.toml", "`ablate it`", "torch 9", "Baseline: a", "![Curves and gaps](ablation.png)",
+        "# Ablation of x.toml", "`ablate it`", "torch 9", "Baseline: a", "![ablation](ablation.png)",
         '| b | `optimizer.name = "AdamW"`, `optimizer.lr = 0.5` |', "| a | as the file |",
         "| c, seed 0 | failed: diverged: a \\| b | 1m 01s | out/c/seed-0 |", "| c, seed 1 | missing | 0s |",
     ):  # fmt: skip
         assert text in page
-    assert "![" not in markdown(report(), None)
+    assert "![" not in markdown(report(), [])
 
 
 def test_one_seed_has_no_spread():
@@ -124,5 +124,22 @@ def test_steps_that_were_skipped_are_named():
     run = outcome("b", 0, 4.0)
     run.train[-1]["skipped_steps"] = 3
     about = dict.fromkeys(("config", "command", "date", "versions", "machine", "processes"), "")
-    page = markdown(build_report([outcome("a", 0, 4.0), run], {"a": {}, "b": {"x.y": 1}}, about), None)
+    page = markdown(build_report([outcome("a", 0, 4.0), run], {"a": {}, "b": {"x.y": 1}}, about), [])
     assert "finished, 3 steps skipped" in page
+
+
+def test_errors_of_fp8_products_are_shown_by_kind_with_the_worst_layer():
+    names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "mtp.0.block.mlp.experts.down")
+    errors = {name: {"output": 0.01 * (number + 1), "input_gradient": 0.04, "weight_gradient": 0.0}
+              for number, name in enumerate(names)}  # fmt: skip
+    about = dict.fromkeys(("config", "command", "date", "versions", "machine", "processes"), "")
+    runs = [outcome("a", 0, 4.0), outcome("b", 0, 4.0, fp8_errors=errors)]
+    found = build_report(runs, {"a": {}, "b": {"x.y": 1}}, about)
+    assert found["variants"][1]["runs"][0]["fp8_errors"] == errors
+    assert "| 2.00 | 4.00 | 0.00 | 1 of 1 |" in table(found)[-1] and "FP8 error: output, %" in table(found)[0]
+    page = markdown(found, [])
+    assert (
+        "| b | self_attn.q_proj | 1.50 (2.00 at layers.1) | 4.00 (4.00 at layers.0) | 0.00 (0.00 at layers.0) |" in page
+    )
+    assert "| b | mlp.experts.down | 3.00 (3.00 at mtp.0) |" in page
+    assert "FP8" not in markdown(build_report(runs[:1], {"a": {}}, about), [])
