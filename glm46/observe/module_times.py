@@ -17,7 +17,7 @@ from glm46.planner.flops import pair_flops, product_flops
 REST, IDLE = "rest of the step", "device idle"
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-STEP = "ProfilerStep#"
+_STEP = "ProfilerStep#"
 """Beginning of the name of the range around a step."""
 _ENGINE = "autograd::engine::evaluate_function"
 """Name of the operator around each function of autograd, which has the link."""
@@ -62,7 +62,7 @@ def time_by_kind(events: Iterable[dict[str, Any]]) -> tuple[float, list[KindTime
         category = event.get("cat")
         if event["ph"] == "X" and category in _HOST:
             host.append(event)
-            if event["name"].startswith(STEP):
+            if event["name"].startswith(_STEP):
                 steps.append(event)
         elif event["ph"] == "X" and category in _DEVICE:
             kernels.append(event)

@@ -21,7 +21,7 @@ from glm46 import compat
 from glm46.config.errors import UserError
 from glm46.config.profiling import Profiling, snapshot_fault
 from glm46.observe.module_ranges import module_ranges
-from glm46.observe.module_times import STEP, format_table, table_rows, time_by_kind
+from glm46.observe.module_times import format_table, table_rows, time_by_kind
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Profiler:
         self._has_failed = False
         self._profile: profile | None = None
         self._ranges, self._has_ranges = contextlib.ExitStack(), False
-        self._totals = [0, 0]
+        self._totals = [0, 0, 0]  # recorded steps, their tokens and pairs
 
     def covers(self, step: int) -> bool:
         """True if chosen ranks run the profiler in this step; equal on all ranks, for who compares their speed."""
@@ -78,7 +78,7 @@ class Profiler:
             actions += [ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
             activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._run.device.type == "cuda" else None}
             self._profile = profile(activities=activities - {None}, schedule=actions.__getitem__)
-            self._totals = [0, 0]
+            self._totals = [0, 0, 0]
             self._profile.start()
         if step >= first and not self._has_ranges:
             self._has_ranges = True
@@ -91,7 +91,7 @@ class Profiler:
         if self._profile is not None:
             _, first, last = self._bounds(step)
             if step >= first:
-                self._totals = [self._totals[0] + tokens, self._totals[1] + half_pairs]
+                self._totals = [sum(pair) for pair in zip(self._totals, (1, tokens, half_pairs), strict=True)]
             self._profile.step()
             if step == last:
                 recorded = self._profile
@@ -154,9 +154,9 @@ class Profiler:
                 )
 
     def _report_profile(self, step: int, events: list[dict[str, Any]], trace: Path) -> None:
-        run, steps = self._run, len([event for event in events if event["name"].startswith(STEP)])
+        run, (steps, tokens, half_pairs) = self._run, self._totals
         step_ms, times = time_by_kind(events)
-        rows = table_rows(step_ms, times, run.flops(*(total / steps for total in self._totals)), run.is_compiled)
+        rows = table_rows(step_ms, times, run.flops(tokens / steps, half_pairs / steps), run.is_compiled)
         device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
         about = {"step": step, "steps": steps, "rank": run.rank, "device": device, "torch": torch.__version__}
         table = trace.with_name(f"rank{run.rank}_modules.json")
@@ -176,7 +176,10 @@ def _export(recorded: profile, path: Path) -> list[dict[str, Any]]:
     """
     path.write_bytes(b"")
     recorded.export_chrome_trace(str(path))
+    content = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())["traceEvents"]
+        return json.loads(content, strict=False)["traceEvents"]
     except ValueError as error:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        is_whole = content.rstrip().endswith(b"}")
+        reason = f"torch wrote invalid JSON: {error}" if is_whole else os.strerror(errno.ENOSPC)
+        raise OSError(errno.EIO if is_whole else errno.ENOSPC, reason, str(path)) from error

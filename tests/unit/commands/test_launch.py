@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.commands import launch
 from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import _refuse_start, choose_processes, describe_next, describe_refusal, keep_running
 from glm46.commands.options import config_parser, parse_with_overrides
@@ -51,6 +52,15 @@ def test_processes_follow_gpus_degrees_and_cores(machine, parallelism, processes
 def test_machine_that_fits_is_accepted():
     assert describe_refusal(debug_run(), LAPTOP, None) is None
     assert describe_refusal(debug_run(), SERVER, 8) is None
+
+
+def test_memory_snapshots_are_refused_where_there_is_no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, **keys: LAPTOP)
+    dump = ["--job.dump_folder", str(tmp_path / "out")]
+    command = ["--config", str(ROOT / "train_configs/debug.toml"), "--profiling.enable_memory_snapshot", "true", *dump]
+    with pytest.raises(UserError, match=r"profiling.enable_memory_snapshot = true: needs a GPU.*set it to false"):
+        launch.launch_command(command)
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_many_processes_for_the_memory_are_refused():

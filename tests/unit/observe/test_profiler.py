@@ -72,6 +72,9 @@ def test_kernels_belong_to_what_launched_them_also_from_another_thread():
     for (start, thread, number), (when, duration) in zip(launches, kernels, strict=True):
         events.append(event("cudaLaunchKernel", start, 5, "cuda_runtime", thread, correlation=number))
         events.append(event("gemm", when, duration, "kernel", 70, correlation=number))
+    # What torch also draws beside the kernels.
+    events.append(event("ProfilerStep#3", 300, 600, "gpu_user_annotation", 70))
+    events.append({"ph": "C", "name": "queue", "ts": 0, "args": {}})
     step_ms, times = time_by_kind(events)
     found = {time.kind: (time.forward, time.backward) for time in times}
     assert step_ms == 1.0
