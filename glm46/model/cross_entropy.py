@@ -126,8 +126,7 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: tuple[bool, ...]):
         self._hidden, self._weight, self._is_target = hidden, weight, (labels != IGNORE).unsqueeze(1)
         self.of_hidden = torch.empty_like(hidden) if needed[0] else None
-        # fp32: a BF16 sum over many chunks would lose low bits.
-        self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self._needs_weight, self._of_weight = needed[1], None
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Add the gradients of one chunk. Rows without a target count as zero."""
@@ -135,17 +134,23 @@ class _Gradients:
         # Masks the factor of width D; `grad_logits` is much wider.
         if self.of_hidden is not None:
             torch.mm(grad_logits, self._weight, out=self.of_hidden[rows]).mul_(is_target)
-        if self.of_weight is None:
+        if not self._needs_weight:
             return
         targets = self._hidden[rows] * is_target
-        if self.of_weight.dtype == targets.dtype:
-            self.of_weight.addmm_(grad_logits.t(), targets)
+        if self._of_weight is None:  # a sum that starts with zeros would write and read them once more
+            self._of_weight = (grad_logits.t() @ targets).float()  # fp32: BF16 loses low bits over many chunks
+        elif self._of_weight.dtype == targets.dtype:
+            self._of_weight.addmm_(grad_logits.t(), targets)
         else:
-            self.of_weight += grad_logits.t() @ targets
+            self._of_weight += grad_logits.t() @ targets
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of hidden states and weight, each in the dtype of its tensor."""
-        return self.of_hidden, None if self.of_weight is None else self.of_weight.to(self._weight.dtype)
+        if not self._needs_weight:
+            return self.of_hidden, None
+        if self._of_weight is None:  # no rows
+            return self.of_hidden, torch.zeros_like(self._weight)
+        return self.of_hidden, self._of_weight.to(self._weight.dtype)
 
 
 class _SummedLoss(torch.autograd.Function):
