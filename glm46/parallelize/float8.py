@@ -104,7 +104,9 @@ class _EmulatedGroupedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-emulated_grouped_product: GroupedProduct = _EmulatedGroupedProduct.apply
+def emulated_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+    """`Experts.product` in the numerics of FP8, on any device."""
+    return _EmulatedGroupedProduct.apply(x_NI, weight_EOI, offsets)
 
 
 def _rounded(x: Tensor, dim: int) -> Tensor:

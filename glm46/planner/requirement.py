@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 from glm46.config.faults import counted
 from glm46.config.float8 import Float8
-from glm46.config.parallelism import ActivationCheckpoint
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
@@ -23,6 +24,8 @@ _USABLE_GPU_RATIO = 0.92
 """Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
 _REFERENCE_GPU = "H100"
 _MOST_DOUBLINGS = 14
+SPLIT_BACKWARD_TORCH = (2, 13)
+"""The oldest release on which schedules that split backward were seen to work."""
 _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 
 
@@ -107,8 +110,23 @@ def _judge(
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    faults += _fp8_faults(config.float8, machine)
+    faults += [*_fp8_faults(config.float8, machine), *_torch_faults(config.parallelism, metadata.version("torch"))]
     return _Verdict(faults, margin, needed, memory, text, stage_table(plan, of_stages, capacity))
+
+
+def _torch_faults(layout: Parallelism, torch: str) -> list[str]:
+    """What this release of torch cannot run: 2.11 frees nodes of the graph that the second half of backward needs."""
+    name = layout.pipeline_parallel_schedule
+    if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
+        return []
+    if tuple(int(part) for part in torch.split(".")[:2]) >= SPLIT_BACKWARD_TORCH:
+        return []
+    others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
+    least = ".".join(map(str, SPLIT_BACKWARD_TORCH))
+    return [
+        f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch {least}; found: '
+        f"{torch}; update torch, or take one of {others}"
+    ]
 
 
 def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:

@@ -34,7 +34,7 @@ LINE_BUDGETS = {
     "commands": 2880, "compat": 310, "config": 2900, "data": 1885,
     "distributed": 890, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
     "model": 1880, "observe": 1150, "optim": 1525, "parallelize": 1090,
-    "planner": 1885, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "planner": 1910, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500

@@ -4,6 +4,7 @@ import pytest
 
 from tests.ranks.float8_layouts import CASES
 from tests.ranks.server import differences
+from tests.ranks.test_sharded_layouts import SPLIT_BACKWARD
 
 BOUNDS = {
     "loss_error": 1e-6,
@@ -16,7 +17,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[SPLIT_BACKWARD] if name == "split backward" else []) for name in CASES]
+)
 def test_a_layout_in_fp8_equals_one_process(case_row, case):
     row = case_row("float8_layouts.main", 2, case=case, seconds=600)
     assert differences(row, BOUNDS) == []

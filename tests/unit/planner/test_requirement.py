@@ -7,6 +7,7 @@ import pytest
 
 from glm46.config.float8 import Float8
 from glm46.config.run_config import RunConfig
+from glm46.planner import requirement
 from glm46.planner.budget import days
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import plan_memory
@@ -95,6 +96,17 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
     assert 'float8.experts_recipe_name = "rowwise" needs' in found(L40S)
     assert "It fits." in found(L40S, experts_recipe_name=None)
     assert "It fits." in found(NODE)
+
+
+def test_a_schedule_that_this_torch_cannot_run_is_named(monkeypatch):
+    config = _run("debug", parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"})
+    monkeypatch.setattr(requirement.metadata, "version", {"torch": "2.11.0+cu130"}.__getitem__)
+    text = describe_requirement(config, NODE)[1]
+    assert 'parallelism.pipeline_parallel_schedule = "ZBVZeroBubble" splits backward, which needs torch 2.13' in text
+    assert "found: 2.11.0+cu130" in text and 'take one of "GPipe", "1F1B", "Interleaved1F1B"' in text
+    assert "It fits." in describe_requirement(_run("debug", parallelism={"pipeline_parallel_degree": 2}), NODE)[1]
+    monkeypatch.setattr(requirement.metadata, "version", {"torch": "2.13.0"}.__getitem__)
+    assert "It fits." in describe_requirement(config, NODE)[1]
 
 
 def test_a_plan_states_its_assumptions():

@@ -32,6 +32,7 @@ def run(make_config, folder: Path, steps: int, float8: dict) -> tuple[list[float
     return [row["loss"] for row in rows if "loss" in row], load_file(exported)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_fp8_to_fp32_and_back(make_config, tmp_path):
     through, weights = run(make_config, tmp_path / "through", 6, GATHERED)
     first, _ = run(make_config, tmp_path / "stopped", 3, GATHERED)
@@ -48,6 +49,7 @@ def test_a_checkpoint_goes_from_fp8_to_fp32_and_back(make_config, tmp_path):
     assert len(back) == 6 and back[-1] < back[0]
 
 
+@pytest.mark.slow
 def test_gathering_in_fp8_changes_no_bit(make_config, tmp_path):
     """On one rank: the scale of a whole weight is the same before and after the gather."""
     losses, weights = run(make_config, tmp_path / "gathered", 3, GATHERED)
