@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from glm46.ablation.figures import RESULTS, Outcome, Statistic, errors_by, kind_of, layer_of, run_figures, statistic
-from glm46.config.faults import show
+from glm46.config.faults import counted, show
 from glm46.observe.console import duration
 
 _COLUMNS = (
@@ -139,4 +139,4 @@ def _keys(keys: Mapping[str, Any]) -> str:
 def _state(run: Mapping[str, Any]) -> str:
     text = run["status"] if run["error"] is None else f"{run['status']}: {run['error']}"
     skipped = run["figures"].get("skipped_steps")
-    return text.replace("|", "\\|") + (f", {skipped:.0f} steps skipped" if skipped else "")
+    return text.replace("|", "\\|") + (f", {counted(int(skipped), 'step')} skipped" if skipped else "")

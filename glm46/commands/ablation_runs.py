@@ -29,7 +29,7 @@ _RESULT = "result.json"
 _TAIL_BYTES = 1 << 16
 """Of metrics.jsonl, with its last rows."""
 
-_IDLE = ("job", "metrics", "inference", "validation", "ablation", "checkpoint.enable", "checkpoint.folder")
+_IDLE = ("job", "metrics", "profiling", "inference", "validation", "ablation", "checkpoint.enable", "checkpoint.folder")
 """Sections and keys that do not change what is trained, or that the comparison needs to be equal."""
 
 
