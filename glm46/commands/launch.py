@@ -4,6 +4,7 @@ Everything that can be refused is refused here, in one process and before any wo
 it. The processes are started by torchrun's own code (`torchrun.py`), in this process.
 """
 
+import shutil
 import socket
 import sys
 import tempfile
@@ -19,12 +20,16 @@ from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.loader import load_config
+from glm46.config.optimizer import state_folder_message
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, share_cores, visible_gpus
+from glm46.files.local_disk import local_disk_fault
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
+from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, started_ranks
@@ -113,6 +118,7 @@ def _launch(
     if check_config(config, world_size=world_size):
         load_config(config_file, overrides, world_size=world_size)  # raises the faults, with their origin
     plan = resolve_plan(config, world_size)
+    _refuse_state_folder(plan, nproc)
     if nodes.rank == 0:
         _refuse_start(config)
         _prepare(plan)
@@ -142,6 +148,22 @@ def _refuse_start(config: RunConfig) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with writing(folder), tempfile.TemporaryFile(dir=there) as file:
         file.write(b"\0" * 4096)
+
+
+def _refuse_state_folder(plan: Plan, processes: int) -> None:
+    """Raise the faults of the folder of optimizer states on this node, which every rank would raise at its start."""
+    optimizer = plan.config.optimizer
+    if optimizer.state_offload != "nvme":
+        return
+    folder = Path(optimizer.state_offload_folder)
+    fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * processes
+    if fault is None and needed > (free := shutil.disk_usage(folder).free):
+        has = f"{free / 2**30:,.2f} GiB of {folder}"
+        fault = (
+            f"optimizer states of {counted(processes, 'process')} need {needed / 2**30:,.2f} GiB, and {has} are free"
+        )
+    if fault is not None:
+        raise UserError(state_folder_message(folder, fault))
 
 
 def _prepare(plan: Plan) -> None:

@@ -120,6 +120,15 @@ def _curriculum_tokens(config: RunConfig) -> int | None:
     return None
 
 
+def state_file_has_a_folder(config: RunConfig) -> Faults:
+    """Optimizer states in a file need a folder for it."""
+    if config.optimizer.state_offload == "nvme" and not config.optimizer.state_offload_folder:
+        yield Fault(
+            ("optimizer.state_offload", "optimizer.state_offload_folder"),
+            'optimizer.state_offload = "nvme": needs a folder on a local disk; set optimizer.state_offload_folder',
+        )
+
+
 def hugging_face_knows_the_model(config: RunConfig) -> Faults:
     """Hugging Face's model class can compute what this config trains."""
     if not config.checkpoint.last_save_in_hf:
@@ -167,6 +176,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,
+    state_file_has_a_folder,
     hugging_face_knows_the_model,
     checkpoint_folder_is_inside,
     stated_keys_have_an_effect,

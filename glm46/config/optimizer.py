@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.faults import show
+from glm46.config.section import LocalPath, Needs, Section
 
 _MUON = Needs("name", "Muon")
 
@@ -59,9 +60,21 @@ class Optimizer(Section):
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Type of the optimizer states. 8bit: torchao's levels, with a scale per block."""
 
-    state_offload: Literal["none", "cpu"] = "none"
+    state_offload: Literal["none", "cpu", "nvme"] = "none"
     """cpu: optimizer states stay in host memory (pinned beside a GPU) and are copied to the device and back while other
-    weights are updated. Results and checkpoints are the same bits."""
+    weights are updated. nvme: they stay in a file on a local disk, and pass through host memory. Results and
+    checkpoints are the same bits."""
+
+    state_offload_folder: Annotated[LocalPath | None, Needs("state_offload", "nvme")] = None
+    """nvme: folder of the file, on a local disk of each node. Its space is free again when the run ends."""
+
+
+def state_folder_message(folder: object, fault: str) -> str:
+    """The message of an unfit ``state_offload_folder``."""
+    return (
+        f"optimizer.state_offload_folder = {show(str(folder))}: {fault}; name a folder on a local disk with enough "
+        'room, or set optimizer.state_offload = "cpu"'
+    )
 
 
 class LRScheduler(Section):

@@ -14,9 +14,9 @@ from torch.optim.adamw import adamw
 
 from glm46.config.optimizer import Optimizer
 from glm46.distributed.local_tensor import local_tensor
-from glm46.optim.compact_state import load_state, local_state, make_state, store_state
+from glm46.optim.compact_state import State, load_state, local_state, make_state, store_state
 from glm46.optim.muon_layout import local_gradient
-from glm46.optim.state_offload import State, StateStream
+from glm46.optim.state_offload import StatePlace, StateStream, zeros_at
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the states, and True if they can be negative."""
@@ -43,10 +43,11 @@ class _Entry:
 class AdamW:
     """``param_groups`` and ``step`` as in torch; all states exist from the start."""
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer):
-        """``decays``: for each parameter, True if weight decay applies."""
-        self._config, self._states = config, {}
-        self._is_offloaded = config.state_offload == "cpu"
+    def __init__(
+        self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer, place: StatePlace
+    ):
+        """``decays``: for each parameter, True if weight decay applies. ``place`` has the states between steps."""
+        self._config, self._states, self._place = config, {}, place
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
         # torch's kernel needs states of the parameter's type.
@@ -67,7 +68,7 @@ class AdamW:
             self._items += [(group, item) for item in self._chunks(mine)]
         states = [[state for entry in item for state in entry.moments] for _, item in self._items]
         device = parts[0].device if parts else torch.device("cpu")
-        self._moments = StateStream(states, device, is_offloaded=self._is_offloaded)
+        self._moments = StateStream(states, device, place)
 
     def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: torch.dtype | str) -> _Entry:
         # The fused kernel counts on the device, the plain update on the host.
@@ -75,14 +76,14 @@ class AdamW:
         self._states[f"{name}.step"] = step
         moments = []
         for key, signed in MOMENTS:
-            tensors = make_state(name, parameter, dtype, signed, on_host=self._is_offloaded)
+            tensors = make_state(name, parameter, dtype, signed, zeros_at(self._place))
             self._states |= {f"{name}.{key}{end}": tensor for end, tensor in tensors.items()}
             moments.append(local_state(tensors, signed))
         return _Entry(parameter, part, step, tuple(moments))
 
     def _chunks(self, entries: list[_Entry]) -> list[list[_Entry]]:
         """The entries to update at a time: all, or chunks large enough to be worth a transfer."""
-        if not self._is_offloaded:
+        if self._place == "none":
             return [entries] if entries else []
         items: list[list[_Entry]] = []
         room = 0

@@ -17,6 +17,8 @@ from glm46.optim.muon_plan import MuonPlan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
 from glm46.optim.muon_update import Orthogonalizer, update_scale
 from glm46.optim.newton_schulz import newton_schulz_flops
+from glm46.optim.state_file import StateFile
+from glm46.optim.state_offload import StatePlace, zeros_at
 
 
 class Muon(torch.optim.Optimizer):
@@ -39,7 +41,7 @@ class Muon(torch.optim.Optimizer):
             travel between ranks in this type, but in bfloat16 to their owner for float16, because gradients can be
             smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
-        state_offload: "cpu" keeps the momentum in host memory and copies it in and out during the step.
+        state_offload: "cpu" keeps the momentum in host memory, a `StateFile` in that file; a step copies it in and out.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
     or two, ``momentum_buffer.codes`` and ``.scales``, for 8 bits. They exist from the start, so that a checkpoint can
@@ -65,10 +67,10 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: str = "match_rms_adamw",
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype | str | None = None,
-        state_offload: str | None = None,
+        state_offload: StatePlace = "none",
     ):
-        if state_offload not in (None, "cpu"):
-            raise ValueError(f"state_offload must be None or 'cpu', not {state_offload!r}")
+        if state_offload not in ("none", "cpu") and not isinstance(state_offload, StateFile):
+            raise ValueError(f"state_offload must be 'none', 'cpu' or a StateFile, not {state_offload!r}")
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
         if ns_steps < 1:
@@ -87,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
         super().__init__(params or [{"params": []}], defaults)
-        self._prepare(state_dtype, state_offload == "cpu")
+        self._prepare(state_dtype, state_offload)
         self._is_ready = True
 
     def add_param_group(self, param_group: dict) -> None:
@@ -119,14 +121,14 @@ class Muon(torch.optim.Optimizer):
         """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(self, state_dtype: torch.dtype | str | None, is_offloaded: bool) -> None:
+    def _prepare(self, state_dtype: torch.dtype | str | None, place: StatePlace) -> None:
         """Make the states, the plan and the process groups. Collective."""
         entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []
         for parameter, (group, index) in zip(parameters, entries, strict=True):
             name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
             requests.append(_request(name, parameter, group["row_blocks"]))
-            tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, on_host=is_offloaded)
+            tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, zeros_at(place))
             self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
             momenta.append(local_state(tensors, True, local_matrices))
         self._plan = make_plan(requests, self._settings)
@@ -134,7 +136,7 @@ class Muon(torch.optim.Optimizer):
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
-        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, is_offloaded=is_offloaded)
+        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place)
 
 
 def _request(name: str, parameter: Tensor, row_blocks: tuple[int, ...] | None) -> Request:

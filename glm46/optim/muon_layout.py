@@ -1,6 +1,7 @@
 """The rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements alone."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -105,18 +106,31 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return local_tensor(gradient)
 
 
-def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, on_host: bool = False) -> Tensor:
+Zeros = Callable[[torch.Size, torch.dtype, Tensor], Tensor]
+"""Makes zeros of a shape and type for a state of this rank's part of a parameter."""
+
+
+def zeros_on_device(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`Zeros` on the device of the parameter."""
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def zeros_in_host_memory(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`Zeros` in host memory, pinned beside a GPU."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=like.is_cuda)
+
+
+def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, zeros: Zeros = zeros_on_device) -> Tensor:
     """A state of zeros with the parameter's shape, mesh and placements.
 
     Args:
         block: entries of the last dimension that share one entry of the state.
-        on_host: in host memory, pinned if the parameter is on a GPU, instead of on the parameter's device.
+        zeros: makes this rank's part.
     """
 
     def shape_of(tensor: Tensor) -> torch.Size:
         return tensor.shape if block == 1 else torch.Size((*tensor.shape[:-1], -(-tensor.shape[-1] // block)))
 
     part = local_tensor(parameter)
-    device = torch.device("cpu") if on_host else part.device
-    zeros = torch.zeros(shape_of(part), dtype=dtype, device=device, pin_memory=on_host and part.is_cuda)
-    return wrap_local(zeros, parameter, shape_of(parameter)) if isinstance(parameter, DTensor) else zeros
+    state = zeros(shape_of(part), dtype, part)
+    return wrap_local(state, parameter, shape_of(parameter)) if isinstance(parameter, DTensor) else state

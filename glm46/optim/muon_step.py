@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.optim.compact_state import State
 from glm46.optim.muon_exchange import BucketExchange
 from glm46.optim.muon_layout import Bounds, local_gradient, local_matrices
 from glm46.optim.muon_plan import LocalTask, MuonPlan, Request, Unit, stack_tasks
 from glm46.optim.muon_update import Orthogonalizer, Piece, update_whole
-from glm46.optim.state_offload import State, StateStream
+from glm46.optim.state_offload import StatePlace, StateStream
 
 # Buckets that travel while another one is orthogonalised; more would only hold more memory.
 BUCKETS_IN_FLIGHT = 2
@@ -36,8 +37,7 @@ class MuonStep:
         settings: Orthogonalizer,
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
-        *,
-        is_offloaded: bool,
+        place: StatePlace,
     ):
         """
         Args:
@@ -45,10 +45,10 @@ class MuonStep:
             requests: the requests that the plan was made from, one per parameter.
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
-            is_offloaded: whether the momenta are in host memory.
+            place: has the momenta between steps.
 
         Raises:
-            ValueError: momenta in host memory of parameters on several devices.
+            ValueError: offloaded momenta of parameters on several devices.
         """
         self._entries, self._requests, self._settings = entries, requests, settings
         self._parameters = [group["params"][index] for group, index in entries]
@@ -56,7 +56,7 @@ class MuonStep:
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
         devices = [parameter.device for parameter in self._parameters]
-        if is_offloaded and len(set(devices)) > 1:
+        if place != "none" and len(set(devices)) > 1:
             raise ValueError(f"state_offload takes parameters of one device, not of {set(devices)}")
         exchanges = [
             BucketExchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
@@ -68,7 +68,7 @@ class MuonStep:
             for slices in self._taken
         ]
         device = devices[0] if devices else torch.device("cpu")
-        self._momenta = StateStream(items, device, is_offloaded=is_offloaded)
+        self._momenta = StateStream(items, device, place)
 
     def run(self) -> None:
         """Update every parameter that has a gradient. Collective."""

@@ -1,6 +1,7 @@
 """Muon for the matrices and AdamW for the rest, behind one step, one schedule and one set of named states."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from glm46.config.optimizer import Optimizer
 from glm46.optim.adamw import AdamW
 from glm46.optim.muon import Muon
 from glm46.optim.roles import Role, RoleRow, assign_roles, role_rows
+from glm46.optim.state_file import StateFile
+from glm46.optim.state_offload import StatePlace
 
 
 class OptimizerGroup:
@@ -24,8 +27,11 @@ class OptimizerGroup:
         entries = list(zip(named_parameters, roles, strict=True))
         self._matrices = [(named, role) for named, role in entries if role.optimizer == "muon"]
         rest = [(named, role) for named, role in entries if role.optimizer == "adamw"]
-        self.muon = _muon(self._matrices, config)
-        self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config)
+        place: StatePlace = config.state_offload
+        if place == "nvme":
+            place = StateFile(Path(config.state_offload_folder))
+        self.muon = _muon(self._matrices, config, place)
+        self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config, place)
         self._peaks = [
             (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
         ]
@@ -67,7 +73,7 @@ def build_optimizers(named_parameters: Sequence[tuple[str, Tensor]], config: Opt
     return OptimizerGroup(named_parameters, roles, config)
 
 
-def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer) -> Muon:
+def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer, place: StatePlace) -> Muon:
     groups = []
     for (name, parameter), role in matrices:
         rows = parameter.shape[-2] // role.row_blocks
@@ -82,6 +88,6 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         ns_steps=config.ns_steps,
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
-        state_offload=None if config.state_offload == "none" else config.state_offload,
+        state_offload=place,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )

@@ -1,37 +1,46 @@
-"""Optimizer states in host memory, on the device only while they are used.
+"""Optimizer states in host memory or in a file, on the device only while they are used.
 
 A step uses its states in a fixed order of items. While one item is updated, the next one is copied to the device and
-the previous one to the host, in three slots of device memory and one stream per direction. States that stay on the
-device pass through the same class without a copy, so both kinds of run do the same arithmetic.
+the previous one to the host, in three slots of device memory and one stream per direction; a file adds a ring of host
+memory before them. States that stay on the device pass through the same class without a copy, so all kinds of run do
+the same arithmetic.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from glm46.optim.compact_state import Quantized, state_parts
-
-State = Tensor | Quantized
+from glm46.optim.compact_state import State, copy_states, packed_bytes, views_like
+from glm46.optim.muon_layout import Zeros, zeros_in_host_memory, zeros_on_device
+from glm46.optim.state_file import StateFile
+from glm46.optim.state_ring import StateRing
 
 # One is copied in, one is updated, one is copied out.
 SLOTS = 3
 
-# Enough for every type and every copy engine.
-_ALIGNMENT = 256
+StatePlace = Literal["none", "cpu"] | StateFile
+"""Where states are between steps: on the device, in host memory, or in a file."""
+
+
+def zeros_at(place: StatePlace) -> Zeros:
+    """Makes states at a place."""
+    if isinstance(place, StateFile):
+        return place.zeros
+    return zeros_on_device if place == "none" else zeros_in_host_memory
 
 
 class StateStream:
     """The states of one optimizer, item by item: ``begin``, then ``take`` once per item in order, then ``end``."""
 
-    def __init__(self, items: Sequence[Sequence[State]], device: torch.device, *, is_offloaded: bool):
+    def __init__(self, items: Sequence[Sequence[State]], device: torch.device, place: StatePlace):
         """``items`` are this rank's views of the states, disjoint; ``device`` updates them."""
-        self._items, self._device, self._is_offloaded = items, device, is_offloaded
-        sizes = [sum(_aligned(tensor) for state in item for tensor in state_parts(state)) for item in items]
-        self._slot_bytes = max(sizes, default=0)
+        self._items, self._device, self._is_offloaded = items, device, place != "none"
+        self._slot_bytes = max(map(packed_bytes, items), default=0)
         self._next = 0
-        self._on_gpu = is_offloaded and device.type == "cuda"
+        self._on_gpu = self._is_offloaded and device.type == "cuda"
+        self._ring = StateRing(items, self._slot_bytes, pin=self._on_gpu) if isinstance(place, StateFile) else None
         if self._on_gpu:
             self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -42,6 +51,8 @@ class StateStream:
             return
         self._slots = torch.empty(SLOTS, self._slot_bytes, dtype=torch.uint8, device=self._device)
         self._left = [None] * SLOTS
+        if self._ring is not None:
+            self._ring.begin()
         if self._on_gpu:
             # Work that used the memory of the slots before may still be queued.
             self._inward.wait_stream(torch.cuda.current_stream(self._device))
@@ -67,56 +78,29 @@ class StateStream:
         assert self._next == len(self._items), "a step must take every item"
         if self._on_gpu:
             self._outward.synchronize()
+        if self._ring is not None:
+            self._ring.end()
         self._slots, self._staged = None, ()
 
     def _load(self, number: int) -> None:
-        self._staged = _views_like(self._items[number], self._slots[number % SLOTS])
+        source = self._items[number] if self._ring is None else self._ring.fetch(number)
+        self._staged = views_like(source, self._slots[number % SLOTS])
         if not self._on_gpu:
-            _copy(self._staged, self._items[number])
+            copy_states(self._staged, source)
             return
         if (left := self._left[number % SLOTS]) is not None:
             self._inward.wait_event(left)
         with torch.cuda.stream(self._inward):
-            _copy(self._staged, self._items[number])
+            copy_states(self._staged, source)
 
     def _store(self, number: int, staged: Sequence[State]) -> None:
+        target = self._items[number] if self._ring is None else self._ring.slot(number)
         if not self._on_gpu:
-            _copy(self._items[number], staged)
-            return
-        self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._outward):
-            _copy(self._items[number], staged)
-            self._left[number % SLOTS] = self._outward.record_event()
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _views_like(item: Sequence[State], slot: Tensor) -> list[State]:
-    """Contiguous tensors within ``slot`` with the types and shapes of an item."""
-    views: list[State] = []
-    start = 0
-    for state in item:
-        parts = []
-        for tensor in state_parts(state):
-            size = tensor.numel() * tensor.element_size()
-            parts.append(slot[start : start + size].view(tensor.dtype).view(tensor.shape))
-            start += _aligned(tensor)
-        views.append(Quantized(*parts, state.signed) if isinstance(state, Quantized) else parts[0])
-    return views
-
-
-def _copy(targets: Sequence[State], sources: Sequence[State]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        for to, of in zip(state_parts(target), state_parts(source), strict=True):
-            _copy_tensor(to, of)
-
-
-def _copy_tensor(target: Tensor, source: Tensor) -> None:
-    if target.is_contiguous() and source.is_contiguous():
-        target.copy_(source, non_blocking=True)
-        return
-    # torch would copy a non-contiguous view to a new host tensor first and wait. Copy it by rows, which are contiguous.
-    for to, of in zip(target, source, strict=True):
-        _copy_tensor(to, of)
+            copy_states(target, staged)
+        else:
+            self._outward.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._outward):
+                copy_states(target, staged)
+                self._left[number % SLOTS] = self._outward.record_event()
+        if self._ring is not None:
+            self._ring.put(number, self._left[number % SLOTS])

@@ -36,7 +36,8 @@ _BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
 """Bytes per element; 8bit has an FP32 scale per block of 64. A test holds it equal to `optim/compact_state.py`."""
 
 OFFLOAD_SLOTS = 3
-"""Items of states in host memory that are on the device at once; a test holds it equal to `optim/state_offload.py`."""
+"""Offloaded items of states that are on the device at once, and with a file in host memory; a test holds it equal to
+`optim/state_offload.py` and `optim/state_ring.py`."""
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
 """Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
@@ -71,13 +72,16 @@ class MemoryPlan:
     process: float
     """Memory of the process without tensors."""
     host: float = 0.0
-    """With a GPU: optimizer states in host memory, not part of the total. On a CPU all memory is in the total."""
+    """With a GPU: optimizer states in host memory, not part of the total, all of them or those on their way to a file
+    and back. On a CPU all memory is in the total."""
+    disk: float = 0.0
+    """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
     text: float = 0.0
     """On a CPU: token data of a step, see `step_text`."""
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self)) - self.host
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.disk
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
     trained = [row for row in rows if row.optimizer is not None]
     sizes = [_held(row, shape, layout) * _states(row, config.optimizer) * width for row in trained]
     on_device = sum(sizes)
-    if config.optimizer.state_offload == "cpu":
+    if config.optimizer.state_offload != "none":
         # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
         on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
     master = _BYTES[config.training.dtype]
@@ -193,7 +197,8 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
         gathered_keys=_gathered_keys(config, shape, layout, rank, layers),
         loss=_loss(config, shape, layout) if any(row.name == "lm_head.weight" for row in rows) else 0.0,
         process=0.0,
-        host=sum(sizes) if config.optimizer.state_offload == "cpu" else 0.0,
+        host={"none": 0.0, "cpu": sum(sizes), "nvme": on_device}[config.optimizer.state_offload],
+        disk=sum(sizes) if config.optimizer.state_offload == "nvme" else 0.0,
     )
 
 

@@ -195,7 +195,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     show = _gib if plan.total >= _GIB else _mib
     lines = [f"{name:<18} {show(size):>12}" for name, size in parts.items()]
     lines.append(f"{'total':<18} {show(plan.total):>12}")
-    return [*lines, f"{'and of the host':<18} {show(plan.host):>12}"] if plan.host >= 0.1 * _GIB else lines
+    beside = {"and of the host": plan.host, "and on disk": plan.disk}
+    return lines + [f"{name:<18} {show(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
 
 
 def _found(machine: Machine) -> list[str]:

@@ -159,11 +159,18 @@ def test_small_states_follow_float32(state_dtype, tolerance, name):
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("name", ["Muon", "AdamW"])
-def test_states_in_host_memory_change_no_bit_and_no_name(monkeypatch, state_dtype, name):
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_offloaded_states_change_no_bit_and_no_name(monkeypatch, tmp_path, place, state_dtype, name):
     # So small that every parameter is an item of its own.
     monkeypatch.setattr("glm46.optim.adamw.OFFLOADED_ITEM_BYTES", 1)
     plain, group = trained_with_states(state_dtype, name, steps=4)
-    offloaded, other = trained_with_states(state_dtype, name, steps=4, state_offload="cpu")
+    offloaded, other = trained_with_states(
+        state_dtype,
+        name,
+        steps=4,
+        state_offload=place,
+        **({"state_offload_folder": str(tmp_path)} if place == "nvme" else {}),
+    )
     assert all(torch.equal(plain[key], offloaded[key]) for key in BIG)
     states, host = group.state_tensors(), other.state_tensors()
     assert states.keys() == host.keys()

@@ -14,7 +14,9 @@ from glm46.model.attention_layout import attention_layout
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
 from glm46.optim.compact_state import BLOCK
+from glm46.optim.optimizers import build_optimizers
 from glm46.optim.state_offload import SLOTS
+from glm46.optim.state_ring import RING_SLOTS
 from glm46.parallelize import activation_checkpoint
 from glm46.planner.activations import (
     attended_keys,
@@ -32,6 +34,8 @@ from glm46.planner.plan import resolve_plan
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """Where layers are measured, a large head would only take time."""
+
+NVME = {"state_offload": "nvme", "state_offload_folder": "/scratch"}
 
 
 def _run(**sections) -> RunConfig:
@@ -176,7 +180,7 @@ def test_state_types(state_dtype, size):
 
 
 def test_states_in_host_memory_leave_some_slots_on_the_device():
-    assert OFFLOAD_SLOTS == SLOTS
+    assert OFFLOAD_SLOTS == SLOTS == RING_SLOTS
     degrees = {"pipeline_parallel_degree": 4, "expert_parallel_degree": 32, "data_parallel_shard_degree": 32}
     large = {"model": {"flavor": "GLM-4.6"}, "parallelism": degrees}
     kept, offloaded = (plan_memory(_run(**large, optimizer={"state_offload": place}), 128) for place in ("none", "cpu"))
@@ -189,6 +193,24 @@ def test_states_in_host_memory_leave_some_slots_on_the_device():
     assert plan_memory(small, 1).optimizer == plan_memory(plain, 1).optimizer
     assert plan_memory(small, 1, device="cpu").optimizer == 2 * plan_memory(plain, 1, device="cpu").optimizer
     assert plan_memory(small, 1, device="cpu").host == 0
+
+
+def test_states_in_a_file_leave_some_slots_on_the_host_and_on_the_device():
+    degrees = {"pipeline_parallel_degree": 4, "expert_parallel_degree": 32, "data_parallel_shard_degree": 32}
+    large = {"model": {"flavor": "GLM-4.6"}, "parallelism": degrees}
+    kept, filed = (plan_memory(_run(**large, optimizer=keys), 128) for keys in ({}, NVME))
+    assert filed.disk == kept.optimizer and filed.host == filed.optimizer == OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES
+    assert kept.total - filed.total == kept.optimizer - filed.optimizer
+
+
+def test_a_file_of_states_has_the_planned_size(tmp_path):
+    """What a step reads and writes once each; pages and alignment add up to 4 KiB for each tensor."""
+    config = _run(optimizer=NVME | {"state_offload_folder": str(tmp_path)})
+    model = Transformer(PRESETS["debug"])
+    optimizer = build_optimizers(list(model.named_parameters()), config.optimizer)
+    states = optimizer.state_tensors()
+    stored = sum(state.nbytes for name, state in states.items() if not name.endswith(".step"))
+    assert stored == plan_memory(config, 1).disk
 
 
 def test_shards_divide_what_is_held_and_not_what_is_computed():

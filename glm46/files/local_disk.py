@@ -1,0 +1,26 @@
+"""Folders for files that a program uses as memory."""
+
+import os
+from pathlib import Path
+
+_NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs", "fuse.glusterfs", "gpfs",
+    "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "panfs", "smb3", "smbfs", "wekafs",
+}  # fmt: skip
+"""Types of file systems whose files other machines hold, as /proc/self/mounts names them."""
+
+
+def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """Why the files of a folder cannot be used as memory; None if they can.
+
+    Args:
+        mounts: the table of mounted file systems; tests pass their own.
+    """
+    if not folder.is_dir():
+        return "no such folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "the folder cannot be written"
+    rows = [line.split() for line in mounts.read_text().splitlines()]
+    points = {Path(row[1].encode().decode("unicode_escape")): row[2] for row in rows}  # of several the last is visible
+    kind = next((points[place] for place in (folder.resolve(), *folder.resolve().parents) if place in points), "")
+    return f"on a network file system ({kind})" if kind in _NETWORK else None
