@@ -27,7 +27,7 @@ class OptimizerGroup:
         entries = list(zip(named_parameters, roles, strict=True))
         self._matrices = [(named, role) for named, role in entries if role.optimizer == "muon"]
         rest = [(named, role) for named, role in entries if role.optimizer == "adamw"]
-        place: StatePlace = config.state_offload
+        place = config.state_offload
         if place == "nvme":
             place = StateFile(Path(config.state_offload_folder))
         self.muon = _muon(self._matrices, config, place)

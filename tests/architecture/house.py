@@ -31,10 +31,10 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "ablation": 440, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2880, "compat": 310, "config": 2900, "data": 1885,
-    "distributed": 890, "evaluation": 635, "files": 610, "huggingface": 1400, "inference": 845,
-    "model": 1880, "observe": 1150, "optim": 1525, "parallelize": 1090,
-    "planner": 1910, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "commands": 2915, "compat": 310, "config": 2910, "data": 1885,
+    "distributed": 890, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
+    "model": 1880, "observe": 1150, "optim": 1730, "parallelize": 1090,
+    "planner": 1920, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500

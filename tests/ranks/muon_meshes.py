@@ -8,6 +8,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from glm46.compat import StridedShard
 from glm46.optim import muon_layout, muon_plan
 from glm46.optim.muon import Muon
+from glm46.optim.state_file import StateFile
 from tests.unit.optim.muon_reference import entries_per_rank
 
 STEPS = 3
@@ -260,6 +262,11 @@ def run_stages(world: int) -> dict:
     return {"stages": summed(max(errors), dist.ReduceOp.MAX)}
 
 
+def in_a_file() -> dict[str, StateFile]:
+    """Options of an optimizer with states in a file of this rank."""
+    return {"state_offload": StateFile(Path(tempfile.gettempdir()))}
+
+
 def run_resume(world: int) -> dict:
     """Save on one mesh, load on another, three more steps, against six uninterrupted ones."""
     shapes = tuple(MATRICES + [(8, 24, 40)])
@@ -270,14 +277,14 @@ def run_resume(world: int) -> dict:
         "row": Case("r", (2, 2), (Shard(0), Shard(1)), ((1, 1), (0, 0)), shapes),
         "hsdp": Case("r", (2, 2), (Replicate(), Shard(0)), ((1, 0),), shapes),
     }
-    small, offloaded = {"state_dtype": "8bit"}, {"state_offload": "cpu"}
+    small, offloaded, filed = {"state_dtype": "8bit"}, {"state_offload": "cpu"}, in_a_file()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
     figures = {}
     pairs = [("fsdp", "tp", {}, {}), ("tp", "hsdp", {}, {}), ("hsdp", "row", {}, {}), ("row", "fsdp", {}, {})]
     pairs += [("fsdp", "tp", small, small), ("tp", "hsdp", small, small)]
     # A checkpoint does not tell where states lie.
-    pairs += [("hsdp", "tp", {}, offloaded), ("tp", "fsdp", offloaded, {})]
+    pairs += [("hsdp", "tp", {}, offloaded), ("tp", "fsdp", offloaded, filed), ("fsdp", "tp", filed, {})]
     for number, (first, second, options, other_options) in enumerate(pairs):
         meshes = {kind: init_device_mesh("cpu", kinds[kind].mesh) for kind in (first, second)}
         parameters, optimizer = build(kinds[first], meshes[first], torch.float32, **options)
@@ -376,7 +383,7 @@ def main() -> None:
         row = run_case(case, mesh, torch.float32, expected)
         row["oracle_error"] = run_case(case, mesh, torch.float64, torch_muon_fp64(case))["error"]
         results.append(row)
-    for extra in ({}, {"state_offload": "cpu"}):
+    for extra in ({}, {"state_offload": "cpu"}, in_a_file()):
         results.append(run_mixed(chosen, meshes, **extra))
     results += [run_stages(world)]
     if world == 4:

@@ -71,11 +71,11 @@ def test_many_buckets_were_in_flight(figures):
     assert select(figures, "mixed")[0]["buckets"] >= 5
 
 
-def test_states_in_host_memory_give_the_same_bits(figures):
-    plain, offloaded = select(figures, "mixed")[:2]
-    assert offloaded["state_offload"] == "cpu"
+def test_offloaded_states_give_the_same_bits(figures):
+    plain, offloaded, filed = select(figures, "mixed")[:3]
+    assert offloaded["state_offload"] == "cpu" and "StateFile" in filed["state_offload"]
     # The sum over all weights in FP64: equal bits for certain, as any other weight would change it.
-    assert offloaded["bits"] == plain["bits"]
+    assert offloaded["bits"] == filed["bits"] == plain["bits"]
 
 
 def test_real_model_under_tensor_parallelism_and_fsdp(figures):
@@ -87,7 +87,7 @@ def test_real_model_under_tensor_parallelism_and_fsdp(figures):
 
 def test_states_move_between_meshes(figures):
     for row in select(figures, "resume"):
-        assert len(row["resume"]) == 8
+        assert len(row["resume"]) == 9
         assert max(row["resume"].values()) <= EXACT, row
 
 

@@ -6,12 +6,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from glm46.commands import launch
 from glm46.commands.environment import unfit_packages
-from glm46.commands.launch import _refuse_start, choose_processes, describe_next, describe_refusal, keep_running
+from glm46.commands.launch import (
+    _refuse_start,
+    _refuse_state_folder,
+    choose_processes,
+    describe_next,
+    describe_refusal,
+    keep_running,
+)
 from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.config.command_line import Start
@@ -100,6 +108,24 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
 
 
 @pytest.mark.slow
+def test_launcher_refuses_a_folder_of_states_that_no_rank_could_use(make_config, monkeypatch, tmp_path):
+    def refused(folder: Path, processes: int = 2) -> str:
+        keys = {"state_offload": "nvme", "state_offload_folder": str(folder)}
+        with pytest.raises(UserError) as caught:
+            _refuse_state_folder(resolve_plan(make_config(optimizer=keys), 2), processes)
+        return str(caught.value)
+
+    assert "no such folder" in refused(tmp_path / "missing")
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    text = refused(tmp_path)
+    assert "optimizer states of 2 processes need 0.00 GiB, and 0.00 GiB of" in text and "are free" in text
+    assert 'or set optimizer.state_offload = "cpu"' in text
+    monkeypatch.undo()
+    keys = {"state_offload": "nvme", "state_offload_folder": str(tmp_path)}
+    _refuse_state_folder(resolve_plan(make_config(optimizer=keys), 2), 2)
+    _refuse_state_folder(resolve_plan(make_config(), 2), 2)
+
+
 def test_refusal_names_the_command_that_plans_this_run(tmp_path):
     """It is printed to be copied: it runs as it is, wherever the first command was started."""
     end = start("--training.seq_len", "16384", CONFIG_FILE="train_configs/glm46_phase2.toml", NGPU="8192")

@@ -428,6 +428,12 @@ BAD = {
             "set that, or remove float8.enable_fsdp_float8_all_gather"
         ],
     ),
+    "states on a disk without a folder": (
+        ("[training]", '[optimizer]\nstate_offload = "nvme"\n[training]'),
+        [
+            'optimizer.state_offload = "nvme": needs a folder on a local disk; set optimizer.state_offload_folder',
+        ],
+    ),
     "sequence beyond the positions": (
         ("seq_len = 128", "seq_len = 4096"),
         [

@@ -164,13 +164,8 @@ def test_offloaded_states_change_no_bit_and_no_name(monkeypatch, tmp_path, place
     # So small that every parameter is an item of its own.
     monkeypatch.setattr("glm46.optim.adamw.OFFLOADED_ITEM_BYTES", 1)
     plain, group = trained_with_states(state_dtype, name, steps=4)
-    offloaded, other = trained_with_states(
-        state_dtype,
-        name,
-        steps=4,
-        state_offload=place,
-        **({"state_offload_folder": str(tmp_path)} if place == "nvme" else {}),
-    )
+    keys = {"state_offload": place} | ({"state_offload_folder": str(tmp_path)} if place == "nvme" else {})
+    offloaded, other = trained_with_states(state_dtype, name, steps=4, **keys)
     assert all(torch.equal(plain[key], offloaded[key]) for key in BIG)
     states, host = group.state_tensors(), other.state_tensors()
     assert states.keys() == host.keys()

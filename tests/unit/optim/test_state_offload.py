@@ -96,13 +96,12 @@ def test_an_error_of_the_disk_ends_the_step(tmp_path, monkeypatch):
 def test_folders_that_cannot_have_the_file_are_refused(tmp_path, small_disk):
     with pytest.raises(UserError, match="optimizer.state_offload_folder = .*no such folder; name a folder on a local"):
         StateFile(tmp_path / "missing")
-    file = StateFile(small_disk)
+    file = StateFile(small_disk[0])
     with pytest.raises(UserError, match="no room for .* GiB of this rank: No space left on device; name a folder"):
         file.zeros(torch.Size((1 << 28,)), torch.float32, torch.zeros(0))
     mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n/dev/nvme0n1 {tmp_path}/a ext4 rw 0 0\n"
-    )
+    kinds = {"/": "ext4", tmp_path: "nfs4", tmp_path / "a": "xfs"}
+    mounts.write_text("".join(f"device {folder} {kind} rw 0 0\n" for folder, kind in kinds.items()))
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert local_disk_fault(tmp_path / "b", mounts) == "on a network file system (nfs4)"
