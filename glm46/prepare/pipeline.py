@@ -268,13 +268,19 @@ def _listing(files: Sequence[Path]) -> list:
     return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
 
+_DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EEXIST, errno.ENOTDIR, errno.ELOOP,
+)  # fmt: skip
+
+
 @contextmanager
 def _disk_errors_explained(output: Path) -> Iterator[None]:
-    """Turn errors of a full or read-only disk into a UserError. ``output`` does not exist then."""
+    """Turn errors of a full or read-only disk, or of a file in the place of a folder, into a UserError. ``output`` does
+    not exist then."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+        if error.errno not in _DISK_ERRORS:
             raise
         free = shutil.disk_usage(next(folder for folder in output.absolute().parents if folder.exists())).free
         raise UserError(

@@ -20,7 +20,7 @@ def figures(server, request, printed) -> list[dict]:
     """The rows that the program prints for a world size."""
     if request.param not in printed:
         printed[request.param] = server.rows("muon_meshes.main", ranks=request.param, seconds=400)
-    assert len(printed[request.param]) == {2: 9, 4: 25}[request.param]
+    assert len(printed[request.param]) == {2: 10, 4: 26}[request.param]
     return printed[request.param]
 
 

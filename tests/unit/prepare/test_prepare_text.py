@@ -288,6 +288,17 @@ def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
     assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
 
 
+@pytest.mark.parametrize("kind", ["file", "link to itself"])
+def test_what_is_in_the_place_of_a_folder_is_named(folder, tmp_path, kind):
+    place = tmp_path / "data"
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(place)
+    with pytest.raises(UserError, match=r"data.*: .* while preparing .*data/out .*give another path"):
+        prepare(tmp_path, target="data/out")
+
+
 @pytest.mark.slow
 def test_a_full_disk_stops_the_work_with_its_name_and_the_same_command_goes_on(
     folder_of_processes, tmp_path, small_disk, capsys, monkeypatch
