@@ -29,8 +29,8 @@ class LinearLayer:
 def linear_layers(shape: ModelShape, float8: Float8, tp: int = 1) -> Iterator[LinearLayer]:
     """The linear layers of the whole model with their sizes on a rank of a tensor-parallel group.
 
-    Embedding, router and output head are no linear layers: the first is a lookup, the second computes in FP32, and the
-    third computes with the loss, in chunks.
+    The embedding, the router and the output head are not among them: the embedding is a lookup, the router computes in
+    FP32, and the output head computes in chunks, together with the loss.
     """
     D, heads = shape.hidden_size, shape.head_dim // tp
     queries, keys = shape.num_attention_heads * heads, shape.num_key_value_heads * heads
