@@ -1,6 +1,6 @@
 """What a measure is: rows of tokens for the model, figures of each row, and a result from the figures of all rows.
 
-A measure uses neither a model nor a mesh. Whoever runs it gives the log-probabilities of the labels of its rows, so
+A measure uses neither a model nor a mesh. The caller passes the log-probabilities of the labels of its rows, so
 that one process (`measure_rows`) and a training run on any layout (`glm46/pretrain/validation.py`) measure the same.
 """
 

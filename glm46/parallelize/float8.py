@@ -36,12 +36,12 @@ def apply(model: Transformer, plan: Plan) -> None:
     float8 = plan.config.float8
     layers = linear_layers(plan.shape, float8, plan.layout.tp)
     converted = {layer.name for layer in layers if layer.excluded_by is None}
-    product = linear_product(float8)
+    product, recipe = linear_product(float8), _recipe(float8)
     for name, module in model.named_modules():
         if name in converted:
             module.product = product
             if float8.enable_fsdp_float8_all_gather:
-                module.weight = nn.Parameter(_gathered_in_fp8(module.weight, float8))
+                module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe))
         elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
             module.product = emulated_grouped_product if float8.emulate else padded(scaled_grouped_product)
 
@@ -57,14 +57,13 @@ def _recipe(float8: Float8) -> "Float8Linear":
     return Float8Linear(1, 1, bias=False, config=config, device="meta")
 
 
-def _gathered_in_fp8(weight: Tensor, float8: Float8) -> Tensor:
+def _gathered_in_fp8(weight: Tensor, recipe: "Float8Linear") -> Tensor:
     """A weight that FSDP2 gathers in FP8, with one scale for all shards. `local_tensor` gives the shard as it is."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    products = _recipe(float8).linear_mm_config
     if not isinstance(weight, DTensor):
-        return WeightWithDynamicFloat8CastTensor(weight, products, E4M3)
-    local = WeightWithDynamicFloat8CastTensor(weight.to_local(), products, E4M3)
+        return WeightWithDynamicFloat8CastTensor(weight, recipe.linear_mm_config, E4M3)
+    local = WeightWithDynamicFloat8CastTensor(weight.to_local(), recipe.linear_mm_config, E4M3)
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
 
 

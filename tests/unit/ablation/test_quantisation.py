@@ -44,3 +44,11 @@ def test_each_converted_product_has_the_error_of_its_recipe(trained, recipe):
         in_fp8 = RESULTS if name in experts or recipe != "rowwise_with_gw_hp" else RESULTS[:2]
         assert all(0.005 < error[result] < 2**-3 + 2**-4 for result in in_fp8), (name, error)
         assert in_fp8 is RESULTS or error["weight_gradient"] < 1e-6
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_in_fp8_have_the_same_errors(trained):
+    plan, step = trained
+    keys, cpu = {"recipe_name": "tensorwise", "emulate": True}, torch.device("cpu")
+    gathered = measure_quantisation(plan(enable_fsdp_float8_all_gather=True, **keys), Path(step), cpu)
+    assert gathered == measure_quantisation(plan(**keys), Path(step), cpu)
