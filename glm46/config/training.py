@@ -54,6 +54,10 @@ class Training(Section):
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 
+    parameter_offload: Annotated[bool, Needs("optimizer.state_offload", ("cpu", "nvme"))] = False
+    """Sharded weights and their gradients stay in host memory (pinned beside a GPU). FSDP2 copies the weights of a
+    layer to the device to compute it, Muon the gradients; AdamW updates on the CPU."""
+
     gc_freq: int = Field(50, ge=1)
     """Steps between two collections of Python garbage, on all ranks at the same step so that no rank delays the
     others."""

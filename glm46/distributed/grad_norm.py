@@ -11,13 +11,16 @@ from glm46.distributed.local_tensor import local_tensor
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
     """Euclidean norm over every element of all gradients, each counted once. Collective.
 
     Squares are summed locally for each set of mesh axes that shard a parameter, then over just those axes; replicas add
     nothing. Every rank of a mesh must pass parameters of the same shardings.
 
     Args:
+        device: of this rank; gradients may be in host memory instead.
         pipeline: the ranks that hold other parameters.
 
     Returns:
@@ -35,7 +38,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessG
             squares.setdefault(key, []).append(gradient)
     total = None
     for (mesh, axes), gradients in squares.items():
-        square = torch.nn.utils.get_total_norm(gradients).float().square()
+        square = torch.nn.utils.get_total_norm(gradients).float().square().to(device)
         for axis in axes:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total = square if total is None else total + square
@@ -46,7 +49,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessG
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply every gradient by `factor`, a scalar on the gradients' device; no synchronisation with the host."""
+    """Multiply every gradient by `factor`, a scalar on the CPU, wherever the gradients are."""
     for parameter in parameters:
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(factor)

@@ -42,6 +42,8 @@ class Muon(torch.optim.Optimizer):
             smaller than float16 holds.
         state_dtype: type of the momentum, or "8bit" for codes with a scale per block. Absent: that of the parameter.
         state_offload: "cpu" keeps the momentum in host memory, a `StateFile` in that file; a step copies it in and out.
+        device: computes the updates; absent: that of the parameters. Parameters and gradients on another device, such
+            as the host, need ``state_offload``.
 
     State: ``momentum_buffer`` per parameter, a tensor like the parameter (a DTensor on its mesh, with its placements),
     or two, ``momentum_buffer.codes`` and ``.scales``, for 8 bits. They exist from the start, so that a checkpoint can
@@ -68,6 +70,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype | str | None = None,
         state_offload: StatePlace = "none",
+        device: torch.device | None = None,
     ):
         if state_offload not in ("none", "cpu") and not isinstance(state_offload, StateFile):
             raise ValueError(f"state_offload must be 'none', 'cpu' or a StateFile, not {state_offload!r}")
@@ -89,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         params = list(params)
         # A pipeline stage may hold no matrix, which torch refuses.
         super().__init__(params or [{"params": []}], defaults)
-        self._prepare(state_dtype, state_offload)
+        self._prepare(state_dtype, state_offload, device)
         self._is_ready = True
 
     def add_param_group(self, param_group: dict) -> None:
@@ -121,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(self, state_dtype: torch.dtype | str | None, place: StatePlace) -> None:
+    def _prepare(self, state_dtype: torch.dtype | str | None, place: StatePlace, device: torch.device | None) -> None:
         """Make the states, the plan and the process groups. Collective."""
         entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []
@@ -136,7 +139,7 @@ class Muon(torch.optim.Optimizer):
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
-        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place)
+        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place, device)
 
 
 def _request(name: str, parameter: Tensor, row_blocks: tuple[int, ...] | None) -> Request:

@@ -116,8 +116,8 @@ def zeros_on_device(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tens
 
 
 def zeros_in_host_memory(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """`Zeros` in host memory, pinned beside a GPU."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=like.is_cuda)
+    """`Zeros` in host memory, pinned beside a GPU, where parameters in host memory are pinned too."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=like.is_cuda or like.is_pinned())
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, zeros: Zeros = zeros_on_device) -> Tensor:

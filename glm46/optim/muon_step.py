@@ -38,6 +38,7 @@ class MuonStep:
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
         place: StatePlace,
+        device: torch.device | None,
     ):
         """
         Args:
@@ -46,29 +47,33 @@ class MuonStep:
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
             place: has the momenta between steps.
+            device: computes the updates; None: that of each parameter.
 
         Raises:
-            ValueError: offloaded momenta of parameters on several devices.
+            ValueError: offloaded momenta that several devices would update, or momenta of parameters that another
+                device updates, but that are not offloaded.
         """
         self._entries, self._requests, self._settings = entries, requests, settings
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
-        devices = [parameter.device for parameter in self._parameters]
-        if place != "none" and len(set(devices)) > 1:
-            raise ValueError(f"state_offload takes parameters of one device, not of {set(devices)}")
+        self._devices = [device or parameter.device for parameter in self._parameters]
+        devices = set(self._devices)
+        if place != "none" and len(devices) > 1:
+            raise ValueError(f"state_offload takes parameters of one device, not of {devices}")
+        if place == "none" and any(parameter.device != device for parameter in self._parameters if device):
+            raise ValueError(f"updates on {device} of parameters elsewhere need state_offload")
         exchanges = [
-            BucketExchange(bucket, groups[bucket.ranks], settings, devices[bucket.units[0].parameter])
+            BucketExchange(bucket, groups[bucket.ranks], settings, self._devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
-        self._arrange(exchanges, stack_tasks(plan.local, settings, devices))
+        self._arrange(exchanges, stack_tasks(plan.local, settings, self._devices))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
             for slices in self._taken
         ]
-        device = devices[0] if devices else torch.device("cpu")
-        self._momenta = StateStream(items, device, place)
+        self._momenta = StateStream(items, next(iter(devices), torch.device("cpu")), place)
 
     def run(self) -> None:
         """Update every parameter that has a gradient. Collective."""
@@ -115,6 +120,8 @@ class MuonStep:
         """The views of a part; ``shape`` is that of the whole matrices."""
         number, matrices, rows = part
         parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
+        if gradient is not None:
+            gradient = gradient.to(self._devices[number], non_blocking=True)
         return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
 
     def _gather(self, exchange: BucketExchange) -> None:

@@ -57,7 +57,8 @@ def update_scale(adjust_lr: str, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Piece:
-    """Views of the same part of one parameter, its gradient and its momentum on this rank, all [N, r, c].
+    """The same part of one parameter, its gradient and its momentum on this rank, all [N, r, c]. Parameter and momentum
+    are views. Gradient and momentum are on the device that computes the update; the parameter may be in host memory.
 
     ``rows`` and ``columns`` are those of the whole matrices; the views may hold a part of them. A piece without a
     gradient contributes nothing and is not updated.
@@ -88,7 +89,7 @@ class Piece:
         lr = self.group["lr"]
         scale = update_scale(self.group["adjust_lr"], self.rows, self.columns)
         self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
-        self.parameter.add_(update, alpha=-lr * scale)
+        self.parameter.add_(update.to(self.parameter.device), alpha=-lr * scale)
 
 
 def canonical(matrices_NRC: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
-    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=pieces[0].parameter.device)
+    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=pieces[0].gradient.device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
     for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):

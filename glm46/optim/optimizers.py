@@ -21,7 +21,14 @@ class OptimizerGroup:
     All states exist from the start, so that a checkpoint can be read into them before the first step.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], roles: Sequence[Role], config: Optimizer):
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        roles: Sequence[Role],
+        config: Optimizer,
+        device: torch.device | None,
+    ):
+        """``device`` as in `build_optimizers`."""
         self._parameters = [parameter for _, parameter in named_parameters]
         self._table = role_rows(self._parameters, roles, config)
         entries = list(zip(named_parameters, roles, strict=True))
@@ -30,7 +37,7 @@ class OptimizerGroup:
         place = config.state_offload
         if place == "nvme":
             place = StateFile(Path(config.state_offload_folder))
-        self.muon = _muon(self._matrices, config, place)
+        self.muon = _muon(self._matrices, config, place, device)
         self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config, place)
         self._peaks = [
             (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
@@ -63,17 +70,27 @@ class OptimizerGroup:
         return self._table
 
 
-def build_optimizers(named_parameters: Sequence[tuple[str, Tensor]], config: Optimizer) -> OptimizerGroup:
+def build_optimizers(
+    named_parameters: Sequence[tuple[str, Tensor]], config: Optimizer, device: torch.device | None = None
+) -> OptimizerGroup:
     """The optimizers that [optimizer] asks for. Collective over the ranks that share parameters.
+
+    Args:
+        device: computes the updates of Muon; absent: that of the parameters. AdamW updates parameters where they are.
 
     Raises:
         UserError: parameters without a row in the table of parameters.
     """
     roles = assign_roles([name for name, _ in named_parameters], config)
-    return OptimizerGroup(named_parameters, roles, config)
+    return OptimizerGroup(named_parameters, roles, config, device)
 
 
-def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer, place: StatePlace) -> Muon:
+def _muon(
+    matrices: Sequence[tuple[tuple[str, Tensor], Role]],
+    config: Optimizer,
+    place: StatePlace,
+    device: torch.device | None,
+) -> Muon:
     groups = []
     for (name, parameter), role in matrices:
         rows = parameter.shape[-2] // role.row_blocks
@@ -89,5 +106,6 @@ def _muon(matrices: Sequence[tuple[tuple[str, Tensor], Role]], config: Optimizer
         adjust_lr=config.adjust_lr,
         ns_dtype=getattr(torch, config.ns_dtype),
         state_offload=place,
+        device=device,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )

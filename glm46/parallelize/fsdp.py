@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from glm46.config.parallelism import Parallelism
@@ -29,15 +29,18 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
     # "default" under a pipeline: keep weights gathered for all micro-batches of a step. Schedules that split backward
     # need it: they lose gradients of freed weights without an error.
     frees = {"always": True, "never": False, "default": meshes.pipeline is None}
-    options = {"mp_policy": policy, "reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]}
+    options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
+    if training.parameter_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
+    of_layers = {"reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]} | options
     for block in (*model.layers.values(), *model.mtp.values()):
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
-                fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **options)
-        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **options)
+                fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_layers)
+        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **of_layers)
     # The root's parameters are used first, last and by every prediction depth: gather them once per step.
-    fully_shard(model, mesh=meshes.dense, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)
     _prefetch(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):

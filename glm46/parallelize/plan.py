@@ -18,7 +18,8 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         model: on the meta device.
 
     Returns:
-        The same model with its parameters sharded over the cluster, on the device of this rank, with initial values.
+        The same model with its parameters sharded over the cluster, on the device of this rank or, under
+        `parameter_offload`, in host memory, with initial values.
     """
     config, meshes = plan.config, cluster.meshes
     model.cast(getattr(torch, config.training.dtype))  # before sharding: the shards are the master weights
@@ -43,7 +44,11 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         activation_checkpoint.apply(model, config.activation_checkpoint.mode)
     # Last transform: it shards the parameters that the others have split.
     fsdp.apply(model, meshes, config.parallelism, config.training)
-    model.to_empty(device=cluster.device)  # allocates memory for this rank's shards only
+    # Allocates memory for this rank's shards only. FSDP2 pins those that stay in host memory.
+    model.to_empty(device="cpu" if config.training.parameter_offload else cluster.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(cluster.device))
     initialise(model, config.debug.seed)
     return model
 

@@ -56,9 +56,9 @@ class MemoryPlan:
     """Memory in bytes of the rank that needs most."""
 
     weights: float
-    """Master weights that this rank holds."""
+    """Master weights that this rank holds on the device."""
     gradients: float
-    """Their gradients."""
+    """Their gradients, or the copies that Muon takes of offloaded ones."""
     optimizer: float
     """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
@@ -72,8 +72,8 @@ class MemoryPlan:
     process: float
     """Memory of the process without tensors."""
     host: float = 0.0
-    """With a GPU: optimizer states in host memory, not part of the total, all of them or those on their way to a file
-    and back. On a CPU all memory is in the total."""
+    """With a GPU: offloaded weights and gradients, and optimizer states in host memory, all of them or those on their
+    way to a file and back. Not part of the total; on a CPU all memory is."""
     disk: float = 0.0
     """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
     text: float = 0.0
@@ -117,6 +117,8 @@ def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
     memory = []
     for stage, config in _stage_configs(plan):
         plans = [_rank_plan(config, stage.shape, plan.layout, rank, layers) for rank, layers in enumerate(ranks)]
+        if config.training.parameter_offload and device == "gpu":
+            plans = [_offloaded(of_rank) for of_rank in plans]
         largest = max(plans, key=lambda plan: plan.total)
         if device == "cpu":
             # A CPU has one memory, so offloaded states and token data are in it too.
@@ -202,6 +204,13 @@ def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, 
     )
 
 
+def _offloaded(memory: MemoryPlan) -> MemoryPlan:
+    """With weights and gradients in host memory; Muon copies gradients to the device item by item."""
+    host = memory.host + memory.weights + memory.gradients
+    copies = min(memory.gradients, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES)
+    return replace(memory, weights=0.0, gradients=copies, host=host)
+
+
 def _whole(row: Parameter, shape: ModelShape, layout: Layout) -> float:
     """Elements that a rank computes with: the size that FSDP gathers."""
     if row.is_expert:
@@ -221,7 +230,8 @@ def _states(row: Parameter, optimizer: Optimizer) -> int:
 
 def _gathered(config: RunConfig, shape: ModelShape, layout: Layout, stage: list[_Layer]) -> float:
     param, reduce = _BYTES[config.training.mixed_precision_param], _BYTES[config.training.mixed_precision_reduce]
-    if layout.world_size == 1 and config.training.mixed_precision_param == config.training.dtype:
+    is_copied = config.training.mixed_precision_param != config.training.dtype or config.training.parameter_offload
+    if layout.world_size == 1 and not is_copied:
         return 0.0
     ends = ("embed_tokens.weight", "lm_head.weight")
     root = sum(_whole(row, shape, layout) for layer in stage for row in layer.rows if row.name in ends)

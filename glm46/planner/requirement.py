@@ -98,7 +98,8 @@ def _judge(
             capacity = min(sizes) * _USABLE_GPU_RATIO
             fits, margin = _compare("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
-        who = f"optimizer states and text of {counted(here, 'process')} need"
+        what = "weights, optimizer states" if config.training.parameter_offload else "optimizer states"
+        who = f"{what} and text of {counted(here, 'process')} need"
         fits, host = _compare(
             who, (memory.host + text) * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes
         )

@@ -170,6 +170,8 @@ def build_network(
         models=models,
         pipeline=pipeline,
         parameters=parameters,
-        optimizer=build_optimizers(list(parameters.items()), plan.config.optimizer) if trainable else None,
+        optimizer=(
+            build_optimizers(list(parameters.items()), plan.config.optimizer, cluster.device) if trainable else None
+        ),
         balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
     )

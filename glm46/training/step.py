@@ -71,7 +71,8 @@ def train_step(
         network = task.networks[name]
         outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
         named = _local_sums(network, objective, outputs, micro_batches)
-        named["grad_norm"] = global_grad_norm(network.parameters.values(), task.cluster.meshes.pipeline).double()
+        device, pipeline = task.cluster.device, task.cluster.meshes.pipeline
+        named["grad_norm"] = global_grad_norm(network.parameters.values(), device, pipeline).double()
         sums |= {f"{name}/{key}": value for key, value in named.items()}
         counters |= {f"{name}/{key}": value for key, value in _local_counters(network, outputs).items()}
     sums, counters = sum_over_all_ranks(sums), sum_over_all_ranks(counters)
@@ -98,7 +99,7 @@ def train_step(
     if fault is not None:
         return outcome._replace(fault=fault)
     for name, of_network in outcomes.items():
-        network, grad_norm = task.networks[name], sums[f"{name}/grad_norm"].float()
+        network, grad_norm = task.networks[name], torch.tensor(of_network.grad_norm)
         max_norm = task.plan.config.training.max_norm
         scale_gradients(network.parameters.values(), (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         network.optimizer.step(lr_factor)

@@ -71,6 +71,8 @@ class Layout(NamedTuple):
     """Each step has the window and RoPE scaling of `ATTENTION_OF_STEP`, as in a stage of text of its own."""
     ring: bool = False
     """Keys pass from rank to rank, as those of rows that are too long to gather them."""
+    offload: bool = False
+    """Weights, gradients and states in host memory."""
 
     @property
     def reference(self) -> tuple[int, bool, int | None, bool]:
@@ -94,12 +96,14 @@ class Layout(NamedTuple):
             *(["compiled"] if self.compiled else []),
             *(["stages"] if self.stages else []),
             *(["ring"] if self.ring else []),
+            *(["offload"] if self.offload else []),
         ])  # fmt: skip
 
 
 # 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
 _LAYOUTS = {
-    1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective")],
+    1: [Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective"),
+        Layout(offload=True)],
     2: [
         Layout(), Layout(replicate=2), Layout(reshard="never"), Layout(checkpointing="full"),
         Layout(experts_over=2), Layout(experts_over=2, reshard="never"),
@@ -123,6 +127,7 @@ _LAYOUTS = {
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
         Layout(context=2, checkpointing="selective", stages=True),
         Layout(pipeline=2, checkpointing="full", stages=True),
+        Layout(offload=True), Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, offload=True),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2),
@@ -135,7 +140,7 @@ _LAYOUTS = {
         Layout(tensor=2), Layout(tensor=4, experts_over=2), Layout(tensor=2, replicate=2), Layout(tensor=2, context=2),
         Layout(tensor=2, experts_over=4, num_experts=12), Layout(tensor=2, context=2, experts_over=4, num_experts=12),
         Layout(tensor=2, replicate=2, experts_over=2),
-        Layout(replicate=2, experts_over=2),
+        Layout(replicate=2, experts_over=2), Layout(tensor=2, experts_over=4, num_experts=12, offload=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, checkpointing="selective", compiled=True),
         Layout(pipeline=2, micro_batches=4), Layout(pipeline=2, replicate=2), Layout(pipeline=4, micro_batches=4),
         Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
@@ -279,7 +284,7 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
         assigned = sums.tokens_per_expert.sum(1)
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         loss_of_step(batch)(sums).backward()
-        norm = global_grad_norm(parameters.values())
+        norm = global_grad_norm(parameters.values(), torch.device("cpu"))
         scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
@@ -333,8 +338,16 @@ def make_config(layout: Layout) -> RunConfig:
         json.dumps(
             {
                 "model": SHAPE | {"n_routed_experts": layout.num_experts, "sliding_window": layout.window},
-                "training": {"mixed_precision_param": "float32", "seq_len": SEQ_LEN},
-                "optimizer": {"lr": 1e-3, "ns_dtype": "float32"},
+                "training": {
+                    "mixed_precision_param": "float32",
+                    "seq_len": SEQ_LEN,
+                    "parameter_offload": layout.offload,
+                },
+                "optimizer": {
+                    "lr": 1e-3,
+                    "ns_dtype": "float32",
+                    "state_offload": "cpu" if layout.offload else "none",
+                },
                 "moe": MOE.model_dump(),
                 "mtp": {"loss_weight": MTP_WEIGHT},
                 "data": {"document_mask": layout.document_mask},

@@ -62,7 +62,7 @@ BAD = {
         [
             "training.zzz: unknown key; valid keys are local_batch_size, global_batch_size, seq_len, tokens, steps, "
             "max_norm, max_skipped_steps, spike_sigmas, spike_window, max_rollbacks, dtype, mixed_precision_param, "
-            "mixed_precision_reduce, gc_freq"
+            "mixed_precision_reduce, parameter_offload, gc_freq"
         ],
     ),
     "profile and warm-up longer than the steps between profiles": (

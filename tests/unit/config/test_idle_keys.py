@@ -32,6 +32,7 @@ IDLE = {
         "checkpoint.initial_load_in_hf = false",
         'checkpoint.initial_load_path = "hf"\ncheckpoint.initial_load_in_hf = true',
     ),
+    "training.parameter_offload = true": ('optimizer.state_offload = "cpu" or "nvme"', ""),
     "training.max_rollbacks = 1": ("checkpoint.enable = true", "checkpoint.enable = false"),
     "training.spike_window = 64": ("training.spike_sigmas above 0", "training.spike_sigmas = 0"),
     "validation.freq = 5": ("validation.enable = true", ""),

@@ -143,3 +143,5 @@ def test_muon_refuses_unknown_places_and_mixed_devices():
         Muon([matrix], state_offload="disk")
     with pytest.raises(ValueError, match="one device"):
         Muon([matrix, torch.nn.Parameter(torch.zeros(4, 4, device="meta"))], state_offload="cpu")
+    with pytest.raises(ValueError, match="updates on meta of parameters elsewhere need state_offload"):
+        Muon([matrix], device=torch.device("meta"))

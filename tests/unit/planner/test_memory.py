@@ -203,6 +203,27 @@ def test_states_in_a_file_leave_some_slots_on_the_host_and_on_the_device():
     assert kept.total - filed.total == kept.optimizer - filed.optimizer
 
 
+@pytest.mark.parametrize("optimizer", [{"state_offload": "cpu"}, NVME], ids=["cpu", "nvme"])
+def test_offloaded_weights_and_gradients_leave_the_device(optimizer):
+    degrees = {"expert_parallel_degree": 8, "data_parallel_shard_degree": 8}
+    large = {"model": {"flavor": "GLM-4.5-Air"}, "parallelism": degrees, "optimizer": optimizer}
+    kept_run, moved_run = (_run(**large, training={"parameter_offload": moves}) for moves in (False, True))
+    kept, offloaded = plan_memory(kept_run, 8), plan_memory(moved_run, 8)
+    assert offloaded.weights == 0 and offloaded.gradients == OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES
+    assert offloaded.host - kept.host == kept.weights + kept.gradients
+    assert kept.total - offloaded.total == kept.weights + kept.gradients - offloaded.gradients
+    # A CPU has one memory.
+    assert plan_memory(kept_run, 8, device="cpu") == plan_memory(moved_run, 8, device="cpu")
+
+
+def test_one_gpu_copies_the_layers_of_offloaded_weights():
+    """Without sharding and in one type it computes with the weights themselves; offloaded ones are copied."""
+    one_type = {"seq_len": 128, "mixed_precision_param": "float32"}
+    runs = (one_type | {"parameter_offload": moves} for moves in (False, True))
+    plain, offloaded = (plan_memory(_run(optimizer={"state_offload": "cpu"}, training=run), 1) for run in runs)
+    assert plain.gathered == 0 < offloaded.gathered < plain.weights + plain.gradients
+
+
 def test_a_file_of_states_has_the_planned_size(tmp_path):
     """What a step reads and writes once each; pages and alignment add up to 4 KiB for each tensor."""
     config = _run(optimizer=NVME | {"state_offload_folder": str(tmp_path)})
