@@ -36,18 +36,20 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
-def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, recipe: str) -> Tensor:
     """Grouped product of operands that it rounds to FP8, in the dtype of `x`, with gradients.
 
-    torchao has it only as a private function of a prototype. Its kernels need a GPU of compute capability 9.0 or 10.x.
+    torchao has it only as private functions of a prototype, for GPUs of compute capability 10.x, and 9.0 ("rowwise").
 
     Args:
-        x: [N, I] rows sorted by group; sizes of groups are multiples of 16.
+        x: [N, I] rows sorted by group; sizes of groups are multiples of 16 ("rowwise") or 32 ("mxfp8").
         weight: [E, I, O] whose columns are contiguous.
         offsets: int32 [E], running sum of the group sizes.
     """
-    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
-
+    if recipe == "rowwise":
+        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
+    else:
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as product
     return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
 
 

@@ -14,9 +14,9 @@ class Float8(Section):
     """torchao's recipe for the linear layers. tensorwise: one scale per tensor. rowwise: one scale per row or column.
     rowwise_with_gw_hp: as rowwise, but weight gradients stay in training.mixed_precision_param. Absent: no FP8."""
 
-    experts_recipe_name: Annotated[Literal["rowwise"] | None, Needs("recipe_name")] = None
-    """Recipe for the products of the routed experts: one scale per token, and per expert and column of a weight.
-    Absent: experts stay in training.mixed_precision_param."""
+    experts_recipe_name: Annotated[Literal["rowwise", "mxfp8"] | None, Needs("recipe_name")] = None
+    """Recipe for the products of the routed experts. rowwise: one scale per token, and per expert and column of a
+    weight. mxfp8: one scale per 32 elements of them. Absent: experts stay in training.mixed_precision_param."""
 
     filter_fqns: Annotated[tuple[str, ...], Needs("recipe_name")] = ()
     """Linear layers that are not converted: those with one of these texts in their name, such as "k_proj" or "mtp."."""

@@ -13,6 +13,12 @@ FP8_MULTIPLE = 16
 """FP8 products need a multiple of this many inputs and outputs, and of tokens for a weight gradient: the kernels read
 rows in pieces of 16 bytes (`torch._scaled_mm`)."""
 
+MX_BLOCK = 32
+"""Elements that share a scale under mxfp8 (OCP Microscaling Formats 1.0)."""
+
+EXPERTS_MULTIPLES = {"rowwise": FP8_MULTIPLE, "mxfp8": MX_BLOCK}
+"""By `experts_recipe_name`: experts need multiples of this many inputs, outputs and rows."""
+
 
 @dataclass(frozen=True)
 class LinearLayer:
@@ -101,7 +107,8 @@ def filters_leave_something(config: RunConfig, shape: ModelShape, world_size: in
 
 
 def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE` on each rank."""
+    """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE`, or of those of the experts' recipe, on
+    each rank."""
     float8, tp = config.float8, config.parallelism.tensor_parallel_degree
     if float8.recipe_name is None:
         return
@@ -117,12 +124,13 @@ def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int
             f"float8.recipe_name = {show(float8.recipe_name)}: {first.name} has {first.inputs} inputs and "
             f"{first.outputs} outputs on a rank, and {rule}; set float8.filter_fqns = {show(list(uneven))}",
         )
-    width = shape.moe_intermediate_size
-    if float8.experts_recipe_name and (shape.hidden_size % FP8_MULTIPLE or width % FP8_MULTIPLE):
+    width, multiple = shape.moe_intermediate_size, EXPERTS_MULTIPLES.get(float8.experts_recipe_name, 1)
+    if shape.hidden_size % multiple or width % multiple:
         yield Fault(
             ("float8.experts_recipe_name", "model.hidden_size", "model.moe_intermediate_size"),
             f"float8.experts_recipe_name = {show(float8.experts_recipe_name)}: experts map model.hidden_size = "
-            f"{shape.hidden_size} to model.moe_intermediate_size = {width}, and {rule}; remove experts_recipe_name",
+            f"{shape.hidden_size} to model.moe_intermediate_size = {width}, and its products need multiples of "
+            f"{multiple}; remove experts_recipe_name",
         )
 
 

@@ -1,4 +1,4 @@
-"""FP8 products: operands are rounded to 8-bit floating point with one scale per tensor, row or column.
+"""FP8 products: operands are rounded to 8-bit floating point with one scale per tensor, row, column or part of these.
 
 Each product of a converted layer, forward and backward, rounds what it multiplies; results, weights, gradients and
 optimizer states keep their types. A rank scales what it holds: under tensor parallelism its part of a weight, under
@@ -7,6 +7,7 @@ data parallelism its own tokens.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.config.float8 import Float8
-from glm46.config.float8_layers import FP8_MULTIPLE, linear_layers
+from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.transformer import Transformer
 from glm46.planner.plan import Plan
@@ -43,7 +44,7 @@ def apply(model: Transformer, plan: Plan) -> None:
             if float8.enable_fsdp_float8_all_gather:
                 module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe))
         elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
-            module.product = emulated_grouped_product if float8.emulate else padded(scaled_grouped_product)
+            module.product = experts_product(float8)
 
 
 def _recipe(float8: Float8) -> "Float8Linear":
@@ -80,41 +81,57 @@ def linear_product(float8: Float8) -> LinearProduct:
     return product
 
 
-def scaled_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-    """`Experts.product` by torchao's kernels for NVIDIA GPUs from Hopper on."""
-    return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+def experts_product(float8: Float8) -> GroupedProduct:
+    """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs."""
+    recipe = float8.experts_recipe_name
+    if float8.emulate:
+        return partial(emulated_grouped_product, block=MX_BLOCK if recipe == "mxfp8" else None)
+
+    def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets, recipe)
+
+    return padded(product, EXPERTS_MULTIPLES[recipe])
 
 
 class _EmulatedGroupedProduct(torch.autograd.Function):
-    """The rounding of `compat.float8_grouped_mm`, which has no emulation, before products in the dtype of the operands.
-    These hold the rounded values exactly: four bits times a power of two."""
+    """The rounding of `compat.float8_grouped_mm` before products in the dtype of the operands. These hold the rounded
+    values exactly: four bits times a power of two. torchao emulates only "mxfp8", in BF16."""
 
     @staticmethod
-    def forward(ctx, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI, offsets)
-        return grouped_mm(_rounded(x_NI, -1), _rounded(weight_EOI, -1).transpose(1, 2), offsets)
+        ctx.block = block
+        return grouped_mm(_rounded(x_NI, -1, block), _rounded(weight_EOI, -1, block).transpose(1, 2), offsets)
 
     @staticmethod
     def backward(ctx, grad_NO: Tensor):
-        x_NI, weight_EOI, offsets = ctx.saved_tensors
+        (x_NI, weight_EOI, offsets), block = ctx.saved_tensors, ctx.block
         grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
-        grad_x = grouped_mm(_rounded(grad_NO, -1), _rounded(weight_EOI, 1), offsets)
-        grad_weight = grouped_outer(_rounded_in_groups(grad_NO, offsets), _rounded_in_groups(x_NI, offsets), offsets)
-        return grad_x, grad_weight, None
+        grad_x = grouped_mm(_rounded(grad_NO, -1, block), _rounded(weight_EOI, 1, block), offsets)
+        columns = (_rounded_in_groups(x, offsets, block) for x in (grad_NO, x_NI))
+        return grad_x, grouped_outer(*columns, offsets), None, None
 
 
-def emulated_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-    """`Experts.product` in the numerics of FP8, on any device."""
-    return _EmulatedGroupedProduct.apply(x_NI, weight_EOI, offsets)
+def emulated_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, block: int | None = None) -> Tensor:
+    """`Experts.product` in the numerics of FP8, on any device, with a scale per ``block`` elements of a row or column,
+    or one for all."""
+    return _EmulatedGroupedProduct.apply(x_NI, weight_EOI, offsets, block)
 
 
-def _rounded(x: Tensor, dim: int) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each slice along `dim`."""
+def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
+    """`x` rounded to E4M3 with a scale for each slice along `dim`, or for each ``block`` elements of it."""
+    if block is not None:
+        dim %= x.ndim
+        blocks = x.unflatten(dim, (-1, block))
+        return _rounded(blocks, dim + 1, None).flatten(dim, dim + 1)
     return _round(x, _scale(x.abs().amax(dim, keepdim=True)))
 
 
-def _rounded_in_groups(x_NI: Tensor, offsets: Tensor) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each column of each group of rows."""
+def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
+    """`x` rounded to E4M3 with a scale for each column of each group of rows, or of each ``block`` rows of a group."""
+    if block is not None:
+        row_P, place_N, _ = pad_groups(len(x_NI), offsets, block)
+        return _rounded(x_NI[row_P], 0, block)[place_N]
     group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
     amax = x_NI.new_zeros(len(offsets) + 1, x_NI.shape[1])  # the last one: rows that no group has
     return _round(x_NI, _scale(amax.index_reduce_(0, group_N, x_NI.abs(), "amax"))[group_N])
@@ -132,19 +149,19 @@ def _round(x: Tensor, scale: Tensor) -> Tensor:
     return (to_fp8_saturated(x.float() * scale, E4M3).float() / scale).to(x.dtype)
 
 
-def padded(product: GroupedProduct) -> GroupedProduct:
-    """A grouped product for groups of any size, by one for sizes that are multiples of `FP8_MULTIPLE`."""
+def padded(product: GroupedProduct, multiple: int) -> GroupedProduct:
+    """A grouped product for groups of any size, by one for sizes that are multiples of ``multiple``."""
 
     def padded_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-        row_P, place_N, padded_offsets = pad_groups(len(x_NI), offsets)
+        row_P, place_N, padded_offsets = pad_groups(len(x_NI), offsets, multiple)
         y_PO = product(_Pad.apply(x_NI, row_P, place_N), weight_EOI, padded_offsets)
         return _Unpad.apply(y_PO, place_N)
 
     return padded_product
 
 
-def pad_groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad each group of rows to a multiple of `FP8_MULTIPLE`, without asking the device for sizes.
+def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
 
     Padding repeats the last row of its group: no scale changes by it, and no gradient, because its result is not read.
 
@@ -155,10 +172,10 @@ def pad_groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     groups, device = len(offsets), offsets.device
     end_E = offsets.long()
     size_E = end_E.diff(prepend=end_E.new_zeros(1))
-    padded_end_E = ((size_E + FP8_MULTIPLE - 1) // FP8_MULTIPLE * FP8_MULTIPLE).cumsum(0)
+    padded_end_E = ((size_E + multiple - 1) // multiple * multiple).cumsum(0)
     padded_size_E = padded_end_E.diff(prepend=padded_end_E.new_zeros(1))
     shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)
-    place_P = torch.arange(-(-(rows + groups * (FP8_MULTIPLE - 1)) // FP8_MULTIPLE) * FP8_MULTIPLE, device=device)
+    place_P = torch.arange(-(-(rows + groups * (multiple - 1)) // multiple) * multiple, device=device)
     group_P = torch.searchsorted(padded_end_E, place_P, right=True).clamp(max=groups - 1)
     row_P = (place_P - shift_E[group_P]).minimum(end_E[group_P] - 1).clamp(0, rows - 1)
     row_N = torch.arange(rows, device=device)

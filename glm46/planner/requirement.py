@@ -23,6 +23,8 @@ _USABLE_CPU_RATIO = 0.95
 _USABLE_GPU_RATIO = 0.92
 """Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
 _REFERENCE_GPU = "H100"
+_EXPERTS_CAPABILITIES = {"rowwise": (9, 10), "mxfp8": (10,)}
+"""Major compute capabilities that torchao's kernels of each `experts_recipe_name` are made for."""
 _MOST_DOUBLINGS = 14
 SPLIT_BACKWARD_TORCH = (2, 13)
 """The oldest release on which schedules that split backward were seen to work."""
@@ -142,10 +144,12 @@ def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:
     for name, capability in found:
         if capability < 8.9:
             return [f"{needs}; found: {name}; {remedy}"]
-        if float8.experts_recipe_name and int(capability) not in (9, 10):
+        recipe = float8.experts_recipe_name
+        if recipe and int(capability) not in _EXPERTS_CAPABILITIES[recipe]:
+            fitting = "H100, H200, B200, B300" if recipe == "rowwise" else "B200, B300"
             return [
-                f'float8.experts_recipe_name = "{float8.experts_recipe_name}" needs a GPU with grouped FP8 products '
-                f"(H100, H200, B200, B300); found: {name}; remove the key, or {remedy}"
+                f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting}); found: '
+                f"{name}; remove the key, or {remedy}"
             ]
     return []
 

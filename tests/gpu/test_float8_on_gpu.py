@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glm46.config.float8 import Float8
-from glm46.parallelize.float8 import linear_product, padded, scaled_grouped_product
+from glm46.parallelize.float8 import experts_product, linear_product
 from tests.unit.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -29,16 +29,20 @@ def test_linear_product_follows_its_recipe(recipe):
 
 
 @pytest.mark.skipif(CAPABILITY[0] not in (9, 10), reason="no CUDA device with grouped FP8 products on this machine")
-def test_grouped_product_follows_its_recipe():
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_grouped_product_follows_its_recipe(recipe):
+    if recipe == "mxfp8" and CAPABILITY[0] != 10:
+        pytest.skip("no CUDA device with MXFP8 on this machine")
     x, weight, grad = (t.bfloat16() for t in operands((ROWS, 512), (5, 256, 512), (ROWS, 256)))
     inputs, end = [t.cuda().requires_grad_() for t in (x, weight)], int(OFFSETS[-1])
-    y = padded(scaled_grouped_product)(*inputs, OFFSETS.cuda())
+    float8 = Float8(recipe_name="rowwise", experts_recipe_name=recipe)
+    y = experts_product(float8)(*inputs, OFFSETS.cuda())
     y[:end].backward(grad[:end].cuda())
     for expert, (start, stop) in enumerate(zip([0, *OFFSETS[:-1].tolist()], OFFSETS.tolist(), strict=True)):
         if start == stop:
             continue
         rows = slice(start, stop)
-        wanted = recipe_in_fp64("rowwise", x[rows].double(), weight[expert].double(), grad[rows].double())
+        wanted = recipe_in_fp64(recipe, x[rows].double(), weight[expert].double(), grad[rows].double())
         found = (y.detach()[rows], inputs[0].grad[rows], inputs[1].grad[expert])
         for got, want in zip(found, wanted, strict=True):
             assert distance(got.cpu(), want) < BOUND, expert

@@ -83,6 +83,7 @@ CASES = {
     # Where ranks share the tokens of a row, or experts those of both ranks, linear layers need a recipe whose scales
     # do not depend on other tokens.
     "expert": Case(Layout(experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),
+    "expert in blocks": Case(Layout(experts_over=2), GW_HP | {"experts_recipe_name": "mxfp8"}, 4),
     "context": Case(Layout(context=2), GW_HP, 4),
     "tensor and expert": Case(Layout(tensor=2, experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),
 }

@@ -407,7 +407,18 @@ BAD = {
             "outputs on a rank, and FP8 products need multiples of 16; set float8.filter_fqns = "
             '["gate_proj", "up_proj", "down_proj"]',
             'float8.experts_recipe_name = "rowwise": experts map model.hidden_size = 256 to '
-            "model.moe_intermediate_size = 104, and FP8 products need multiples of 16; remove experts_recipe_name",
+            "model.moe_intermediate_size = 104, and its products need multiples of 16; remove experts_recipe_name",
+        ],
+    ),
+    "widths that blocks of MXFP8 cannot divide": (
+        (
+            'flavor = "debug"',
+            'flavor = "debug"\nmoe_intermediate_size = 112\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+            'experts_recipe_name = "mxfp8"',
+        ),
+        [
+            'float8.experts_recipe_name = "mxfp8": experts map model.hidden_size = 256 to '
+            "model.moe_intermediate_size = 112, and its products need multiples of 32; remove experts_recipe_name",
         ],
     ),
     "tokens that FP8 cannot divide": (

@@ -7,13 +7,21 @@ import torch
 from torch import Tensor
 
 from glm46.config.float8 import Float8
-from glm46.config.float8_layers import FP8_MULTIPLE, linear_layers
+from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.model.experts import Experts
 from glm46.model.layers import Linear
 from glm46.model.transformer import Transformer
-from glm46.parallelize.float8 import E4M3, _rounded_in_groups, emulated_grouped_product, linear_product, pad_groups
+from glm46.parallelize.float8 import (
+    E4M3,
+    _rounded,
+    _rounded_in_groups,
+    emulated_grouped_product,
+    experts_product,
+    linear_product,
+    pad_groups,
+)
 from glm46.parallelize.float8 import padded as padded_groups
 from glm46.planner.parameters import dimensions, named_rows
 
@@ -21,8 +29,13 @@ TYPES = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 """Bits of the mantissa, smallest exponent of a normal number, largest number."""
 
 
-def rounded(x: Tensor, dim: int | None, kind: str = "e4m3", power_of_2: bool = True) -> Tensor:
-    """FP64: `x` in 8 bits with a scale for each slice along `dim`, or one for all; the format from its definition."""
+def rounded(
+    x: Tensor, dim: int | None, kind: str = "e4m3", power_of_2: bool = True, block: int | None = None
+) -> Tensor:
+    """FP64: `x` in 8 bits with a scale for each slice along `dim`, or each ``block`` elements of it, the last ones
+    possibly fewer, or one for all; the format from its definition."""
+    if block is not None:
+        return torch.cat([rounded(part, dim, kind) for part in x.split(block, dim)], dim)
     mantissa, least, largest = TYPES[kind]
     amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = largest / amax.clamp(min=1e-12)
@@ -34,6 +47,10 @@ def rounded(x: Tensor, dim: int | None, kind: str = "e4m3", power_of_2: bool = T
 
 def recipe_in_fp64(recipe: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of x and gradient of the weight, from operands in FP64."""
+    if recipe == "mxfp8":
+        y = rounded(x, 1, block=32) @ rounded(weight, 1, block=32).T
+        grad_x = rounded(grad, 1, block=32) @ rounded(weight, 0, block=32)
+        return y, grad_x, rounded(grad, 0, block=32).T @ rounded(x, 0, block=32)
     if recipe == "tensorwise":
         x8, weight8 = rounded(x, None, power_of_2=False), rounded(weight, None, power_of_2=False)
         grad8 = rounded(grad, None, "e5m2", power_of_2=False)
@@ -83,17 +100,20 @@ def test_linear_product_follows_its_recipe(recipe, dtype):
     assert sum(all(distance(a, b) < 1e-3 for a, b in zip(other, wanted, strict=True)) for other in others) == 1
 
 
-SIZES = [5, 0, 16, 1, 20]
+SIZES = [5, 0, 16, 1, 70]
 OFFSETS = torch.tensor(SIZES).cumsum(0).to(torch.int32)
 ROWS = sum(SIZES) + 3
 """Three rows that no group has, as after an exchange with a bound on its size."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_grouped_product_follows_its_recipe(dtype):
-    x, weight, grad = (t.to(dtype) for t in operands((ROWS, 48), (5, 32, 48), (ROWS, 32)))
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    y = emulated_grouped_product(x, weight, OFFSETS)
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_grouped_product_follows_its_recipe(recipe, dtype):
+    x, weight, grad = (t.to(dtype) for t in operands((ROWS, 96), (5, 64, 96), (ROWS, 64)))
+    # Powers of two as scales differ only where an element is too small for one scale per row.
+    blocks = 2.0 ** torch.tensor([-12.0, 0.0, 12.0]).repeat_interleave(MX_BLOCK).to(dtype)
+    x, weight = (x * blocks).requires_grad_(), (weight / blocks).requires_grad_()
+    y = experts_product(Float8(recipe_name="rowwise", experts_recipe_name=recipe, emulate=True))(x, weight, OFFSETS)
     assert y.dtype == dtype
     end = int(OFFSETS[-1])
     y[:end].backward(grad[:end])
@@ -104,9 +124,10 @@ def test_grouped_product_follows_its_recipe(dtype):
         if start == stop:
             assert not weight.grad[expert].any()
             continue
-        wanted = recipe_in_fp64("rowwise", *exact)
+        wanted = recipe_in_fp64(recipe, *exact)
         found = y[rows], x.grad[rows], weight.grad[expert]
         assert all(distance(a, b) < bound for a, b in zip(found, wanted, strict=True)), expert
+        assert (distance(wanted[0], exact[0] @ exact[1].T) > 0.1) == (recipe == "rowwise")
 
 
 def test_groups_are_rounded_as_torchao_rounds_them():
@@ -116,19 +137,34 @@ def test_groups_are_rounded_as_torchao_rounds_them():
     filled = torch.tensor([size for size in SIZES if size]).cumsum(0)
     codes, scales = torch_to_float8_per_group_colwise(x, filled, E4M3, round_scales_to_power_of_2=True)
     group = torch.searchsorted(filled, torch.arange(len(x)), right=True)
-    assert torch.equal(_rounded_in_groups(x, OFFSETS), codes.float() / scales.view(-1, 48)[group])
+    assert torch.equal(_rounded_in_groups(x, OFFSETS, None), codes.float() / scales.view(-1, 48)[group])
 
 
-def test_padded_groups_give_the_same_result():
-    """A kernel wants groups of multiples of 16 rows; the padding changes neither results nor gradients."""
-    x, weight, grad = operands((ROWS, 48), (5, 32, 48), (ROWS, 32))
+def test_blocks_are_rounded_as_torchao_rounds_them():
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    (x,) = operands((40, 96))
+    x[3, :MX_BLOCK] = 0.0
+    scales, codes = to_mx(x, E4M3, MX_BLOCK, ScaleCalculationMode.RCEIL)
+    wanted = (codes.float().unflatten(-1, (-1, MX_BLOCK)) * scales.float().unsqueeze(-1)).flatten(-2)
+    assert torch.equal(_rounded(x, -1, MX_BLOCK), wanted)
+
+
+@pytest.mark.parametrize("recipe, block", [("rowwise", None), ("mxfp8", MX_BLOCK)])
+def test_padded_groups_give_the_same_result(recipe, block):
+    """A kernel wants groups of multiples of 16 or 32 rows; the padding changes neither results nor gradients."""
+    x, weight, grad = operands((ROWS, 96), (5, 64, 96), (ROWS, 64))
     end, found = int(OFFSETS[-1]), []
 
-    def even(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        assert not (offsets % FP8_MULTIPLE).any() and offsets[-1] <= len(x)
-        return emulated_grouped_product(x, weight, offsets)
+    def plain(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return emulated_grouped_product(x, weight, offsets, block)
 
-    for product in (emulated_grouped_product, padded_groups(even)):
+    def even(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        assert not (offsets % EXPERTS_MULTIPLES[recipe]).any() and offsets[-1] <= len(x)
+        return plain(x, weight, offsets)
+
+    for product in (plain, padded_groups(even, EXPERTS_MULTIPLES[recipe])):
         inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
         y = product(*inputs, OFFSETS)
         y[:end].backward(grad[:end])
@@ -141,7 +177,7 @@ def test_padded_groups_give_the_same_result():
 @pytest.mark.parametrize("sizes", [[0, 0, 0], [16], [1] * 40, [17, 0, 15, 33]], ids=str)
 def test_each_row_has_one_place_in_its_group(sizes):
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    row_P, place_N, padded = pad_groups(max(sum(sizes), 1), offsets)
+    row_P, place_N, padded = pad_groups(max(sum(sizes), 1), offsets, 16)
     starts = [0, *padded[:-1].tolist()]
     assert padded.diff(prepend=padded.new_zeros(1)).tolist() == [-(-size // 16) * 16 for size in sizes]
     assert padded[-1] <= len(row_P)
@@ -157,11 +193,13 @@ def test_gpu_kernels_of_the_experts_take_these_arguments():
     """They run only on a GPU; here their signature is read."""
     import inspect
 
-    from torchao.prototype.moe_training import fp8_grouped_mm
+    from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
 
-    parameters = inspect.signature(fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm).parameters
-    assert list(parameters)[:3] == ["A", "B_t", "offs"]
-    assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
+    of_rowwise = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
+    for product in (of_rowwise, mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm):
+        parameters = inspect.signature(product).parameters
+        assert list(parameters)[:3] == ["A", "B_t", "offs"]
+        assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
 
 
 def test_the_list_of_linear_layers_is_the_model():

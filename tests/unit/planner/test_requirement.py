@@ -95,6 +95,7 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
         assert "It fits." in found(machine, emulate=True)
     assert 'float8.experts_recipe_name = "rowwise" needs' in found(L40S)
     assert "It fits." in found(L40S, experts_recipe_name=None)
+    assert "B200, B300); found: NVIDIA H100" in found(NODE, experts_recipe_name="mxfp8")
     assert "It fits." in found(NODE)
 
 
