@@ -1,6 +1,7 @@
-"""The local part of a tensor, and its position in the whole tensor."""
+"""The local part of a tensor, its position in the whole tensor, and copies to the device of this rank."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,11 +9,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46 import compat
 
+_Value = TypeVar("_Value")
+
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or a plain tensor itself; detached, shares its memory."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return getattr(local, "_tensor", local)  # torchao wraps weights that FSDP2 gathers in FP8
+
+
+def copy_to_device(value: _Value, device: torch.device) -> _Value:
+    """Copy a tensor on the CPU, or an object with its methods `pin_memory` and `to`; the host does not wait for a GPU,
+    as a copy from pageable memory does."""
+    pinned = value.pin_memory() if device.type == "cuda" else value
+    return pinned.to(device, non_blocking=True)
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

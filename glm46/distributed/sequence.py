@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.distributed.local_tensor import copy_to_device
+
 
 @dataclass(frozen=True)
 class SequenceShard:
@@ -43,7 +45,7 @@ class SequenceShard:
         parts = [torch.empty_like(part) for _ in range(self.ranks)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         gathered = torch.cat(parts, dim=-1)
-        order = places_BRS.flatten(1).to(part.device).expand_as(gathered)
+        order = copy_to_device(places_BRS.flatten(1), part.device).expand_as(gathered)
         return torch.empty_like(gathered).scatter_(-1, order, gathered)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm46.distributed.local_tensor import copy_to_device
 from glm46.model.cross_entropy import IGNORE, summed_loss
 from glm46.model.transformer import LossSums
 from glm46.planner.schedule import schedule_value
@@ -49,7 +50,7 @@ class NextToken:
         """`accepted_drafts` over whole rows of a batch of the loader, FP64 [K], divided by the ranks that count the
         same rows, so that the sum over all ranks counts each draft once. Collective under context parallelism."""
         predictions = self._network.whole_rows(output.predictions, batch)
-        accepted = accepted_drafts(predictions, batch["mtp_labels"].to(predictions.device))
+        accepted = accepted_drafts(predictions, copy_to_device(batch["mtp_labels"], predictions.device))
         return accepted.double() / self._network.cluster.layout.ranks_per_dp_rank
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:

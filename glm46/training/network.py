@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from glm46.compat import named_range
 from glm46.config.model import ModelShape
+from glm46.distributed.local_tensor import copy_to_device
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
@@ -83,9 +84,7 @@ class Network:
         window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
         ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
         part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring)
-        if self.cluster.device.type == "cuda":  # a copy from pageable memory would wait for the device
-            part = {name: value.pin_memory() for name, value in part.items()}
-        return {name: value.to(self.cluster.device, non_blocking=True) for name, value in part.items()}
+        return {name: copy_to_device(value, self.cluster.device) for name, value in part.items()}
 
     def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
         """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without

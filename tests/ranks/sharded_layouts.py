@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from glm46.config.model import RopeScaling
@@ -397,7 +398,9 @@ def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:
 
 def run_layout(process: Process, layout: Layout) -> tuple:
     """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
-    and of each kind the parts that this rank holds, with their places in the whole."""
+    and of each kind the parts that this rank holds, with their places in the whole. From the second step on nothing may
+    be compiled."""
+    counters.clear()
     job = build_job(make_config(layout), process)
     parameters = job.network.parameters
     initial = {name: (whole(p).clone(), held(p)) for name, p in parameters.items()}
@@ -407,7 +410,8 @@ def run_layout(process: Process, layout: Layout) -> tuple:
         if layout.stages:
             job.network.attend_as(job.network.shape.model_copy(update=ATTENTION_OF_STEP[step]))
         totals = count_step(job, [make_batch(step, layout.document_mask)])
-        outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
+        with torch.compiler.set_stance("fail_on_recompile" if layout.compiled and step else "default"):
+            outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
         figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
@@ -450,10 +454,12 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
         squares(by_token[1], by_token0[1]),
         squares(gradients, gradients0),
         squares(final, final0),
+        sum(counters["graph_break"].values()),
+        counters["stats"]["unique_graphs"],
     )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
-    different, names, token_squares, gradient_squares, final_squares = zip(*ranks, strict=True)
+    different, names, token_squares, gradient_squares, final_squares, breaks, graphs = zip(*ranks, strict=True)
     last = distances(final_squares, final0)
     moved = {
         n: distance / (final0[n] - initial0[n]).norm().item()
@@ -463,6 +469,9 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     apart = {n: distance / final0[n].norm().item() for n, distance in last.items() if not n.endswith("bias")}
     return {
         "name": layout.name,
+        # Of the ranks: kinds of layers have one code each, so that depth adds nothing.
+        "graph_breaks": max(breaks),
+        "graphs": max(graphs),
         "initial_weights_different": sorted(set.union(*different, set.union(*names) ^ set(initial0))),
         "loss_error": step_error([row[0] for row in figures], [row[0] for row in figures0]),
         "norm_error": step_error([row[2] for row in figures], [row[2] for row in figures0]),

@@ -1,0 +1,40 @@
+"""A step of the engine on a CUDA device: how often the host waits for it."""
+
+import warnings
+
+import pytest
+import torch
+
+from glm46.distributed.process import join, leave
+from glm46.training.step import train_step
+from glm46.training.totals import count_step
+from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, make_config, micro_batches
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture
+def process():
+    yield join(60)
+    leave()
+
+
+def test_the_host_waits_once_per_step(process):
+    layout = LAYOUTS[1]["fsdp"]
+    job = build_job(make_config(layout), process)
+    for step in range(3):
+        totals = count_step(job, [make_batch(step)])
+        batches = micro_batches(job, step, layout.micro_batches)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if step else "default")  # the first step also loads kernels
+            try:
+                train_step(job, batches, totals, 0, 1.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [f"{found.filename}:{found.lineno}" for found in caught if "synchronizing" in str(found.message)]
+        assert len(waits) == (1 if step else 0), waits
