@@ -9,7 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from glm46.distributed.collectives import Exchange, exchange_rows
-from glm46.model.dispatch import combine_assignments, gather_assignments, sort_assignments
+from glm46.model.dispatch import (
+    combine_assignments,
+    gather_assignments,
+    pad_groups,
+    pad_weights,
+    sort_assignments,
+)
 from glm46.model.moe import MoE
 from glm46.model.router import Routing
 from glm46.model.transformer import Transformer
@@ -34,6 +40,7 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup):
         self._group, self._ranks = group, dist.get_world_size(group)
+        self.multiple = 1
 
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
@@ -64,9 +71,13 @@ class AllToAllDispatcher:
         expert_M = torch.arange(num_experts, device=received_RE.device).repeat(self._ranks)
         expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(receive))
         by_expert_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
+        offsets, weights_M = sizes_E.cumsum(0).to(torch.int32), weights.finish()[by_expert_M]
+        if self.multiple > 1:
+            row_P, padded_M, offsets = pad_groups(len(by_expert_M), offsets, self.multiple)
+            weights_M = pad_weights(weights_M, padded_M, len(row_P))
+            by_expert_M, place_M = by_expert_M[row_P], padded_M[place_M]
         context = (token_N, place_TA, by_expert_M, place_M, send, receive)
-        x_MD = _Reorder.apply(rows.finish(), by_expert_M, place_M)
-        return x_MD, weights.finish()[by_expert_M], sizes_E.cumsum(0).to(torch.int32), context
+        return _Reorder.apply(rows.finish(), by_expert_M, place_M), weights_M, offsets, context
 
     @torch.compiler.disable
     def combine(self, y_ND: Tensor, context: Any) -> Tensor:
@@ -77,8 +88,8 @@ class AllToAllDispatcher:
 
 
 class _Reorder(torch.autograd.Function):
-    """Row n of the result is row order[n]; `inverse` is the inverse permutation. The built-in backward of indexing adds
-    rows in varying order, although each occurs once.
+    """Row n of the result is row order[n]; `inverse` has a place of each row, the only one whose gradient counts. The
+    built-in backward of indexing adds rows in varying order.
 
     Neither is a saved tensor, for the reason given in `_Combine` of `model/dispatch.py`."""
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from glm46 import compat
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
-from glm46.model.experts import Experts, grouped_mm, grouped_outer
+from glm46.model.experts import grouped_mm, grouped_outer
+from glm46.model.moe import MoE
 from glm46.model.transformer import Transformer
 from glm46.planner.plan import Plan
 
@@ -43,8 +44,9 @@ def apply(model: Transformer, plan: Plan) -> None:
             module.product = product
             if float8.enable_fsdp_float8_all_gather:
                 module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe))
-        elif isinstance(module, Experts) and float8.experts_recipe_name is not None:
-            module.product = experts_product(float8)
+        elif isinstance(module, MoE) and float8.experts_recipe_name is not None:
+            module.experts.product = experts_product(float8)
+            module.dispatcher.multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
 
 
 def _recipe(float8: Float8) -> "Float8Linear":
@@ -82,7 +84,8 @@ def linear_product(float8: Float8) -> LinearProduct:
 
 
 def experts_product(float8: Float8) -> GroupedProduct:
-    """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs."""
+    """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs. Sizes of groups
+    are multiples of `EXPERTS_MULTIPLES`."""
     recipe = float8.experts_recipe_name
     if float8.emulate:
         return partial(emulated_grouped_product, block=MX_BLOCK if recipe == "mxfp8" else None)
@@ -90,7 +93,7 @@ def experts_product(float8: Float8) -> GroupedProduct:
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
         return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets, recipe)
 
-    return padded(product, EXPERTS_MULTIPLES[recipe])
+    return product
 
 
 class _EmulatedGroupedProduct(torch.autograd.Function):
@@ -114,7 +117,7 @@ class _EmulatedGroupedProduct(torch.autograd.Function):
 
 def emulated_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, block: int | None = None) -> Tensor:
     """`Experts.product` in the numerics of FP8, on any device, with a scale per ``block`` elements of a row or column,
-    or one for all."""
+    or one for all. Sizes of groups and ``len(x_NI)`` are multiples of ``block``."""
     return _EmulatedGroupedProduct.apply(x_NI, weight_EOI, offsets, block)
 
 
@@ -130,8 +133,7 @@ def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
 def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
     """`x` rounded to E4M3 with a scale for each column of each group of rows, or of each ``block`` rows of a group."""
     if block is not None:
-        row_P, place_N, _ = pad_groups(len(x_NI), offsets, block)
-        return _rounded(x_NI[row_P], 0, block)[place_N]
+        return _rounded(x_NI, 0, block)  # groups have whole blocks
     group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
     amax = x_NI.new_zeros(len(offsets) + 1, x_NI.shape[1])  # the last one: rows that no group has
     return _round(x_NI, _scale(amax.index_reduce_(0, group_N, x_NI.abs(), "amax"))[group_N])
@@ -147,65 +149,3 @@ def _round(x: Tensor, scale: Tensor) -> Tensor:
     from torchao.float8.float8_utils import to_fp8_saturated
 
     return (to_fp8_saturated(x.float() * scale, E4M3).float() / scale).to(x.dtype)
-
-
-def padded(product: GroupedProduct, multiple: int) -> GroupedProduct:
-    """A grouped product for groups of any size, by one for sizes that are multiples of ``multiple``."""
-
-    def padded_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-        row_P, place_N, padded_offsets = pad_groups(len(x_NI), offsets, multiple)
-        y_PO = product(_Pad.apply(x_NI, row_P, place_N), weight_EOI, padded_offsets)
-        return _Unpad.apply(y_PO, place_N)
-
-    return padded_product
-
-
-def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
-
-    Padding repeats the last row of its group: no scale changes by it, and no gradient, because its result is not read.
-
-    Returns:
-        int64 [P], P >= the sum of the padded sizes: the row at each place; int64 [N]: the place of each row; int32 [E]:
-        running sum of the padded sizes.
-    """
-    groups, device = len(offsets), offsets.device
-    end_E = offsets.long()
-    size_E = end_E.diff(prepend=end_E.new_zeros(1))
-    padded_end_E = ((size_E + multiple - 1) // multiple * multiple).cumsum(0)
-    padded_size_E = padded_end_E.diff(prepend=padded_end_E.new_zeros(1))
-    shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)
-    place_P = torch.arange(-(-(rows + groups * (multiple - 1)) // multiple) * multiple, device=device)
-    group_P = torch.searchsorted(padded_end_E, place_P, right=True).clamp(max=groups - 1)
-    row_P = (place_P - shift_E[group_P]).minimum(end_E[group_P] - 1).clamp(0, rows - 1)
-    row_N = torch.arange(rows, device=device)
-    place_N = row_N + shift_E[torch.searchsorted(end_E, row_N, right=True).clamp(max=groups - 1)]
-    return row_P, place_N, padded_end_E.to(torch.int32)
-
-
-class _Pad(torch.autograd.Function):
-    """Rows at their places and repeated ones between them, whose gradient is zero."""
-
-    @staticmethod
-    def forward(ctx, x_NI: Tensor, row_P: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(place_N)
-        return x_NI.index_select(0, row_P)
-
-    @staticmethod
-    def backward(ctx, grad_PI: Tensor):
-        return grad_PI.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """The rows at these places. The gradient of the others is zero."""
-
-    @staticmethod
-    def forward(ctx, y_PO: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(place_N)
-        ctx.places = len(y_PO)
-        return y_PO.index_select(0, place_N)
-
-    @staticmethod
-    def backward(ctx, grad_NO: Tensor):
-        zeros = grad_NO.new_zeros(ctx.places, grad_NO.shape[1])
-        return zeros.index_copy_(0, ctx.saved_tensors[0], grad_NO), None

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.model.dispatch import LocalDispatcher
+from glm46.model.dispatch import LocalDispatcher, pad_groups
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.moe import MoE
 from glm46.model.router import Routing, RoutingOptions
@@ -79,8 +79,9 @@ def slow_experts(experts, x, weights, choice):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("multiple", [1, 16, 32])
 @pytest.mark.parametrize("case", ["random", "all tokens to one expert", "some experts empty"])
-def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, tiny_shape, relative_error):
+def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, multiple, tiny_shape, relative_error):
     torch.manual_seed(2)
     shape = tiny_shape(num_experts_per_tok=1 if case == "all tokens to one expert" else 3)
     experts = Experts(shape)
@@ -94,8 +95,12 @@ def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, tiny_sha
         choice = torch.full((13, 1), 6)
     x, weights = torch.randn(13, 48, requires_grad=True), torch.rand(choice.shape, requires_grad=True)
     dispatcher = LocalDispatcher()
+    dispatcher.multiple = multiple
     x_ND, weights_N, offsets, context = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 8))
-    out = dispatcher.combine(experts(x_ND, weights_N, offsets), context)
+    assert not (offsets % multiple).any() and offsets[-1] <= len(x_ND)
+    y_ND = experts(x_ND, weights_N, offsets)
+    behind = torch.full_like(y_ND[offsets[-1] :], torch.nan)  # undefined, so nothing may read it
+    out = dispatcher.combine(torch.cat([y_ND[: offsets[-1]], behind]), context)
     slow = slow_experts(experts, x, weights, choice)
     grad = torch.randn_like(slow)
     inputs = (x, weights, experts.gate_up, experts.down)
@@ -103,6 +108,21 @@ def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, tiny_sha
     assert relative_error(out, slow) < 1e-6  # FP32
     for ours, theirs in zip(got, want, strict=True):
         assert relative_error(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [16], [1] * 40, [17, 0, 15, 33]], ids=str)
+def test_each_row_has_one_place_in_its_group(sizes):
+    offsets = offsets_of(sizes)
+    row_P, place_N, padded = pad_groups(sum(sizes), offsets, 16)
+    starts = [0, *padded[:-1].tolist()]
+    assert padded.diff(prepend=padded.new_zeros(1)).tolist() == [-(-size // 16) * 16 for size in sizes]
+    assert padded[-1] <= len(row_P)
+    wanted = [start + place for start, size in zip(starts, sizes, strict=True) for place in range(size)]
+    assert place_N.tolist() == wanted
+    assert torch.equal(row_P[place_N], torch.arange(sum(sizes)))
+    group = torch.searchsorted(offsets, row_P, right=True)
+    for number, (start, stop) in enumerate(zip(starts, padded.tolist(), strict=True)):
+        assert (group[start:stop] == number).all()
 
 
 def test_dispatch_sorts_stably_and_counts_exactly():

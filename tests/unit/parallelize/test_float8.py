@@ -9,20 +9,19 @@ from torch import Tensor
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.config.model import Model
-from glm46.config.presets import resolve_shape
+from glm46.config.presets import PRESETS, resolve_shape
 from glm46.model.experts import Experts
 from glm46.model.layers import Linear
+from glm46.model.moe import MoE
+from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 from glm46.parallelize.float8 import (
     E4M3,
     _rounded,
     _rounded_in_groups,
-    emulated_grouped_product,
     experts_product,
     linear_product,
-    pad_groups,
 )
-from glm46.parallelize.float8 import padded as padded_groups
 from glm46.planner.parameters import dimensions, named_rows
 
 TYPES = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
@@ -100,10 +99,11 @@ def test_linear_product_follows_its_recipe(recipe, dtype):
     assert sum(all(distance(a, b) < 1e-3 for a, b in zip(other, wanted, strict=True)) for other in others) == 1
 
 
-SIZES = [5, 0, 16, 1, 70]
+SIZES = [32, 0, 64, 32, 96]
+"""Multiples of 32, as the dispatcher makes them."""
 OFFSETS = torch.tensor(SIZES).cumsum(0).to(torch.int32)
-ROWS = sum(SIZES) + 3
-"""Three rows that no group has, as after an exchange with a bound on its size."""
+ROWS = sum(SIZES) + 32
+"""The last rows are in no group, as behind the padding of the dispatcher."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -151,42 +151,28 @@ def test_blocks_are_rounded_as_torchao_rounds_them():
     assert torch.equal(_rounded(x, -1, MX_BLOCK), wanted)
 
 
-@pytest.mark.parametrize("recipe, block", [("rowwise", None), ("mxfp8", MX_BLOCK)])
-def test_padded_groups_give_the_same_result(recipe, block):
-    """A kernel wants groups of multiples of 16 or 32 rows; the padding changes neither results nor gradients."""
-    x, weight, grad = operands((ROWS, 96), (5, 64, 96), (ROWS, 64))
-    end, found = int(OFFSETS[-1]), []
+def test_padding_changes_no_scale():
+    """A MoE layer in FP8 gives the same with its groups padded, as kernels want them, and without, which the emulation
+    of rowwise takes too. A changed scale would round anew: 1e-2."""
+    shape = PRESETS["debug"].model_copy(update={"hidden_size": 96, "moe_intermediate_size": 64})
+    x, grad = operands((2, 37, 96), (2, 37, 96))
 
-    def plain(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return emulated_grouped_product(x, weight, offsets, block)
+    def results(multiple: int) -> list[Tensor]:
+        layer = MoE(shape)
+        torch.manual_seed(0)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        layer.experts.product = experts_product(
+            Float8(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True)
+        )
+        layer.dispatcher.multiple = multiple
+        inputs = x.clone().requires_grad_()
+        y, _ = layer(inputs, None, RoutingOptions())
+        y.backward(grad)
+        return [y.detach(), inputs.grad, *(parameter.grad for parameter in layer.parameters())]
 
-    def even(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        assert not (offsets % EXPERTS_MULTIPLES[recipe]).any() and offsets[-1] <= len(x)
-        return plain(x, weight, offsets)
-
-    for product in (plain, padded_groups(even, EXPERTS_MULTIPLES[recipe])):
-        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = product(*inputs, OFFSETS)
-        y[:end].backward(grad[:end])
-        found.append((y[:end], inputs[0].grad[:end], inputs[1].grad))
-    for plain, padded in zip(*found, strict=True):
-        # Products of other sizes sum in another order. A changed scale would round anew: 1e-2.
-        assert distance(padded, plain.double()) < 1e-6
-
-
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [16], [1] * 40, [17, 0, 15, 33]], ids=str)
-def test_each_row_has_one_place_in_its_group(sizes):
-    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    row_P, place_N, padded = pad_groups(max(sum(sizes), 1), offsets, 16)
-    starts = [0, *padded[:-1].tolist()]
-    assert padded.diff(prepend=padded.new_zeros(1)).tolist() == [-(-size // 16) * 16 for size in sizes]
-    assert padded[-1] <= len(row_P)
-    wanted = [start + place for start, size in zip(starts, sizes, strict=True) for place in range(size)]
-    assert place_N.tolist()[: sum(sizes)] == wanted
-    assert torch.equal(row_P[place_N], torch.arange(len(place_N))) or not sum(sizes)
-    group = torch.searchsorted(offsets, row_P, right=True)
-    for number, (start, stop) in enumerate(zip(starts, padded.tolist(), strict=True)):
-        assert (group[start:stop] == number).all()
+    for padded, plain in zip(results(EXPERTS_MULTIPLES["rowwise"]), results(1), strict=True):
+        assert distance(padded, plain.double()) < 1e-6  # products of other sizes sum in another order
 
 
 def test_gpu_kernels_of_the_experts_take_these_arguments():
