@@ -68,6 +68,8 @@ class Layout(NamedTuple):
     document_mask: bool = True
     window: int | None = None
     compiled: bool = False
+    backend: str = "aot_eager"
+    """Tracing, graph breaks and guards are those of the default one; what this leaves out is a C++ compiler."""
     stages: bool = False
     """Each step has the window and RoPE scaling of `ATTENTION_OF_STEP`, as in a stage of text of its own."""
     ring: bool = False
@@ -95,6 +97,7 @@ class Layout(NamedTuple):
             *([] if self.document_mask else ["no_documents"]),
             *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
+            *([self.backend] if self.backend != "aot_eager" else []),
             *(["stages"] if self.stages else []),
             *(["ring"] if self.ring else []),
             *(["offload"] if self.offload else []),
@@ -124,6 +127,7 @@ _LAYOUTS = {
         Layout(context=2, window=5, checkpointing="selective"),
         Layout(context=2, ring=True, checkpointing="selective"), Layout(context=2, ring=True, compiled=True),
         Layout(tensor=2, compiled=True), Layout(experts_over=2, compiled=True),
+        Layout(compiled=True, backend="inductor"), Layout(experts_over=2, compiled=True, backend="inductor"),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, compiled=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
         Layout(context=2, checkpointing="selective", stages=True),
@@ -400,6 +404,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole. From the second step on nothing may
     be compiled."""
+    torch.compiler.reset()  # other layouts of this process may have compiled the same layers
     counters.clear()
     job = build_job(make_config(layout), process)
     parameters = job.network.parameters
@@ -492,7 +497,11 @@ def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
     process = join(60)
     for layout in layouts:
         most = 0 if layout.ring else activations.MOST_GATHERED_BYTES
-        with mock.patch.object(activations, "MOST_GATHERED_BYTES", most):
+        compile = functools.partial(torch.compile, backend=layout.backend)
+        with (
+            mock.patch.object(activations, "MOST_GATHERED_BYTES", most),
+            mock.patch.object(torch, "compile", compile),
+        ):
             figures = compare(layout, run_layout(process, layout), references[layout.reference])
         if process.is_main:
             print(json.dumps(figures), flush=True)
@@ -503,8 +512,6 @@ def main(world_size: int, *names: str) -> None:
     """Compare the named layouts of this world size, or all, with one process, which is this one."""
     torch.set_num_threads(1)
     layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
-    # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     kinds = {layout.reference: layout for layout in layouts.values()}
     references = {kind: run_reference(make_config(layout), layout.stages) for kind, layout in kinds.items()}
 
