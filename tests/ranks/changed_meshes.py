@@ -32,6 +32,7 @@ from tests.ranks.sharded_layouts import (
     make_batch,
     make_config,
     micro_batches,
+    schedule_here,
     whole,
 )
 
@@ -45,8 +46,8 @@ MESHES = {
     "tp2": Layout(tensor=2),
     "tp4_ep2": Layout(tensor=4, experts_over=2),
     "pp2": Layout(pipeline=2, micro_batches=4),
-    "pp2_tp2": Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
-    "pp2_cp2": Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
+    "pp2_tp2": Layout(pipeline=2, tensor=2, schedule=schedule_here("InterleavedZeroBubble"), micro_batches=4),
+    "pp2_cp2": Layout(pipeline=2, context=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
     "pp4": Layout(pipeline=4, micro_batches=4),
 }
 # Twelve experts, which every mesh can divide.

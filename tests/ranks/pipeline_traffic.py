@@ -8,12 +8,22 @@ import torch.distributed as dist
 from glm46.distributed.process import join, leave
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
-from tests.ranks.sharded_layouts import ROWS, SEQ_LEN, SHAPE, Layout, build_job, make_batch, make_config, micro_batches
+from tests.ranks.sharded_layouts import (
+    ROWS,
+    SEQ_LEN,
+    SHAPE,
+    Layout,
+    build_job,
+    make_batch,
+    make_config,
+    micro_batches,
+    schedule_here,
+)
 from tests.ranks.traffic import Traffic
 
 CASES = [
     Layout(pipeline=2),
-    Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
+    Layout(pipeline=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
     Layout(pipeline=2, tensor=2, micro_batches=4),
 ]
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from glm46.config.model import RopeScaling
 from glm46.config.moe import MoE
@@ -36,6 +37,7 @@ from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize.plan import initialise
 from glm46.planner import activations
 from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.requirement import SPLIT_BACKWARD_TORCH
 from glm46.pretrain.next_token import NextToken, count_targets, next_token_loss
 from glm46.training.balance import auxiliary_loss
 from glm46.training.network import Network, build_network
@@ -183,6 +185,11 @@ ATTENTION_OF_STEP = (
 )
 LAYOUTS_AT_ONCE = 5
 """Then new ranks: each process group has threads that wake up a hundred times a second."""
+
+
+def schedule_here(schedule: str) -> str:
+    """A schedule with split backward, or Interleaved1F1B where the launcher refuses it."""
+    return schedule if TorchVersion(torch.__version__) >= SPLIT_BACKWARD_TORCH else "Interleaved1F1B"
 
 
 def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:

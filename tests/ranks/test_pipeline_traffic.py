@@ -8,8 +8,8 @@ def test_stages_send_hidden_states_and_gather_weights_once_per_step(server):
     assert len(cases) == 3
     for case in cases:
         layout, shape = case["layout"], case["shape"]
-        # A V has three borders for its four stages, but the middle one is inside a rank.
-        borders_of_a_rank = {"1F1B": 1, "ZBVZeroBubble": 2}[layout["schedule"]]
+        # Four stages have three borders; the middle one of a V is inside a rank.
+        borders_of_a_rank = {"1F1B": 1, "Interleaved1F1B": 3, "ZBVZeroBubble": 2}[layout["schedule"]]
         readers = 4 // layout["pipeline"] // layout["tensor"]
         tokens = case["rows"] // readers * case["seq_len"] // layout["tensor"]  # of all micro-batches of a step
         tensors = 1 + shape["num_nextn_predict_layers"]
