@@ -12,11 +12,9 @@ from glm46.config.loader import load_config
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.flops import training_flops_per_token
-from glm46.planner.machine import Machine
 from glm46.planner.memory import stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.report import plan_text
-from glm46.planner.requirement import describe_requirement
 from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
 from glm46.planner.stage_table import stage_table
 
@@ -26,8 +24,6 @@ FILES = sorted(FOLDER.glob("*.toml"))
 FAMILIES = {name: [f"{name}_phase{number}" for number in (1, 2, 3)] for name in ("glm45_paper", "glm46", "debug")}
 LARGE = [*FAMILIES["glm45_paper"], *FAMILIES["glm46"]]
 TRILLION = 10**12
-GIB = 2**30
-LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, free_bytes=12 * GIB)
 
 # What the recipe changes from one phase to the next.
 ALWAYS = {
@@ -104,11 +100,6 @@ def test_phase_is_laid_out_for_8192_gpus_and_fits_them(name):
     header, *stages = stage_table(plan, stage_memory(plan))
     shares = [int(share) for line in stages for share in re.findall(r"(\d+)%", line)]
     assert len(stages) == len(config.data.stages or [1]) and shares and max(shares) < 50
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in LARGE], ids=lambda path: path.stem)
-def test_small_run_fits_a_laptop(path):
-    assert describe_requirement(load_config(path), LAPTOP)[0]
 
 
 @pytest.mark.parametrize("names", FAMILIES.values(), ids=FAMILIES)

@@ -1,0 +1,131 @@
+"""Each shipped TOML fits the GPUs that it names, or a laptop; layouts that it mentions fit or not as it says; and each
+value of a recipe has its source beside it.
+
+A recipe says in comments what this file computes from its degrees:
+
+    # Planned on 32 x H100: 50 GiB, and 28 GiB of the host
+    # Does not fit: --activation_checkpoint.mode selective: 110 GiB
+    # Fits too: --activation_checkpoint.mode full
+    #   --parallelism.tensor_parallel_degree 2: 40 GiB
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from glm46.config.check import check_config
+from glm46.config.loader import load_config
+from glm46.planner.layout import smallest_world
+from glm46.planner.machine import Gpu, Machine
+from glm46.planner.memory import plan_memory
+from glm46.planner.peaks import find_accelerator
+from glm46.planner.plan import resolve_plan
+from glm46.planner.requirement import describe_requirement
+from glm46.planner.schedule import schedule_value
+
+FOLDER = Path(__file__).parents[3] / "train_configs"
+FILES = sorted(FOLDER.glob("*.toml"))
+GIB = 2**30
+LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, free_bytes=12 * GIB)
+GPUS_PER_NODE = 8
+NODE_BYTES = 1024 * GIB  # the documents' nodes have one or two terabytes
+# Comments have whole GiB, rounded up or down. A change of the plan by more than half of one is a change to look at.
+ROUNDING = 1.0
+
+SAYS = {path: path.read_text(encoding="utf-8").replace("\n#   --", " --") for path in FILES}
+PLANNED = r"(?m)^# Planned on ([\d,]+) x (\w+): ([\d,]+) GiB(?:, and ([\d,]+) GiB of the host)?$"
+RECIPES = [path for path in FILES if re.search(PLANNED, SAYS[path])]
+OTHERS = [
+    (path, verdict, options, gib)
+    for path in RECIPES
+    for verdict, options, gib in re.findall(r"(?m)^# (Does not fit|Fits too): (--.*): ([\d,]+) GiB$", SAYS[path])
+]
+MARK = r"\[(page|bridge|paper|blog|document|quick start|assumption|ours)( [\d, -]+)?\]"
+# What belongs to the run and not to a recipe of anybody.
+OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
+
+
+def gpus_of(path: Path) -> tuple[int, Machine]:
+    """The number of GPUs that a recipe names, and nodes of 8 of them."""
+    number, kind, *_ = re.search(PLANNED, SAYS[path]).groups()
+    gpus, accelerator = int(number.replace(",", "")), find_accelerator(kind)
+    assert accelerator is not None and gpus % GPUS_PER_NODE == 0
+    node = (Gpu(accelerator.name, accelerator.memory_bytes),) * GPUS_PER_NODE
+    return gpus, Machine(64, NODE_BYTES, NODE_BYTES, node, nodes=gpus // GPUS_PER_NODE)
+
+
+def test_recipes_are_found():
+    assert len(RECIPES) == 11 and len(OTHERS) >= 5
+    said = [line for text in SAYS.values() for line in re.findall(r"(?m)^# (?:Planned on|Does not fit|Fits too)", text)]
+    assert len(said) == len(RECIPES) + len(OTHERS)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_fits_the_gpus_that_it_names(path):
+    config, (gpus, machine) = load_config(path), gpus_of(path)
+    assert config.parallelism.data_parallel_shard_degree != -1 and smallest_world(config.parallelism) == gpus
+    assert check_config(config, world_size=gpus) == []
+    *_, gib, host = re.search(PLANNED, SAYS[path]).groups()
+    memory = plan_memory(config, gpus)
+    assert memory.total / GIB == pytest.approx(int(gib), abs=ROUNDING)
+    assert memory.host / GIB == pytest.approx(int(host or 0), abs=ROUNDING)
+    fits, why = describe_requirement(config, machine)
+    assert fits, why
+
+
+@pytest.mark.parametrize(("path", "verdict", "options", "gib"), OTHERS, ids=[f"{o[0].stem}: {o[2]}" for o in OTHERS])
+def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, options, gib):
+    gpus, machine = gpus_of(path)
+    config = load_config(path, shlex.split(options), world_size=gpus)
+    assert plan_memory(config, gpus).total / GIB == pytest.approx(int(gib.replace(",", "")), abs=ROUNDING)
+    assert describe_requirement(config, machine)[0] == (verdict == "Fits too")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path not in RECIPES], ids=lambda path: path.stem)
+def test_other_runs_fit_a_laptop(path):
+    fits, why = describe_requirement(load_config(path), LAPTOP)
+    assert fits, why
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_value_has_its_source(path):
+    """Beside the key, or in the comment over its lines; one comment may stand over several tables of an array."""
+    bare, has_mark, was, header = [], False, "", ""
+    for line in SAYS[path].splitlines():
+        if line.startswith("#"):
+            has_mark = bool(re.search(MARK, line)) or (has_mark and was.startswith("#"))
+        elif line.startswith("["):
+            has_mark, header = has_mark and (bool(was) or line == header), line
+        elif key := re.match(r"(\w+) = ", line):
+            has_mark = has_mark and bool(was)
+            if not (key[1] in OWN or has_mark or re.search(f"#.*{MARK}", line)):
+                bare.append(line)
+        was = line
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "degrees"), [("glm45_pretrain", 256, (2, 8, 16)), ("glm45_air_pretrain", 32, (1, 4, 8))]
+)
+def test_recipes_of_the_glm_45_page_have_its_numbers(name, world, degrees):
+    """Its tables of parallelism and its example of pre-training; the rest from Megatron-Bridge's recipes."""
+    plan = resolve_plan(load_config(FOLDER / f"{name}.toml"))
+    config, layout = plan.config, plan.layout
+    assert (layout.tp, layout.pp, layout.ep) == degrees and layout.world_size == world
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (100_000, 4096, 1)
+    assert plan.batches_of(0) == (2048, 2048) and plan.budget_tokens == 100_000 * 2048 * 4096
+    scheduler, optimizer = config.lr_scheduler, config.optimizer
+    assert optimizer.name == "AdamW" and optimizer.lr == 1e-4
+    assert optimizer.lr * scheduler.min_lr_factor == pytest.approx(1e-5)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.95, 1e-8)
+    assert scheduler.warmup_tokens == 2000 * 2048 * 4096
+    weights = [schedule_value(config.mtp.loss_weight, tokens) for tokens in (0, 15 * 10**12 - 1, 15 * 10**12)]
+    assert weights == [0.3, 0.3, 0.1]
+
+
+def test_the_experiment_is_the_documents():
+    plan = resolve_plan(load_config(FOLDER / "scaled_64gpu.toml"))
+    assert (plan.shape.num_hidden_layers, plan.shape.n_routed_experts) == (24, 32)
+    assert plan.layout.world_size == 64 and plan.budget_tokens == 100 * 10**9
