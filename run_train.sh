@@ -5,7 +5,8 @@
 #   CONFIG_FILE=train_configs/debug_hsdp.toml NGPU=4 ./run_train.sh --training.steps 100 --optimizer.lr 3e-4
 #
 # CONFIG_FILE  the TOML file; looked for in the current folder, then in this checkout
-# NGPU         processes to start; one per GPU, or two on a CPU, if not set
+# NGPU         processes to start on each node; one per GPU, or two on a CPU, if not set
+# HOSTFILE     lines such as `node001 slots=8`: starts all these nodes from here, over ssh
 # Any key of the file can be overridden: --section.key VALUE. `python -m glm46 launch --help` prints all of them.
 set -euo pipefail
 # Until Python handles the signals: 75 asks a job system to start the same command again.
@@ -18,7 +19,7 @@ use_environment ""
 # The launcher prints this command, with overrides, for a person to copy.
 script="$root/run_train.sh"
 if [ "$PWD" = "$root" ]; then script=./run_train.sh; fi
-printf -v GLM46_START '%s%s%q' "${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"
+printf -v GLM46_START '%s%s%q' "${HOSTFILE:+HOSTFILE=$(printf %q "$HOSTFILE") }${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"
 export GLM46_START
 
 config=${CONFIG_FILE:-train_configs/debug.toml}
@@ -26,4 +27,4 @@ if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
 # Signals wait until Python listens, where env can block them (GNU).
 blocking=(env --block-signal=INT,TERM,HUP,USR1)
 "${blocking[@]}" true 2>/dev/null || blocking=(env)
-exec "${blocking[@]}" "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" "$@"
+exec "${blocking[@]}" "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" ${HOSTFILE:+--hostfile "$HOSTFILE"} "$@"

@@ -29,6 +29,7 @@ from glm46.checkpoint.gathering import (
 from glm46.checkpoint.integrity import MANIFEST, step_folder
 from glm46.checkpoint.publish import repair
 from glm46.config.errors import UserError
+from glm46.distributed.hostfile import read_hostfile
 
 _MARK = "glm46-node: "  # a remote shell may print other lines, such as a greeting
 _PARALLEL_NODES = 64
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     local = "the checkpoint folder on each node's own disk"
     parser.add_argument("--node-local-dir", type=Path, required=True, help=local + step)
     parser.add_argument("--output-dir", type=Path, required=True, help="the checkpoint folder on shared storage" + step)
-    parser.add_argument("--hostfile", type=Path, help="one host name a line; absent: this node only")
+    parser.add_argument("--hostfile", type=Path, help="one host a line; absent: this node only")
     parser.add_argument("--step", type=int, help="the step to gather; absent: the newest that is whole")
     parser.add_argument("--keep-local", action="store_true", help="do not remove the local copies")
     parser.add_argument("--remote-shell", default="ssh -o BatchMode=yes", help="command that runs one on a host")
@@ -96,25 +97,6 @@ def _take_step_folders(arguments: argparse.Namespace) -> None:
     arguments.step = next(iter(named.values()), None)
 
 
-def read_hostfile(path: Path) -> list[str]:
-    """Host names: the first word of each line, without repeats, in order; ``#`` begins a comment.
-
-    Raises:
-        UserError: the file is absent or empty, or has a word that is not a host name.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"--hostfile {path}: cannot be read: {error.strerror}") from error
-    words = [line.partition("#")[0].split() for line in lines]
-    hosts = list(dict.fromkeys(line[0] for line in words if line))
-    if not hosts:
-        raise UserError(f"--hostfile {path}: names no host")
-    if strange := [host for host in hosts if host.startswith("-")]:
-        raise UserError(f"--hostfile {path}: {strange[0]!r} is not a host name")
-    return hosts
-
-
 def _on_this_node(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one phase on this node; returns JSON values for the driver."""
     local, output = arguments.node_local_dir, arguments.output_dir
@@ -134,7 +116,10 @@ def _on_this_node(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _drive(arguments: argparse.Namespace, script: Path) -> None:
-    hosts = [None] if arguments.hostfile is None else read_hostfile(arguments.hostfile)
+    hosts = [None]
+    if arguments.hostfile is not None:
+        # PBS lists a host once for each of its processes.
+        hosts = list(dict.fromkeys(host.login for host in read_hostfile(arguments.hostfile)))
     if not arguments.output_dir.is_dir():
         raise UserError(f"--output-dir {arguments.output_dir}: no such folder on this node; is the storage mounted?")
     repair(arguments.output_dir)

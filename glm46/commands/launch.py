@@ -4,15 +4,20 @@ Everything that can be refused is refused here, in one process and before any wo
 it. The processes are started by torchrun's own code (`torchrun.py`), in this process.
 """
 
+import argparse
+import hashlib
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.checkpoint.integrity import published_steps
-from glm46.commands.nodes import LAST_PORT, VARIABLES, detect_nodes
+from glm46.commands.environment import describe_version
+from glm46.commands.hosts import PASSED_VARIABLES, Driver, HostNodes, host_commands, refuse_hosts, refuse_node
+from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
 from glm46.commands.torchrun import EXIT_FAILED_RANK, EXIT_USER_ERROR, End, LauncherSignals, run_ranks
@@ -21,11 +26,12 @@ from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.loader import load_config
+from glm46.config.loader import dump_config, load_config
 from glm46.config.optimizer import state_folder_message
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import set_variables, share_cores, visible_gpus
+from glm46.distributed.environment import set_variables, share_cores, variables_that_begin, visible_gpus
+from glm46.distributed.hostfile import read_hostfile
 from glm46.files.local_disk import local_disk_fault
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
@@ -68,26 +74,108 @@ def launch_command(argv: Sequence[str]) -> int:
         help="start all processes again, from the newest checkpoint, up to N times after one has failed or hangs; "
         "0, the default, ends the run",
     )
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="start all nodes from here, over ssh: a host on each line, NAME slots=N, and N processes on each",
+    )
+    parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # the launcher of one host
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.max_restarts < 0:
         raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
+    if arguments.hostfile is not None and not arguments.from_hostfile:
+        return _launch_hosts(arguments, overrides)
     signals = LauncherSignals()
+    driver = Driver(signals) if arguments.from_hostfile else None
     try:
-        return _launch(arguments.config, overrides, arguments.nproc, arguments.max_restarts, signals)
+        return _launch(arguments, overrides, signals, driver)
     finally:
         signals.close()
 
 
-def _launch(
-    config_file: Path, overrides: Sequence[str], nproc: int | None, max_restarts: int, signals: LauncherSignals
-) -> int:
-    config = load_config(config_file, overrides, world_size=None)
-    require_one_run(config.ablation, config_file, module_command())
-    if max_restarts and not config.checkpoint.enable:
+def _launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Start this command on each host of the hostfile. What can be refused without them is refused first."""
+    hosts = read_hostfile(arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    nproc = hosts[0].slots or arguments.nproc
+    config = _load(arguments, overrides, None)
+    if nproc is not None and check_config(config, world_size=nproc * len(hosts)):
+        _load(arguments, overrides, nproc * len(hosts))  # raises the faults, with their origin
+    options = [
+        "--config",
+        str(arguments.config),
+        "--nproc",
+        str(nproc or "auto"),
+        "--hostfile",
+        str(arguments.hostfile),
+    ]
+    options += ["--max-restarts", str(arguments.max_restarts), *overrides]
+    nodes = HostNodes(hosts, host_commands(hosts, variables_that_begin(*PASSED_VARIABLES), options))
+    try:
+        if faults := nodes.faults():
+            raise UserError(*faults)
+        return nodes.run()
+    finally:
+        nodes.close()
+
+
+def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
+    config = load_config(arguments.config, overrides, world_size=world_size)
+    require_one_run(config.ablation, arguments.config, module_command())
+    if arguments.max_restarts and not config.checkpoint.enable:
         raise UserError(
-            f"command line: --max-restarts {max_restarts} with checkpoint.enable = false: every start would begin "
-            "at step 0; enable checkpoints, or remove --max-restarts"
+            f"command line: --max-restarts {arguments.max_restarts} with checkpoint.enable = false: every start would "
+            "begin at step 0; enable checkpoints, or remove --max-restarts"
         )
+    return config
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A run that this node can train."""
+
+    plan: Plan
+    nodes: Nodes
+    machine: Machine
+    processes: int
+    """Of this node."""
+    typed: Start
+
+
+class _DoesNotFit(UserError):
+    """The machine cannot train the run; the fault is a screen about why."""
+
+
+def _launch(
+    arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals, driver: Driver | None
+) -> int:
+    ready, faults = None, ()
+    try:
+        ready = _check(arguments, overrides)
+    except UserError as error:
+        if driver is None and not isinstance(error, _DoesNotFit):
+            raise
+        faults = error.faults
+    if driver is not None:
+        known = {"versions": describe_version()}
+        if ready is not None:
+            digest = hashlib.sha256(dump_config(ready.plan.config).encode()).hexdigest()
+            known |= {"config": digest, "processes": counted(ready.processes, "process")}
+        driver.answer(faults=faults, **known)
+    elif faults:
+        print(*faults, sep="\n", file=sys.stderr)
+    return EXIT_USER_ERROR if ready is None else _train(ready, arguments, overrides, signals)
+
+
+def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
+    """Check config, machine and folders, and choose the processes of this node.
+
+    Raises:
+        UserError: something keeps this node from training the run.
+    """
+    config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
+    config = _load(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     if nodes.count > 1 and nodes.port + max_restarts > LAST_PORT:
         raise UserError(
@@ -96,45 +184,50 @@ def _launch(
         )
     require_free_port(nodes, 0)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
+    if arguments.from_hostfile:
+        refuse_node(nodes, nproc, len(machine.gpus))
     if fault := snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)):
         raise UserError(f"{config_file}: {fault}")
-    typed = Start(
-        config_file,
-        tuple(overrides),
-        options=("--max-restarts", str(max_restarts)) if max_restarts else (),
-        processes=nproc,
-        script=set_variables([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE),
-    )
+    options = ["--max-restarts", str(max_restarts)] if max_restarts else []
+    script = set_variables([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE)
+    if arguments.hostfile is not None and script is None:
+        options += ["--hostfile", str(arguments.hostfile)]
+    typed = Start(config_file, tuple(overrides), options=tuple(options), processes=nproc, script=script)
     remedies = (
         f"see what it needs in detail:  {typed.plan_command(nodes.count)}",
         f"train something that fits:    {typed.small_command()}",
     )
     refusal = describe_refusal(config, machine, nproc and nproc * nodes.count, remedies)
     if refusal:
-        print(refusal, file=sys.stderr)
-        return EXIT_USER_ERROR
+        raise _DoesNotFit(refusal)
     nproc = nproc or max(choose_processes(config, machine) // nodes.count, 1)
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
-        load_config(config_file, overrides, world_size=world_size)  # raises the faults, with their origin
+        _load(arguments, overrides, world_size)  # raises the faults, with their origin
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
     if nodes.rank == 0:
         _refuse_start(config)
+    return _Ready(plan, nodes, machine, nproc, typed)
+
+
+def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals) -> int:
+    plan, nodes = ready.plan, ready.nodes
+    if nodes.rank == 0:
         _prepare(plan)
-    share_cores(machine.cores, nproc)
-    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
+    share_cores(ready.machine.cores, ready.processes)
+    checkpoints = Path(plan.config.job.dump_folder) / plan.config.checkpoint.folder
 
     def start(number: int) -> End:
         require_free_port(nodes, number)
         wait_for_first(nodes, number, _report)
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
-            options = rendezvous_options(nodes, nproc, number)
-            return run_ranks(options, ["train", "--config", str(config_file), *overrides], signals)
+            options = rendezvous_options(nodes, ready.processes, number)
+            return run_ranks(options, ["train", "--config", str(arguments.config), *overrides], signals)
 
-    code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
+    code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), arguments.max_restarts)
     if code == 0 and nodes.rank == 0:
-        print(describe_next(plan, typed))
+        print(describe_next(plan, ready.typed))
     return code
 
 

@@ -27,7 +27,7 @@ from glm46.reliability.stop import (
 EXIT_FAILED_RANK = 1
 EXIT_USER_ERROR = 2
 
-_SAVE_SECONDS = 600
+SAVE_SECONDS = 600
 """Time for ranks to save and exit after a signal, before they are killed."""
 _EXIT_SECONDS = 3
 """Time for ranks to exit after a second signal, before they are killed."""
@@ -78,7 +78,7 @@ class LauncherSignals:
             exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
         if self.number is not None and now - self._passed_on_at <= REPEAT_SECONDS:
             return
-        seconds = _SAVE_SECONDS if self.number is None else _EXIT_SECONDS
+        seconds = SAVE_SECONDS if self.number is None else _EXIT_SECONDS
         self.number, self._passed_on_at = number, now
         for rank in ranks:
             with suppress(ProcessLookupError):

@@ -20,6 +20,11 @@ def set_variables(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def variables_that_begin(*names: str) -> dict[str, str]:
+    """The environment variables whose names begin with one of `names`, with their values."""
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+
+
 def launched_rank() -> int:
     """Rank of this process among those that torchrun started; 0 if it did not start this one."""
     return int(os.environ.get("RANK", "0"))
