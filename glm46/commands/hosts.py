@@ -18,7 +18,6 @@ import queue
 import resource
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from glm46.commands.nodes import Nodes
 from glm46.commands.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS, LauncherSignals
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -73,67 +71,6 @@ PASSED_VARIABLES = (
     "TORCH_",
 )
 """Beginnings of the environment variables that a node gets from here; it has all others from its own login."""
-
-
-def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mapping[str, str], path: Path) -> None:
-    """Raise the faults of a hostfile that is right line by line.
-
-    Args:
-        processes: of each node, from the command line; None if it leaves them to the hostfile.
-        variables: environment variables that name nodes, see `VARIABLES`.
-    """
-    faults, lines = [], {}
-    for host in hosts:
-        lines.setdefault(host.name.lower(), []).append(host.line)
-    for name, places in lines.items():
-        if len(places) > 1:
-            faults.append(
-                f"{name} stands on lines {', '.join(map(str, places))}; write each host once, with slots=N for its "
-                "processes"
-            )
-    slots = {host.slots for host in hosts}
-    if processes is not None and slots != {None}:
-        slots.add(processes)
-    if len(slots) > 1:
-        shown = ", ".join("none" if number is None else str(number) for number in sorted(slots, key=lambda n: n or 0))
-        faults.append(
-            f"slots, NGPU and --nproc have the values {shown}; all nodes run the same number of processes: state one "
-            "number, or none"
-        )
-    first = variables.get("MASTER_ADDR", hosts[0].name)
-    if _is_loopback(first) and not all(_is_loopback(host.name) for host in hosts):
-        faults.append(
-            f"the first host, {first}, is another machine for each node; write its name in the network, or set "
-            "MASTER_ADDR to it"
-        )
-    if "NNODES" in variables or variables.get("SLURM_NODEID", "0") != "0":
-        faults.append("this command starts all nodes and is run once; unset NNODES, or start it outside srun")
-    if faults:
-        raise UserError(*(f"--hostfile {path}: {fault}" for fault in faults))
-
-
-def _is_loopback(name: str) -> bool:
-    return name in ("localhost", "::1") or name.startswith("127.")
-
-
-def refuse_node(nodes: Nodes, processes: int | None, gpus: int) -> None:
-    """Raise the faults of this host that only a run of a hostfile has.
-
-    Args:
-        processes: that the hostfile asks for.
-    """
-    faults = []
-    if processes is not None and 0 < gpus < processes:
-        faults.append(f"slots={processes}, and {counted(gpus, 'GPU')} can be used there; write slots={gpus}")
-    try:
-        socket.getaddrinfo(nodes.host, nodes.port)
-    except OSError as error:
-        faults.append(
-            f"the first host of the hostfile, {nodes.host!r}, is not known there: {error.strerror}; write it with a "
-            "name or address that all nodes know, or set MASTER_ADDR to one"
-        )
-    if faults:
-        raise UserError(*faults)
 
 
 def host_commands(hosts: Sequence[Host], variables: Mapping[str, str], arguments: Sequence[str]) -> list[str]:

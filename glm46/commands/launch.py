@@ -1,4 +1,5 @@
-"""``python -m glm46 launch``: check a config, compare it with the machine, prepare its data, train on this node.
+"""``python -m glm46 launch``: check a config, compare it with the machine, prepare its data, train on this node, or on
+all nodes of a hostfile.
 
 Everything that can be refused is refused here, in one process and before any work: each rank that finds a fault prints
 it. The processes are started by torchrun's own code (`torchrun.py`), in this process.
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from glm46.checkpoint.integrity import published_steps
 from glm46.commands.environment import describe_version
-from glm46.commands.hosts import PASSED_VARIABLES, Driver, HostNodes, host_commands, refuse_hosts, refuse_node
-from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes
+from glm46.commands.hosts import PASSED_VARIABLES, Driver, HostNodes, host_commands
+from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts, refuse_node
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
 from glm46.commands.torchrun import EXIT_FAILED_RANK, EXIT_USER_ERROR, End, LauncherSignals, run_ranks

@@ -1,11 +1,15 @@
-"""The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Slurm or PBS."""
+"""The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Slurm or PBS; and the
+faults of a hostfile, whose nodes get these variables from the command that starts them."""
 
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.distributed.hostfile import Host
 
 VARIABLES = (
     "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -92,6 +96,67 @@ def _pbs_nodes(file: Path, hostname: str) -> tuple[int, int, str]:
             "and MASTER_ADDR"
         )
     return len(hosts), short.index(hostname.partition(".")[0]), hosts[0]
+
+
+def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mapping[str, str], path: Path) -> None:
+    """Raise the faults of a hostfile that is right line by line.
+
+    Args:
+        processes: of each node, from the command line; None if it leaves them to the hostfile.
+        variables: environment variables that name nodes, see `VARIABLES`.
+    """
+    faults, lines = [], {}
+    for host in hosts:
+        lines.setdefault(host.name.lower(), []).append(host.line)
+    for name, places in lines.items():
+        if len(places) > 1:
+            faults.append(
+                f"{name} stands on lines {', '.join(map(str, places))}; write each host once, with slots=N for its "
+                "processes"
+            )
+    slots = {host.slots for host in hosts}
+    if processes is not None and slots != {None}:
+        slots.add(processes)
+    if len(slots) > 1:
+        shown = ", ".join("none" if number is None else str(number) for number in sorted(slots, key=lambda n: n or 0))
+        faults.append(
+            f"slots, NGPU and --nproc have the values {shown}; all nodes run the same number of processes: state one "
+            "number, or none"
+        )
+    first = variables.get("MASTER_ADDR", hosts[0].name)
+    if _is_loopback(first) and not all(_is_loopback(host.name) for host in hosts):
+        faults.append(
+            f"the first host, {first}, is another machine for each node; write its name in the network, or set "
+            "MASTER_ADDR to it"
+        )
+    if "NNODES" in variables or variables.get("SLURM_NODEID", "0") != "0":
+        faults.append("this command starts all nodes and is run once; unset NNODES, or start it outside srun")
+    if faults:
+        raise UserError(*(f"--hostfile {path}: {fault}" for fault in faults))
+
+
+def _is_loopback(name: str) -> bool:
+    return name in ("localhost", "::1") or name.startswith("127.")
+
+
+def refuse_node(nodes: Nodes, processes: int | None, gpus: int) -> None:
+    """Raise the faults of this host that only a run of a hostfile has.
+
+    Args:
+        processes: that the hostfile asks for.
+    """
+    faults = []
+    if processes is not None and 0 < gpus < processes:
+        faults.append(f"slots={processes}, and {counted(gpus, 'GPU')} can be used there; write slots={gpus}")
+    try:
+        socket.getaddrinfo(nodes.host, nodes.port)
+    except OSError as error:
+        faults.append(
+            f"the first host of the hostfile, {nodes.host!r}, is not known there: {error.strerror}; write it with a "
+            "name or address that all nodes know, or set MASTER_ADDR to one"
+        )
+    if faults:
+        raise UserError(*faults)
 
 
 def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -31,8 +31,8 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "__main__": 22, "ablation": 440, "benchmark": 555, "checkpoint": 2345, "cli": 105,
-    "commands": 2915, "compat": 310, "config": 2910, "data": 1885,
-    "distributed": 890, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
+    "commands": 3360, "compat": 310, "config": 2910, "data": 1885,
+    "distributed": 970, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
     "model": 1925, "observe": 1150, "optim": 1730, "parallelize": 1055,
     "planner": 1920, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
