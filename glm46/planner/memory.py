@@ -32,7 +32,7 @@ from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_laye
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.stages import split_layers, stages_of_rank
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
+WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
 """Bytes per element; 8bit has an FP32 scale per block of 64. A test holds it equal to `optim/compact_state.py`."""
 
 OFFLOAD_SLOTS = 3
@@ -151,7 +151,7 @@ def _text(config: RunConfig, layout: Layout) -> float:
 
 def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
     """The layers of each pipeline rank; the first stage has the embedding, the last one head and MTP layers."""
-    width = int(_BYTES[config.training.mixed_precision_param])
+    width = int(WIDTHS[config.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
     of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width)
@@ -182,14 +182,14 @@ def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> li
 def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
     rows = [row for layer in layers for row in layer.rows]
     held = sum(_held(row, shape, layout) for row in rows)
-    width = _BYTES[config.optimizer.state_dtype]
+    width = WIDTHS[config.optimizer.state_dtype]
     trained = [row for row in rows if row.optimizer is not None]
     sizes = [_held(row, shape, layout) * _states(row, config.optimizer) * width for row in trained]
     on_device = sum(sizes)
     if config.optimizer.state_offload != "none":
         # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
         on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
-    master = _BYTES[config.training.dtype]
+    master = WIDTHS[config.training.dtype]
     return MemoryPlan(
         weights=held * master,
         gradients=held * master,
@@ -229,7 +229,7 @@ def _states(row: Parameter, optimizer: Optimizer) -> int:
 
 
 def _gathered(config: RunConfig, shape: ModelShape, layout: Layout, stage: list[_Layer]) -> float:
-    param, reduce = _BYTES[config.training.mixed_precision_param], _BYTES[config.training.mixed_precision_reduce]
+    param, reduce = WIDTHS[config.training.mixed_precision_param], WIDTHS[config.training.mixed_precision_reduce]
     is_copied = config.training.mixed_precision_param != config.training.dtype or config.training.parameter_offload
     if layout.world_size == 1 and not is_copied:
         return 0.0
@@ -268,7 +268,7 @@ def _activations(config: RunConfig, shape: ModelShape, layout: Layout, rank: int
     in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1
     if config.activation_checkpoint.mode == "none":
         return in_flight * tokens * sum(layer.activation for layer in stage)
-    kept = len(stage) * shape.hidden_size * _BYTES[config.training.mixed_precision_param]
+    kept = len(stage) * shape.hidden_size * WIDTHS[config.training.mixed_precision_param]
     if config.activation_checkpoint.mode == "selective":
         kept += sum(layer.selective for layer in stage)
     return tokens * (in_flight * kept + max(layer.activation for layer in stage))
@@ -279,7 +279,7 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
     if layout.cp == 1:
         return 0.0
     rows, length = config.training.local_batch_size, config.training.seq_len
-    width = _BYTES[config.training.mixed_precision_param]
+    width = WIDTHS[config.training.mixed_precision_param]
     part = {"rows": rows, "length": length, "cp": layout.cp, "tp": layout.tp}
     if keys_travel(shape, width, **part):
         return travelling_key_bytes(shape, width, **part)
@@ -294,7 +294,7 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
 
 
 def _loss(config: RunConfig, shape: ModelShape, layout: Layout) -> float:
-    width = _BYTES[config.training.mixed_precision_param]
+    width = WIDTHS[config.training.mixed_precision_param]
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     rows = shape.vocab_size / layout.tp
     logits = min(LOSS_CHUNK_TOKENS, tokens) * rows * (FP32 + (width if width != FP32 else 0.0))

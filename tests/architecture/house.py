@@ -34,7 +34,7 @@ LINE_BUDGETS = {
     "commands": 3360, "compat": 310, "config": 2910, "data": 1885,
     "distributed": 970, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
     "model": 1925, "observe": 1150, "optim": 1730, "parallelize": 1055,
-    "planner": 1920, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "planner": 2340, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500

@@ -1,0 +1,251 @@
+"""One rank of many: build it with the code of the engine on a fake process group, and count what a step sends.
+
+The other ranks do not exist: `CountedTraffic` gives what they would send. The router spreads tokens evenly. Prints one
+JSON object per case.
+"""
+
+import collections
+import json
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from glm46.config.run_config import RunConfig
+from glm46.distributed.process import Process
+from glm46.model.router import Router
+from glm46.planner.layout import Layout
+from glm46.planner.plan import Plan
+from glm46.training.step import train_step
+from glm46.training.totals import count_step
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import build_job, schedule_here
+
+SHAPE = {
+    "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 80, "vocab_size": 516, "intermediate_size": 100,
+    "moe_intermediate_size": 40, "n_routed_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "num_nextn_predict_layers": 2,
+}  # fmt: skip
+"""Small, and uneven for many numbers of ranks: no row number but that of the experts divides by 5 and 6."""
+
+
+class Case(NamedTuple):
+    """Degrees and options of one run."""
+
+    ranks: int
+    replicate: int = 1
+    experts_over: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1F1B"
+    reshard: str = "default"
+    checkpointing: str = "none"
+    micro_batches: int = 1
+    rows: int = 1
+    dtype: str = "float32"
+    model: dict[str, Any] = {}  # noqa: RUF012 - read only
+
+    def config(self) -> RunConfig:
+        parallelism = {
+            "data_parallel_replicate_degree": self.replicate, "expert_parallel_degree": self.experts_over,
+            "context_parallel_degree": self.context, "tensor_parallel_degree": self.tensor,
+            "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
+        } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
+        readers = self.ranks // self.pipeline // self.context // self.tensor
+        return RunConfig.model_validate({
+            "model": SHAPE | self.model,
+            "parallelism": parallelism,
+            "activation_checkpoint": {"mode": self.checkpointing},
+            "training": {
+                "seq_len": 24, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
+                "global_batch_size": self.rows * readers * self.micro_batches,
+            },
+            "moe": {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001},
+        })  # fmt: skip
+
+
+BF16 = "bfloat16"
+CASES = {
+    "fsdp": Case(4),
+    "fsdp-uneven": Case(5, micro_batches=2, dtype=BF16),
+    "fsdp-full": Case(10, checkpointing="full", rows=2),
+    "fsdp-never": Case(4, reshard="never", micro_batches=2),
+    "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
+    "hsdp": Case(4, replicate=2, micro_batches=3),
+    "replicas": Case(4, replicate=4),
+    "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),
+    "ep": Case(4, experts_over=2),
+    "ep-selective": Case(4, experts_over=2, checkpointing="selective", dtype=BF16),
+    "ep-uneven": Case(10, experts_over=2, micro_batches=2, rows=2),
+    "tp": Case(4, tensor=2),
+    "tp-full": Case(10, tensor=2, checkpointing="full", micro_batches=2, dtype=BF16),
+    "tp4-ep-selective": Case(4, tensor=4, experts_over=2, checkpointing="selective"),
+    "tp-ep-whole-experts": Case(12, tensor=2, experts_over=6, dtype=BF16),
+    "no-shared-experts": Case(4, tensor=2, checkpointing="full", model={"n_shared_experts": 0}),
+    "cp": Case(4, context=2),
+    "cp-full": Case(6, context=2, checkpointing="full", dtype=BF16, rows=2),
+    "cp-tp-ep-full": Case(8, context=2, tensor=2, experts_over=2, checkpointing="full"),
+    "no-prediction": Case(8, context=2, tensor=2, experts_over=2, model={"num_nextn_predict_layers": 0}),
+    "pp": Case(4, pipeline=2, micro_batches=4),
+    "pp-always": Case(4, pipeline=2, micro_batches=4, reshard="always"),
+    "pp-tp-full": Case(8, pipeline=2, tensor=2, checkpointing="full", dtype=BF16, micro_batches=4),
+    "pp4-hsdp": Case(8, pipeline=4, replicate=2, micro_batches=4),
+    "pp-cp-full": Case(8, pipeline=2, context=2, checkpointing="full", dtype=BF16, micro_batches=2),
+    "gpipe-ep-full": Case(
+        8, pipeline=2, experts_over=2, schedule="GPipe", reshard="always", checkpointing="full", micro_batches=3
+    ),
+    "interleaved-ep-selective": Case(
+        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", checkpointing="selective", micro_batches=4
+    ),
+    "interleaved-always": Case(
+        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", reshard="always", checkpointing="full",
+        micro_batches=4,
+    ),
+    "interleaved-zb-tp": Case(
+        4, pipeline=2, tensor=2, schedule=schedule_here("InterleavedZeroBubble"), micro_batches=4
+    ),
+    "zbv-tp": Case(4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
+    "dual-ep": Case(
+        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), micro_batches=4, dtype=BF16
+    ),
+}  # fmt: skip
+"""By name; the ranks of a case are the first one of some pipeline ranks."""
+
+
+def rank_names() -> list[str]:
+    """Each case with each pipeline rank that is counted: the first one, a middle one and the last one."""
+    return [
+        f"{name}.{rank}"
+        for name, case in CASES.items()
+        for rank in sorted({0, case.pipeline // 2, case.pipeline - 1})
+    ]  # fmt: skip
+
+
+class CountedTraffic(TorchDispatchMode):
+    """Calls and bytes of collectives, by kind and ranks of the group."""
+
+    KINDS = {  # noqa: RUF012 - read only
+        "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
+        "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
+        "c10d::alltoall_base_": "all_to_all", "c10d::send": "send",
+        "_c10d_functional::all_reduce": "all_reduce", "_c10d_functional::all_to_all_single": "all_to_all",
+    }  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.calls: dict[tuple[str, tuple[int, ...]], int] = collections.Counter()
+        self.bytes: dict[tuple[str, tuple[int, ...]], int] = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **keywords or {})
+        name = function.name().split(".")[0]
+        self._receive(name, arguments, out)
+        is_vote = name == "c10d::send" and arguments[0][0].dtype == torch.int32
+        if name in self.KINDS and not is_vote:
+            sides = [arguments[0], arguments[1] if len(arguments) > 1 else (), out if "functional" in name else ()]
+            sizes = [sum(x.nbytes for x in tree_leaves(side) if isinstance(x, Tensor)) for side in sides]
+            key = self.KINDS[name], self._ranks(arguments)
+            self.calls[key] += 1
+            self.bytes[key] += max(sizes)
+        return out
+
+    @staticmethod
+    def _receive(name: str, arguments: tuple, out: Any) -> None:
+        """What the other ranks would send, as far as it decides what this one does: finite numbers, as many tokens as
+        it sends itself, and the vote of other pipeline stages that they know their shapes."""
+        match name:
+            case "c10d::_allgather_base_":
+                arguments[0].view(-1, arguments[1].numel()).copy_(arguments[1].reshape(1, -1).clone())
+            case "_c10d_functional::all_to_all_single" if out.dtype == torch.int64:
+                out.copy_(arguments[0])
+            case "_c10d_functional::all_to_all_single":
+                out.zero_()
+            case "c10d::_reduce_scatter_base_" | "c10d::alltoall_base_":
+                arguments[0].zero_()
+            case "c10d::recv_":
+                arguments[0][0].fill_(1)
+
+    @staticmethod
+    def _ranks(arguments: tuple) -> tuple[int, ...]:
+        for argument in reversed(arguments):
+            if isinstance(argument, str):
+                return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(argument)))
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(argument)))
+        raise AssertionError(f"no process group among {arguments}")
+
+
+def ranks_of_axes(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states."""
+    grids = {
+        ("pp", "dp_replicate", "dp_shard", "cp", "tp"): (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp,
+                                                         layout.tp),
+        ("pp", "dp_replicate", "efsdp", "ep"): (layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep),
+    }  # fmt: skip
+    axes = [("pp",), ("dp_replicate",), ("dp_shard", "cp"), ("cp",), ("tp",)], [("efsdp",), ("ep",)]
+    found = {}
+    for (names, sizes), wanted in zip(grids.items(), axes, strict=True):
+        grid = np.arange(layout.world_size).reshape(sizes)
+        place = np.argwhere(grid == rank)[0]
+        for axis in wanted:
+            line = grid[tuple(slice(None) if name in axis else i for name, i in zip(names, place, strict=True))]
+            found["shard" if axis == ("dp_shard", "cp") else axis[0]] = tuple(line.flatten().tolist())
+    return found | {"world": tuple(range(layout.world_size))}
+
+
+def make_batch(plan: Plan) -> dict[str, Tensor]:
+    """One micro-batch of a rank, without padding."""
+    rows, length = plan.config.training.local_batch_size, plan.config.training.seq_len
+    ids = torch.arange(rows * length).view(rows, length) % plan.shape.vocab_size
+    ahead = ids.unsqueeze(1).expand(-1, plan.shape.num_nextn_predict_layers, -1).contiguous()
+    return {
+        "input_ids": ids, "positions": torch.arange(length).expand(rows, -1).contiguous(), "labels": ids,
+        "document_ids": torch.zeros(rows, length, dtype=torch.int32), "mtp_input_ids": ahead, "mtp_labels": ahead,
+    }  # fmt: skip
+
+
+def spread_evenly(router: Router, choice_TE: Tensor) -> Tensor:
+    """`Router.select` in place of the router's choice."""
+    chosen = torch.arange(choice_TE.shape[0] * router.shape.num_experts_per_tok, device=choice_TE.device)
+    return (chosen % choice_TE.shape[1]).view(choice_TE.shape[0], -1)
+
+
+def measure(name: str) -> dict:
+    """Build one rank and count one step of it."""
+    case_name, _, pipeline_rank = name.rpartition(".")
+    case = CASES[case_name]
+    rank = int(pipeline_rank) * (case.ranks // case.pipeline)
+    dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
+    job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")))
+    batches = [make_batch(job.plan) for _ in range(case.micro_batches)]
+    totals = count_step(job, batches)
+    job.network.optimizer.step = lambda lr_factor: None  # its own traffic is not planned
+    with mock.patch.object(Router, "select", spread_evenly), CountedTraffic() as traffic:
+        train_step(job, batches, totals, 0, 1.0)
+    axes, first = ranks_of_axes(job.plan.layout, rank), {}
+    for axis, ranks in axes.items():
+        first.setdefault(ranks, axis)
+    unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]
+    assert not unknown, f"groups that are no axis: {unknown}"
+    return {
+        "name": name,
+        "axes": {axis: first[ranks] for axis, ranks in axes.items()},
+        "traffic": {
+            f"{kind} over {first[ranks]}": [calls, traffic.bytes[kind, ranks]]
+            for (kind, ranks), calls in traffic.calls.items()
+            if len(ranks) > 1
+        },
+    }
+
+
+def main(*names: str) -> None:
+    """Measure these cases, each in a process of its own: torch keeps groups that it has seen."""
+    run_cases(1, list(names), lambda some: print(json.dumps(measure(*some)), flush=True), at_once=1)
