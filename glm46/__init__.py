@@ -1,0 +1,20 @@
+"""The Python API (docs/api.md). ``import glm46`` loads nothing: each name is loaded when it is first used (PEP 562)."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors
+    from glm46.optim.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
+    from glm46.planner.counted_shape import model_shape as model_shape
+
+_HOMES = {"MuonWithAdamW": "glm46.optim.muon_with_adamw", "model_shape": "glm46.planner.counted_shape"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -61,6 +61,19 @@ def load_config(
     return config
 
 
+def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """A config with the sections that a program wants, for their values and not for a run.
+
+    Raises:
+        UserError: with every fault of these sections, by itself or with others.
+    """
+    config, faults = validate_table({"model": {"flavor": "debug"}, "training": {"steps": 1, "seq_len": 2}, **sections})
+    faults += [fault for fault in find_faults(config, None) if any(key.split(".")[0] in sections for key in fault.keys)]
+    if faults:
+        raise UserError(*(fault.message for fault in faults))
+    return config
+
+
 def dump_config(config: RunConfig) -> str:
     """The config as TOML, defaults included; it loads to an equal config. Absent keys, and keys without effect, which
     are faults when set, are skipped."""

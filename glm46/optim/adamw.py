@@ -41,13 +41,15 @@ class _Entry:
 
 
 class AdamW:
-    """``param_groups`` and ``step`` as in torch; all states exist from the start."""
+    """``param_groups``, ``state`` and ``step`` as in torch; all states exist from the start."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer, place: StatePlace
     ):
         """``decays``: for each parameter, True if weight decay applies. ``place`` has the states between steps."""
-        self._config, self._states, self._place = config, {}, place
+        self._config, self._place = config, place
+        self._names = [name for name, _ in parameters]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
         dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
         # torch's kernel needs states of the parameter's type.
@@ -60,7 +62,7 @@ class AdamW:
         for decay in (True, False):
             mine = [entry for entry, decays_too in zip(entries, decays, strict=True) if decays_too == decay]
             group = {
-                "params": [entry.part for entry in mine],
+                "params": [entry.parameter for entry in mine],
                 "weight_decay": config.weight_decay if decay else 0.0,
                 "lr": config.adamw_lr or config.lr,
             }
@@ -73,11 +75,11 @@ class AdamW:
     def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: torch.dtype | str) -> _Entry:
         # The fused kernel counts on the device, the plain update on the host.
         step = torch.zeros((), dtype=torch.float32, device=part.device if self._is_torch else "cpu")
-        self._states[f"{name}.step"] = step
+        self.state[parameter] = {"step": step}
         moments = []
         for key, signed in MOMENTS:
             tensors = make_state(name, parameter, dtype, signed, zeros_at(self._place))
-            self._states |= {f"{name}.{key}{end}": tensor for end, tensor in tensors.items()}
+            self.state[parameter] |= {f"{key}{end}": tensor for end, tensor in tensors.items()}
             moments.append(local_state(tensors, signed))
         return _Entry(parameter, part, step, tuple(moments))
 
@@ -97,7 +99,8 @@ class AdamW:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live states by ``<parameter>.<state>``."""
-        return self._states
+        named = zip(self._names, self.state.values(), strict=True)
+        return {f"{name}.{key}": tensor for name, states in named for key, tensor in states.items()}
 
     @torch.no_grad()
     def step(self) -> None:

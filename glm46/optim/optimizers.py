@@ -31,14 +31,10 @@ class OptimizerGroup:
         """``device`` as in `build_optimizers`."""
         self._parameters = [parameter for _, parameter in named_parameters]
         self._table = role_rows(self._parameters, roles, config)
-        entries = list(zip(named_parameters, roles, strict=True))
-        self._matrices = [(named, role) for named, role in entries if role.optimizer == "muon"]
-        rest = [(named, role) for named, role in entries if role.optimizer == "adamw"]
-        place = config.state_offload
-        if place == "nvme":
-            place = StateFile(Path(config.state_offload_folder))
-        self.muon = _muon(self._matrices, config, place, device)
-        self._adamw = AdamW([named for named, _ in rest], [role.decay for _, role in rest], config, place)
+        self._matrices = [
+            named for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "muon"
+        ]
+        self.muon, self._adamw = make_pair(named_parameters, roles, config, device)
         self._peaks = [
             (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
         ]
@@ -60,7 +56,7 @@ class OptimizerGroup:
         """The live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
         momenta = {
             f"{name}.{key}": value
-            for (name, parameter), _ in self._matrices
+            for name, parameter in self._matrices
             for key, value in self.muon.state[parameter].items()
         }
         return momenta | self._adamw.state_tensors()
@@ -85,18 +81,36 @@ def build_optimizers(
     return OptimizerGroup(named_parameters, roles, config, device)
 
 
-def _muon(
-    matrices: Sequence[tuple[tuple[str, Tensor], Role]],
+def make_pair(
+    named_parameters: Sequence[tuple[str, Tensor]],
+    roles: Sequence[Role],
     config: Optimizer,
-    place: StatePlace,
-    device: torch.device | None,
-) -> Muon:
-    groups = []
-    for (name, parameter), role in matrices:
-        rows = parameter.shape[-2] // role.row_blocks
-        blocks = (rows,) * role.row_blocks if role.row_blocks > 1 else None
-        decay = config.weight_decay if role.decay else 0.0
-        groups.append({"params": [(name, parameter)], "weight_decay": decay, "row_blocks": blocks})
+    device: torch.device | None = None,
+    *,
+    merge: bool = False,
+) -> tuple[Muon, AdamW]:
+    """Muon and AdamW of [optimizer], each with the parameters of its role; arguments as of `build_optimizers`.
+
+    Args:
+        merge: one group of Muon for all matrices with the same row blocks, instead of one for each matrix.
+    """
+    place = config.state_offload
+    if place == "nvme":
+        place = StateFile(Path(config.state_offload_folder))
+    groups: dict[object, dict] = {}
+    for (name, parameter), role in zip(named_parameters, roles, strict=True):
+        if role.optimizer == "muon":
+            rows = parameter.shape[-2] // role.row_blocks
+            blocks = (rows,) * role.row_blocks if role.row_blocks > 1 else None
+            options = {"weight_decay": config.weight_decay if role.decay else 0.0, "row_blocks": blocks}
+            group = groups.setdefault(tuple(options.values()) if merge else name, {"params": [], **options})
+            group["params"].append((name, parameter))
+    muon = _muon(list(groups.values()), config, place, device)
+    rest = [(named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"]
+    return muon, AdamW([named for named, _ in rest], [role.decay for _, role in rest], config, place)
+
+
+def _muon(groups: list[dict], config: Optimizer, place: StatePlace, device: torch.device | None) -> Muon:
     return Muon(
         groups,
         lr=config.lr,

@@ -30,11 +30,11 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "__main__": 22, "ablation": 440, "benchmark": 555, "checkpoint": 2345, "cli": 105,
+    "": 25, "__main__": 22, "ablation": 440, "benchmark": 555, "checkpoint": 2345, "cli": 105,
     "commands": 3360, "compat": 310, "config": 2910, "data": 1885,
     "distributed": 970, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
-    "model": 1925, "observe": 1150, "optim": 1730, "parallelize": 1055,
-    "planner": 2340, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "model": 1925, "observe": 1150, "optim": 1895, "parallelize": 1055,
+    "planner": 2380, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500
@@ -155,8 +155,23 @@ def cycles(modules: dict[str, Module]) -> list[str]:
 
 
 def filled_packages(modules: dict[str, Module]) -> list[str]:
-    """``__init__.py`` files that hold anything."""
-    return [module.name for module in modules.values() if module.is_package and module.path.stat().st_size]
+    """``__init__.py`` files of rooms that hold anything."""
+    return [
+        module.name
+        for module in modules.values()
+        if module.is_package and module.name != PACKAGE and module.path.stat().st_size
+    ]
+
+
+def eager_api(modules: dict[str, Module]) -> list[str]:
+    """Imports that ``import glm46`` would run, beside those that it finds the names of the Python API with."""
+    body = modules[PACKAGE].tree.body
+    names = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "." for node in body if isinstance(node, ast.ImportFrom)}
+    return [
+        f"{PACKAGE} imports {name}; name it in _HOMES, so that it is loaded when it is used"
+        for name in sorted(names - {"importlib", "typing"})
+    ]
 
 
 def environment_readers(modules: dict[str, Module]) -> list[str]:
