@@ -1,12 +1,16 @@
 """The one table of hardware peaks.
 
-Values are the vendors' numbers for dense BF16 products with FP32 accumulation (no structured sparsity). Sources: NVIDIA
-data sheets of each product; consumer cards: the architecture white papers' tensor figures with FP32 accumulation.
+Values are the vendors' numbers for dense BF16 products with FP32 accumulation (no structured sparsity), for the memory
+and for the links between the GPUs of a node. Sources: NVIDIA data sheets of each product; consumer cards: the
+architecture white papers' tensor figures with FP32 accumulation.
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 _GIB = 1024**3
+_FP8_CAPABILITY = 8.9
+"""Least compute capability with products in FP8, which are twice as fast as in BF16 on all GPUs of the table."""
 
 
 @dataclass(frozen=True)
@@ -20,37 +24,51 @@ class Accelerator:
     memory_bytes: int
     compute_capability: float
     """Of CUDA: products in FP8 need 8.9, those of routed experts 9.0 or 10.x (`torch._scaled_grouped_mm`)."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """Bytes per second that a GPU sends to the others of its node, in one direction: NVLink, or PCIe where there is
+    none."""
+
+    @property
+    def fp8_flops(self) -> float:
+        """Dense FP8 FLOP/s; those of BF16 if there are no products in FP8."""
+        return self.bf16_flops * (2 if self.compute_capability >= _FP8_CAPABILITY else 1)
 
 
 # The first entry whose words all occur in the driver's name wins, so longer names come before shorter ones.
 ACCELERATORS: tuple[Accelerator, ...] = (
-    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3),
-    Accelerator("B300", 2.25e15, 268 * _GIB, 10.3),
-    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0),
-    Accelerator("B200", 2.25e15, 179 * _GIB, 10.0),
-    Accelerator("GH200", 989.4e12, 95 * _GIB, 9.0),
-    Accelerator("H200", 989.4e12, 140 * _GIB, 9.0),
-    Accelerator("H100 NVL", 835.5e12, 93 * _GIB, 9.0),
-    Accelerator("H100 PCIe", 756e12, 79 * _GIB, 9.0),
-    Accelerator("H100", 989.4e12, 79 * _GIB, 9.0),
-    Accelerator("H800", 989.4e12, 79 * _GIB, 9.0),
-    Accelerator("H20", 148e12, 95 * _GIB, 9.0),
-    Accelerator("A100 40GB", 312e12, 39 * _GIB, 8.0),
-    Accelerator("A100", 312e12, 79 * _GIB, 8.0),
-    Accelerator("A800", 312e12, 79 * _GIB, 8.0),
-    Accelerator("L40S", 362e12, 44 * _GIB, 8.9),
-    Accelerator("L40", 181e12, 44 * _GIB, 8.9),
-    Accelerator("L4", 121e12, 22 * _GIB, 8.9),
-    Accelerator("A40", 149.7e12, 44 * _GIB, 8.6),
-    Accelerator("A30", 165e12, 23 * _GIB, 8.0),
-    Accelerator("A10G", 70e12, 22 * _GIB, 8.6),
-    Accelerator("A10", 125e12, 22 * _GIB, 8.6),
-    Accelerator("RTX 6000 Ada", 364.2e12, 47 * _GIB, 8.9),
-    Accelerator("RTX A6000", 154.8e12, 47 * _GIB, 8.6),
-    Accelerator("RTX 5090", 209.5e12, 31 * _GIB, 12.0),
-    Accelerator("RTX 4090", 165.2e12, 23 * _GIB, 8.9),
-    Accelerator("RTX 3090", 71e12, 23 * _GIB, 8.6),
+    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3, 8e12, 900e9),
+    Accelerator("B300", 2.25e15, 268 * _GIB, 10.3, 8e12, 900e9),
+    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0, 8e12, 900e9),
+    Accelerator("B200", 2.25e15, 179 * _GIB, 10.0, 8e12, 900e9),
+    Accelerator("GH200", 989.4e12, 95 * _GIB, 9.0, 4e12, 450e9),
+    Accelerator("H200", 989.4e12, 140 * _GIB, 9.0, 4.8e12, 450e9),
+    Accelerator("H100 NVL", 835.5e12, 93 * _GIB, 9.0, 3.9e12, 300e9),
+    Accelerator("H100 PCIe", 756e12, 79 * _GIB, 9.0, 2e12, 64e9),
+    Accelerator("H100", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 450e9),
+    Accelerator("H800", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 200e9),
+    Accelerator("H20", 148e12, 95 * _GIB, 9.0, 4e12, 450e9),
+    Accelerator("A100 40GB", 312e12, 39 * _GIB, 8.0, 1.555e12, 300e9),
+    Accelerator("A100", 312e12, 79 * _GIB, 8.0, 2.039e12, 300e9),
+    Accelerator("A800", 312e12, 79 * _GIB, 8.0, 2.039e12, 200e9),
+    Accelerator("L40S", 362e12, 44 * _GIB, 8.9, 864e9, 32e9),
+    Accelerator("L40", 181e12, 44 * _GIB, 8.9, 864e9, 32e9),
+    Accelerator("L4", 121e12, 22 * _GIB, 8.9, 300e9, 32e9),
+    Accelerator("A40", 149.7e12, 44 * _GIB, 8.6, 696e9, 32e9),
+    Accelerator("A30", 165e12, 23 * _GIB, 8.0, 933e9, 32e9),
+    Accelerator("A10G", 70e12, 22 * _GIB, 8.6, 600e9, 32e9),
+    Accelerator("A10", 125e12, 22 * _GIB, 8.6, 600e9, 32e9),
+    Accelerator("RTX 6000 Ada", 364.2e12, 47 * _GIB, 8.9, 960e9, 32e9),
+    Accelerator("RTX A6000", 154.8e12, 47 * _GIB, 8.6, 768e9, 32e9),
+    Accelerator("RTX 5090", 209.5e12, 31 * _GIB, 12.0, 1.792e12, 64e9),
+    Accelerator("RTX 4090", 165.2e12, 23 * _GIB, 8.9, 1.008e12, 32e9),
+    Accelerator("RTX 3090", 71e12, 23 * _GIB, 8.6, 936e9, 32e9),
 )
+
+_UNITS = {"bf16": 1e12, "memory": float(_GIB), "bandwidth": 1e9, "link": 1e9, "capability": 1.0}
+"""Keys of a described accelerator, and the unit of each: TFLOP/s, GiB, GB/s, GB/s."""
+_EXAMPLE = "MI300X:bf16=1307,memory=191,bandwidth=5300,link=448"
 
 
 def find_accelerator(name: str) -> Accelerator | None:
@@ -60,3 +78,45 @@ def find_accelerator(name: str) -> Accelerator | None:
         if all(word in words for word in accelerator.name.lower().split()):
             return accelerator
     return None
+
+
+def accelerator_of(text: str) -> Accelerator:
+    """The accelerator that a user names, or describes as ``NAME:bf16=TFLOP/s,memory=GiB,bandwidth=GB/s,link=GB/s``.
+
+    ``capability`` may be added; without it there are no products in FP8.
+
+    Raises:
+        ValueError: the name is unknown, or the description is wrong; says what is allowed.
+    """
+    name, described, rest = text.partition(":")
+    if described:
+        return _described(name.strip(), rest)
+    if (known := find_accelerator(text)) is not None:
+        return known
+    names = [accelerator.name for accelerator in ACCELERATORS]
+    folded = {name.lower(): name for name in names}
+    nearest = [folded[match] for match in get_close_matches(text.lower(), folded, 3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    raise ValueError(
+        f"{text!r} is not in the table of GPUs: {hint}Known: {', '.join(names)}. Or describe it, such as {_EXAMPLE} "
+        "(dense BF16 TFLOP/s, GiB, GB/s of the memory, GB/s that a GPU sends to the others of its node)"
+    )
+
+
+def _described(name: str, text: str) -> Accelerator:
+    values = {"capability": 0.0}
+    for part in text.split(","):
+        key, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            values[key] = float(number) * _UNITS[key]
+        except (KeyError, ValueError):
+            raise ValueError(f"{part!r}: expected KEY=NUMBER with a key of {', '.join(_UNITS)}: {_EXAMPLE}") from None
+        if not 0 < values[key] < float("inf"):
+            raise ValueError(f"{part!r}: the number must be greater than 0")
+    missing = _UNITS.keys() - values
+    if missing or not name:
+        what = f"lacks {', '.join(sorted(missing))}" if missing else "has no name"
+        raise ValueError(f"the description of the GPU {what}: {_EXAMPLE}")
+    return Accelerator(
+        name, values["bf16"], int(values["memory"]), values["capability"], values["bandwidth"], values["link"]
+    )
