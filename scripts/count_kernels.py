@@ -213,14 +213,16 @@ def count_graph(graph: fx.Graph, count: Count) -> None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 
-def _layer(shape: ModelShape, tokens: int, whole: bool) -> tuple[TransformerBlock, Callable[[], Tensor]]:
-    """A decoder layer, and its forward on one row of four documents: all of it, or only its experts."""
+def _layer(
+    shape: ModelShape, tokens: int, whole: bool, is_dense: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[TransformerBlock, Callable[[], Tensor]]:
+    """A decoder layer, and its forward on one row of four documents: all of it, or only its feed-forward network."""
     with torch.device("meta"):
-        block = TransformerBlock(shape, is_dense=False)
+        block = TransformerBlock(shape, is_dense=is_dense)
         for parameter in block.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        x = torch.empty(1, tokens, shape.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        rope = rotary_tables(torch.arange(tokens).unsqueeze(0), shape, torch.bfloat16)
+            parameter.data = parameter.data.to(dtype)
+        x = torch.empty(1, tokens, shape.hidden_size, dtype=dtype, requires_grad=True)
+        rope = rotary_tables(torch.arange(tokens).unsqueeze(0), shape, dtype)
     documents = torch.arange(tokens).div(tokens // 4, rounding_mode="floor").unsqueeze(0)
     layout = attention_layout(documents, (1, tokens), None).to(torch.device("meta"))
     options = RoutingOptions()
@@ -229,9 +231,13 @@ def _layer(shape: ModelShape, tokens: int, whole: bool) -> tuple[TransformerBloc
     return block, lambda: block.mlp(x, None, options)[0]
 
 
-def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: int = 1) -> Count:
-    """Operators of one layer as they are called; with several ranks, of one of those that share the experts."""
-    block, run = _layer(shape, tokens, whole)
+def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: int = 1, **form) -> Count:
+    """Operators of one layer as they are called; with several ranks, of one of those that share the experts.
+
+    Args:
+        form: `is_dense` and `dtype` of the layer; default: with experts, BF16.
+    """
+    block, run = _layer(shape, tokens, whole, **form)
     mode = EagerCount()
     with _process_group(ranks) as group, mode:
         if group is not None:
@@ -257,8 +263,8 @@ def _process_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group()
 
 
-def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False) -> Count:
-    """Kernels of one layer in the graphs that `torch.compile` makes."""
+def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False, **form) -> Count:
+    """Kernels of one layer in the graphs that `torch.compile` makes; ``form`` as in `count_eager`."""
     count = Count()
 
     def look(module: fx.GraphModule, _):
@@ -271,7 +277,7 @@ def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False) -> Cou
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    _, run = _layer(shape, tokens, whole)
+    _, run = _layer(shape, tokens, whole, **form)
     torch._dynamo.reset()  # another shape would compile for any size
     y = torch.compile(run, backend=backend, fullgraph=True)()
     y.backward(torch.empty_like(y))

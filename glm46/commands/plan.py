@@ -1,39 +1,111 @@
-"""``python -m glm46 plan``: estimate parameters, memory and time of a config on any number of any GPU."""
+"""``python -m glm46 plan``: parameters, memory, time and cost of a config on any number of any GPU."""
 
+import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.parallelism import Parallelism
 from glm46.distributed.environment import visible_gpus
 from glm46.planner.machine import detect_machine
-from glm46.planner.report import plan_text
+from glm46.planner.peaks import accelerator_of
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.report import plan_numbers, plan_run, plan_text
+from glm46.planner.requirement import judge_config
+from glm46.planner.target_cluster import GPUS_PER_NODE, NETWORK_GBITS, Efficiencies, TargetCluster
+from glm46.planner.timeline import Order
+
+DEFAULT_GPU = "H100"
+EXIT_DOES_NOT_FIT = 1
 
 
 def plan_command(argv: Sequence[str]) -> int:
-    """Print the plan of a config; returns the exit code.
+    """Print the plan of a config; returns the exit code: 1 if it does not fit on the named GPUs.
 
     Raises:
         UserError: the config has faults, or an option is wrong.
     """
     parser = config_parser("plan")
-    parser.add_argument("--nproc", type=process_count, metavar="N", help="processes; the fewest that the degrees allow")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="GPU to compare with, such as H200; H100 and this machine, if not given"
+        "--gpus", "--nproc", type=process_count, metavar="N", help="GPUs; default: the fewest that the degrees allow"
     )
-    parser.add_argument("--mfu", type=float, metavar="SHARE", help="share of its peak that the run is assumed to reach")
+    parser.add_argument(
+        "--gpu", metavar="NAME",
+        help="such as H800, or described: MI300X:bf16=1307,memory=191,bandwidth=5300,link=448 (dense BF16 TFLOP/s, "
+        "GiB, GB/s of the memory, GB/s to the other GPUs of its node); default: H100, and a look at this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus-per-node", type=positive, default=GPUS_PER_NODE, metavar="N", help=f"default {GPUS_PER_NODE}"
+    )
+    parser.add_argument(
+        "--network", type=_above_zero, default=NETWORK_GBITS, metavar="GBIT",
+        help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
+    )  # fmt: skip
+    parser.add_argument("--price", type=_above_zero, metavar="DOLLARS", help="of one GPU for one hour")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="efficiencies.json of scripts/gpu_report.sh; default: assumed ones",
+    )
     parser.add_argument(
         "--document-tokens", type=positive, metavar="N",
         help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
     )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     arguments, overrides = parse_with_overrides(parser, argv)
-    config = load_config(arguments.config, overrides, world_size=arguments.nproc)
-    options = {"gpu": arguments.gpu, "mfu": arguments.mfu, "world_size": arguments.nproc}
-    options["document_tokens"] = arguments.document_tokens
+    config = load_config(arguments.config, overrides, world_size=arguments.gpus)
+    if arguments.document_tokens is not None and not config.data.document_mask:
+        raise UserError(
+            "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
+        )
+    plan = resolve_plan(config, arguments.gpus, arguments.document_tokens)
+    run = plan_run(plan, _cluster(arguments, plan), _order)
+    here = None
     if arguments.gpu is None:
-        options["machine"] = detect_machine(visible_gpus())
+        machine = detect_machine(visible_gpus())
+        here = machine, judge_config(config, machine, arguments.gpus)
+    print(plan_text(run, here))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(plan_numbers(run), indent=2))
+    return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
+
+
+def _cluster(arguments: argparse.Namespace, plan: Plan) -> TargetCluster:
     try:
-        print(plan_text(config, **{name: value for name, value in options.items() if value is not None}))
+        gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
-        raise UserError(f"command line: {error}") from error
-    return 0
+        raise UserError(f"command line: --gpu {error}") from error
+    try:
+        efficiencies = Efficiencies() if arguments.measured is None else Efficiencies.read(arguments.measured)
+    except ValueError as error:
+        raise UserError(f"command line: --measured {error}") from error
+    world = plan.layout.world_size
+    return TargetCluster(gpu, world, arguments.gpus_per_node, arguments.network, arguments.price, efficiencies)
+
+
+def _order(parallelism: Parallelism, micro_batches: int) -> Order:
+    from glm46.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
+
+    return pipeline_order(parallelism, micro_batches)
+
+
+def _above_zero(text: str) -> float:
+    """Type of an option: a number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number greater than 0")
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"command line: --json {path}: {error.strerror}; name a file that can be written") from error

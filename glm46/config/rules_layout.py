@@ -96,10 +96,11 @@ def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, worl
         )
     elif shard > 0 and fixed * shard != world_size:
         more = "more" if world_size > fixed * shard else "fewer"
+        other = "lower another degree" if world_size % fixed else "set data_parallel_shard_degree = -1"
         yield Fault(
             keys,
             f"parallelism: shard * {spelled} degrees multiply to {fixed * shard} processes, and {world_size} is "
-            f"{more}; start {fixed * shard} processes (NGPU={fixed * shard}), or set data_parallel_shard_degree = -1",
+            f"{more}; start {fixed * shard} processes (NGPU={fixed * shard}), or {other}",
         )
 
 

@@ -16,9 +16,9 @@ from glm46.optim.muon_layout import local_matrices, tensor_layout
 from glm46.optim.muon_plan import MuonPlan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
 from glm46.optim.muon_update import Orthogonalizer, update_scale
-from glm46.optim.newton_schulz import newton_schulz_flops
 from glm46.optim.state_file import StateFile
 from glm46.optim.state_offload import StatePlace, zeros_at
+from glm46.planner.flops import newton_schulz_flops
 
 
 class Muon(torch.optim.Optimizer):

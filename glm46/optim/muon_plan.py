@@ -14,7 +14,8 @@ import torch
 
 from glm46.optim.muon_layout import Bounds, Holding, TensorLayout
 from glm46.optim.muon_update import Orthogonalizer
-from glm46.optim.newton_schulz import newton_schulz_flops, stack_limit
+from glm46.optim.newton_schulz import stack_limit
+from glm46.planner.flops import newton_schulz_flops
 
 BUCKET_BYTES = 256 << 20
 """Bound on the whole matrices that one owner collects at a time, in the type in which they travel."""

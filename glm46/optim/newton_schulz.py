@@ -20,12 +20,6 @@ LEAST_NORM = 1e-12
 CPU_CACHE_BYTES = 4 << 20
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Floating-point operations of ``steps`` iterations on one matrix: two S x S x L products and one S x S x S."""
-    short, long = min(rows, columns), max(rows, columns)
-    return steps * (4 * short * short * long + 2 * short**3)
-
-
 def stack_limit(short: int, long: int, dtype: torch.dtype) -> int:
     """Matrices that a CPU iterates on at once: the stack, its normalised copy, two results, two short x short."""
     return max(1, CPU_CACHE_BYTES // (dtype.itemsize * (4 * short * long + 2 * short * short)))

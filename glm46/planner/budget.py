@@ -1,12 +1,10 @@
-"""Tokens and days of a run."""
+"""Tokens of a run."""
 
 from collections.abc import Sequence
 
 from glm46.config.run_config import RunConfig
 from glm46.planner.curriculum import TextStage, stage_at
 from glm46.planner.schedule import batch_sequences
-
-SECONDS_PER_DAY = 86_400
 
 
 def budget_tokens(config: RunConfig, stages: Sequence[TextStage], rows_per_micro_batch: int) -> int:
@@ -31,8 +29,3 @@ def budget_tokens(config: RunConfig, stages: Sequence[TextStage], rows_per_micro
         rows = min(rows * steps, room)
         samples, total, left = samples + rows, total + rows * stage.seq_len, left - steps
     return total
-
-
-def days(flops: float, devices: int, peak_flops: float, mfu: float) -> float:
-    """Days that this many FLOPs take on devices that reach `mfu` of their peak."""
-    return flops / (devices * peak_flops * mfu) / SECONDS_PER_DAY

@@ -142,3 +142,9 @@ def document_half_pairs(length, window: int | None):
     """
     reach = length if window is None else length - (length - window) * (length > window)
     return 2 * reach * length - reach * reach
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """Floating-point operations of ``steps`` iterations on one matrix: two S x S x L products and one S x S x S."""
+    short, long = min(rows, columns), max(rows, columns)
+    return steps * (4 * short * short * long + 2 * short**3)

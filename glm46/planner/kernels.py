@@ -24,7 +24,8 @@ class Work(NamedTuple):
     flops: float
     nbytes: float
     """Read and written."""
-    kernels: int = 1
+    kernels: int = 0
+    """Those of a layer are all counted with its memory-bound work."""
     in_fp8: bool = False
 
 
@@ -193,7 +194,7 @@ def _embedding(batch: MicroBatch) -> PartWork:
     """A row is read and written for each token; backward also fills the whole gradient with zeros."""
     [weight] = part_rows(batch.shape, "embedding")
     held, moved = weight.numel(batch.shape) / batch.layout.tp, 2 * batch.tokens * batch.layout.tp
-    forward = Work("memory", 0.0, moved * batch.shape.hidden_size * batch.width)
+    forward = Work("memory", 0.0, moved * batch.shape.hidden_size * batch.width, 1)
     return PartWork((forward,), (forward._replace(nbytes=forward.nbytes + held * batch.width),))
 
 

@@ -1,74 +1,111 @@
-"""The plan of a run as text: parameters, FLOPs, memory and time."""
+"""The plan of a run as text and as numbers: parameters, FLOPs, memory, time and cost."""
 
-import sys
+from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
-from glm46.config.run_config import RunConfig
-from glm46.planner.budget import days
 from glm46.planner.curriculum import TextStage
 from glm46.planner.flops import training_flops
 from glm46.planner.machine import Gpu, Machine
-from glm46.planner.memory import plan_memory
+from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.planner.parameters import count_parameters
-from glm46.planner.peaks import Accelerator, find_accelerator
-from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.requirement import memory_lines, stage_lines, verdict_lines
+from glm46.planner.plan import Plan
+from glm46.planner.requirement import Verdict, judge, memory_lines
+from glm46.planner.run_cost import RunCost, checkpoint_size, run_cost
+from glm46.planner.step_time import OrderOf
+from glm46.planner.target_cluster import TargetCluster
 
-DEFAULT_GPU = "H100"
-DEFAULT_MFU = 0.35
-"""A target for models of this size, not a measurement; the text shows it with every number that depends on it."""
+_PLENTY = 2**60
+"""Cores and bytes of host memory of a cluster that is not here: not compared."""
+UNCERTAINTY = {"assumed": (0.7, 1.6), "measured": (0.87, 1.15)}
+"""Range of the true time over the predicted one. Assumed: judgement. Measured: the goal of the proof, 15 %."""
 
 
-def plan_text(
-    config: RunConfig,
-    *,
-    world_size: int | None = None,
-    gpu: str = DEFAULT_GPU,
-    mfu: float = DEFAULT_MFU,
-    machine: Machine | None = None,
-    document_tokens: float | None = None,
-) -> str:
-    """Parameters, FLOPs, memory per rank, tokens and days of a run, and whether it fits.
+@dataclass(frozen=True)
+class RunPlan:
+    """What `python -m glm46 plan` computes."""
+
+    plan: Plan
+    cluster: TargetCluster
+    memory: list[MemoryPlan]
+    """Of the rank that needs most, by stage of text."""
+    verdict: Verdict
+    cost: RunCost | None
+    """None if the run does not fit."""
+
+
+def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
+    """Plan a run on a cluster; arguments of `step_time`."""
+    verdict = judge(plan, _as_machine(cluster))
+    cost = run_cost(plan, cluster, order_of) if verdict.fits else None
+    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost)
+
+
+def _as_machine(cluster: TargetCluster) -> Machine:
+    gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
+    return Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,) * cluster.gpus)
+
+
+def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
+    """The plan on one screen.
 
     Args:
-        world_size: processes; absent: the fewest that the degrees allow.
-        gpu: name in the table of peaks, for which memory and time are computed.
-        mfu: assumed share of that peak.
-        machine: another machine to compare the run with.
-        document_tokens: mean tokens of a document, whose lengths are taken as exponential; absent: each row is counted
-            as one document.
-
-    Raises:
-        ValueError: the GPU is not in the table, `mfu` is not in (0, 1], or attention crosses documents.
+        here: another machine to compare the run with.
     """
-    accelerator = find_accelerator(gpu)
-    if accelerator is None or not 0 < mfu <= 1:
-        raise ValueError(
-            f"gpu = {gpu!r}, mfu = {mfu}: a name in glm46/planner/peaks.py and a share in (0, 1] are needed"
-        )
-    if document_tokens is not None and not config.data.document_mask:
-        raise ValueError("--document-tokens: data.document_mask = false, so attention crosses documents; leave it out")
-    plan = resolve_plan(config, world_size, document_tokens)
-    layout, world = plan.layout, plan.layout.world_size
-    gpus = Machine(1, sys.maxsize, sys.maxsize, (Gpu(accelerator.name, accelerator.memory_bytes),) * world)
+    plan, layout = run.plan, run.plan.layout
     longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
     degrees = (
         f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, "
         f"ep {layout.ep}"
     )
     sections = {
-        f"{config.job.description} ({config.model.flavor})": [],
+        f"{plan.config.job.description} ({plan.config.model.flavor})": [],
         "parameters": _parameter_lines(plan),
         f"FLOPs per token, forward and backward, at {longest.seq_len:,} tokens": _flop_lines(plan, longest),
-        f"memory of each of {counted(world, 'rank')} ({degrees})": memory_lines(plan_memory(config, world)),
-        "stages of text": stage_lines(config, gpus, world, document_tokens),
-        "run": _run_lines(plan) + _time_lines(plan, accelerator, mfu),
-        f"does it fit on {world:,} x {accelerator.name}": verdict_lines(config, gpus, world),
+        f"memory of each of {counted(layout.world_size, 'rank')} ({degrees})": memory_lines(largest_stage(run.memory)),
+        "stages of text": run.verdict.stages,
+        "run": _run_lines(plan),
+        f"does it fit on {run.cluster.gpus:,} x {run.cluster.gpu.name}": run.verdict.lines,
     }
-    if machine is not None:
-        title = f"does it fit on this machine ({machine.describe()})"
-        sections[title] = verdict_lines(config, machine, world_size)
+    if here is not None:
+        machine, verdict = here
+        sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
+    if run.cost is not None:
+        sections |= _time_sections(run.cluster, run.cost)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def plan_numbers(run: RunPlan) -> dict:
+    """The plan as a JSON object: bytes, seconds, FLOPs, dollars."""
+    plan, cost = run.plan, run.cost
+    numbers = {
+        "flavor": plan.config.model.flavor,
+        "layout": asdict(plan.layout),
+        "parameters": asdict(count_parameters(plan.shape)),
+        "tokens": plan.budget_tokens,
+        "flops": plan.flops,
+        "gpu": run.cluster.gpu.name,
+        "gpus": run.cluster.gpus,
+        "fits": run.verdict.fits,
+        "reasons": run.verdict.lines,
+        "checkpoint": asdict(checkpoint_size(plan)),
+        "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
+    }
+    if cost is not None:
+        numbers |= {
+            "efficiencies": asdict(run.cluster.efficiencies),
+            "steps": cost.steps,
+            "days": cost.days,
+            "gpu_hours": cost.gpu_hours,
+            "dollars": cost.dollars,
+            "tokens_per_second": cost.tokens_per_second,
+            "mfu": cost.mfu,
+            "stages": [
+                {"steps": stage.steps, "days": stage.seconds / 86_400, "step_seconds": stage.largest.seconds}
+                | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
+                for stage in cost.stages
+            ],
+        }
+    return numbers
 
 
 def _parameter_lines(plan: Plan) -> list[str]:
@@ -95,19 +132,53 @@ def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
 
 
 def _run_lines(plan: Plan) -> list[str]:
+    size = checkpoint_size(plan)
     steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
-    return [*steps, _line("tokens", f"{plan.budget_tokens:,.0f}"), _line("FLOPs", f"{plan.flops:.3e}")]
-
-
-def _time_lines(plan: Plan, accelerator: Accelerator, mfu: float) -> list[str]:
-    world, peak = plan.layout.world_size, accelerator.bf16_flops
-    rate = world * peak * mfu * plan.budget_tokens / plan.flops
-    where = f"({world:,} x {accelerator.name} at {mfu:.0%} of the BF16 peak)"
     return [
-        _line("days", f"{days(plan.flops, world, peak, mfu):,.2f}", where),
-        _line("tokens per second", f"{rate:,.0f}"),
+        *steps,
+        _line("tokens", f"{plan.budget_tokens:,.0f}"),
+        _line("FLOPs", f"{plan.flops:.3e}"),
+        _line("checkpoint", _bytes(size.total), f"(weights {_bytes(size.weights)}, states {_bytes(size.states)})"),
+        _line("Hugging Face folder", _bytes(size.hugging_face)),
     ]
 
 
+def _time_sections(cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
+    """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
+    longest = max(cost.stages, key=lambda stage: stage.seconds)
+    index, step = cost.stages.index(longest), longest.largest
+    source = cluster.efficiencies.source
+    low, high = UNCERTAINTY["assumed" if source == "assumed" else "measured"]
+    network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
+    title = f"time of a step, predicted for {network} (efficiencies: {source})"
+    of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    shown = [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * step.seconds]
+    money = [] if cost.dollars is None else [_line("cost", f"${cost.dollars:,.0f}", f"(at ${cluster.price:,.2f})")]
+    return {
+        title + of_stage: [
+            *(_line(name, f"{_seconds(seconds)}", f"{seconds / step.seconds:5.1%}") for name, seconds in shown),
+            _line("step", _seconds(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
+        ],
+        "whole run": [
+            _line("steps", f"{cost.steps:,}"),
+            _line("days", f"{cost.days:,.2f}", f"({low * cost.days:,.2f} to {high * cost.days:,.2f})"),
+            _line("GPU-hours", f"{cost.gpu_hours:,.0f}"),
+            *money,
+            _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
+        ],
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
+
+
+def _bytes(count: float) -> str:
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    size, unit = next((each for each in units if count >= each[0]), units[-1])
+    return f"{count / size:,.1f} {unit}"
+
+
 def _line(name: str, value: str, remark: str = "") -> str:
-    return f"{name:<22} {value:>22}  {remark}".rstrip()
+    return f"{name:<35} {value:>22}  {remark}".rstrip()

@@ -7,14 +7,13 @@ from importlib import metadata
 from glm46.config.faults import counted
 from glm46.config.float8 import Float8
 from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
-from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.planner.layout import fixed_processes, resolve_layout, smallest_world
+from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine
 from glm46.planner.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
 from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
-from glm46.planner.plan import resolve_plan
+from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.stage_table import stage_table
 
 _GIB = 2**30
@@ -32,17 +31,28 @@ _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class Verdict:
+    """Whether a run fits on a machine, and why."""
+
     faults: list[str]
     margin: str
     """Needed and available memory, if the run fits."""
-    world_size: int
+    plan: Plan
     memory: MemoryPlan
     """Of the largest stage."""
     text: float
     """See `step_text`."""
     stages: list[str]
     """See `stage_table`."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.faults
+
+    @property
+    def lines(self) -> list[str]:
+        """Whether it fits, and by how much."""
+        return [f"no: {fault}" for fault in self.faults] or [f"yes: {self.margin}"]
 
 
 def describe_requirement(
@@ -54,9 +64,9 @@ def describe_requirement(
         world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
         remedies: further advice for a run that does not fit.
     """
-    verdict = _judge(config, machine, world_size)
-    lines = [*_needs(config, machine, verdict), "", *_found(machine), ""]
-    if not verdict.faults:
+    verdict = judge_config(config, machine, world_size)
+    lines = [*_needs(machine, verdict), "", *_found(machine), ""]
+    if verdict.fits:
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
     advice = _smallest_that_fits(config, machine)
@@ -66,30 +76,21 @@ def describe_requirement(
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
-def verdict_lines(config: RunConfig, machine: Machine, world_size: int | None) -> list[str]:
-    """Lines that say if a run fits on a machine, and by how much."""
-    verdict = _judge(config, machine, world_size)
-    return [f"no: {fault}" for fault in verdict.faults] or [f"yes: {verdict.margin}"]
-
-
-def stage_lines(
-    config: RunConfig, machine: Machine, world_size: int | None, document_tokens: float | None
-) -> list[str]:
-    """`stage_table` of a run, compared with the memory of a machine; ``document_tokens`` as in `Plan`."""
-    return _judge(config, machine, world_size, document_tokens).stages
-
-
-def _judge(
-    config: RunConfig, machine: Machine, world_size: int | None, document_tokens: float | None = None
-) -> _Verdict:
+def judge_config(config: RunConfig, machine: Machine, world_size: int | None) -> Verdict:
+    """`judge` with this many processes. Absent: one per GPU as far as the degrees allow, and at least the fewest that
+    they allow."""
     needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
-    if world_size is not None:
-        needed = world_size
-    elif gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
+    if gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(config.parallelism)
+    return judge(resolve_plan(config, world_size or needed), machine)
+
+
+def judge(plan: Plan, machine: Machine) -> Verdict:
+    """Compare a run with a machine: number of GPUs, memory, and what they and torch can compute."""
+    config, needed = plan.config, plan.layout.world_size
+    gpus = len(machine.gpus) * machine.nodes
     faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
     device, capacity = "gpu" if machine.gpus else "cpu", None
-    plan = resolve_plan(config, needed, document_tokens)
     of_stages, text = stage_memory(plan, device=device), step_text(plan)
     memory = largest_stage(of_stages)
     if gpus and needed > gpus:
@@ -114,7 +115,7 @@ def _judge(
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
     faults += [*_fp8_faults(config.float8, machine), *_torch_faults(config.parallelism, metadata.version("torch"))]
-    return _Verdict(faults, margin, needed, memory, text, stage_table(plan, of_stages, capacity))
+    return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
 
 
 def _torch_faults(layout: Parallelism, torch: str) -> list[str]:
@@ -161,9 +162,9 @@ def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool,
     return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"
 
 
-def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
-    count = count_parameters(resolve_shape(config.model))
-    layout = resolve_layout(config.parallelism, verdict.world_size)
+def _needs(machine: Machine, verdict: Verdict) -> list[str]:
+    plan, layout = verdict.plan, verdict.plan.layout
+    count = count_parameters(plan.shape)
     kind = "GPUs" if machine.gpus or verdict.faults else "processes"
     degrees = {
         "pipeline": layout.pp,
@@ -176,8 +177,8 @@ def _needs(config: RunConfig, machine: Machine, verdict: _Verdict) -> list[str]:
     experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
-        f"What this run needs ({config.model.flavor}: {active})",
-        f"  {kind:<18} {verdict.world_size:,} = {named}{experts}",
+        f"What this run needs ({plan.config.model.flavor}: {active})",
+        f"  {kind:<18} {layout.world_size:,} = {named}{experts}",
         "  memory of each",
         *(f"    {line}" for line in memory_lines(verdict.memory)),
         "  stages of text",

@@ -31,6 +31,8 @@ class Efficiencies:
     """Of the bandwidth inside a node, by collectives of large tensors."""
     network: float = 0.75
     """Of the bandwidth between nodes."""
+    imbalance: float = 1.1
+    """Load of the busiest rank that shares experts with others, over the mean."""
     launch_seconds: float = 5e-6
     """Time of the host for one kernel: a layer takes at least that for each of its kernels."""
     call_seconds: float = 25e-6
@@ -103,8 +105,9 @@ def groups(layout: Layout) -> dict[str, tuple[int, int]]:
         "tp": (1, layout.tp),
         "cp": (layout.tp, layout.cp),
         "ep": (1, layout.ep),
-        "dense_shard": (layout.tp, shards),
-        "expert_shard": (layout.ep, layout.expert_shards),
+        "shard": (layout.tp, shards),
+        "efsdp": (layout.ep, layout.expert_shards),
         "dp_replicate": (layout.tp * shards, layout.dp_replicate),
         "pp": (layout.world_size // layout.pp, layout.pp),
+        "world": (1, layout.world_size),
     }

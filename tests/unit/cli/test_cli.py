@@ -68,12 +68,43 @@ def test_faults_are_printed_one_per_line_and_the_exit_code_is_two(capsys):
 
 def test_plan_prints_the_number_of_parameters(capsys):
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
-    assert main(["plan", "--config", phase, "--gpu", "H200", "--nproc", "8192"]) == 0
+    assert main(["plan", "--config", phase, "--gpu", "H200", "--gpus", "8192", "--price", "2.5"]) == 0
     printed = capsys.readouterr().out
     # Counts derived from the published shapes, MTP layer included.
-    assert "356,785,898,816" in printed and "8,192 x H200" in printed
-    assert main(["plan", "--config", phase, "--gpu", "abacus"]) == 2
-    assert main(["plan", "--config", phase, "--nproc", "8"]) == 2
+    assert "356,785,898,816" in printed and "8,192 x H200" in printed and "pipeline bubble" in printed
+
+
+def test_a_plan_that_does_not_fit_exits_with_one_and_names_no_days(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    large = ["--config", DEBUG, "--model.flavor=GLM-4.6", "--training.global_batch_size=256"]
+    assert main(["plan", *large, "--gpus", "64", "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "does it fit on 64 x H100\n  no: each GPU needs" in printed and "days" not in printed
+    assert json.loads(file.read_text())["fits"] is False
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--gpu", "H8000"], ("--gpu 'H8000'", "did you mean H800", "MI300X:bf16=")),
+    (["--gpu", "X:bf16=1"], ("--gpu", "lacks bandwidth, link, memory")),
+    (["--gpus", "8"], ("multiply to 8192", "start 8192 processes", "lower another degree")),
+    (["--measured", "/none.json"], ("--measured /none.json", "No such file")),
+    (["--json", "/none/plan.json"], ("--json /none/plan.json", "name a file")),
+    (["--document-tokens", "9", "--data.document_mask=false"], ("--document-tokens", "leave it out")),
+])  # fmt: skip
+def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys):
+    phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
+    assert main(["plan", "--config", phase, *options]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    "option", ["--price=free", "--price=-1", "--network=fast", "--network=inf", "--gpus-per-node=0"]
+)
+def test_a_number_of_a_plan_is_one(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--config", DEBUG, option])
+    assert end.value.code == 2 and option.partition("=")[2] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])

@@ -12,9 +12,11 @@ from glm46.config.loader import load_config
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.planner.flops import training_flops_per_token
+from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import stage_memory
+from glm46.planner.peaks import accelerator_of
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.report import plan_text
+from glm46.planner.requirement import describe_requirement
 from glm46.planner.schedule import batch_sequences, learning_rate_factor, schedule_value
 from glm46.planner.stage_table import stage_table
 
@@ -94,7 +96,9 @@ def test_phase_is_laid_out_for_8192_gpus_and_fits_them(name):
     assert check_config(config, world_size=8192) == []
     assert check_config(config, world_size=8191) != []
     assert resolve_shape(config.model).n_routed_experts == 160
-    assert "does it fit on 8,192 x H800\n  yes: " in plan_text(config, gpu="H800")
+    h800 = accelerator_of("H800")
+    machine = Machine(1, 2**60, 2**60, (Gpu(h800.name, h800.memory_bytes),) * 8, nodes=1024)
+    assert describe_requirement(config, machine, world_size=8192)[0]
     # Each number of micro-batches leaves less than half of a step to the bubble.
     plan = resolve_plan(config)
     header, *stages = stage_table(plan, stage_memory(plan))

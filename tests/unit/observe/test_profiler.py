@@ -16,10 +16,9 @@ from glm46.observe.module_ranges import KINDS, kind_of, module_ranges
 from glm46.observe.module_times import IDLE, REST, flops_by_kind, format_table, table_rows, time_by_kind
 from glm46.observe.profiler import Profiled, Profiler
 from glm46.optim.muon import Muon
-from glm46.optim.newton_schulz import newton_schulz_flops
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize.plan import initialise
-from glm46.planner.flops import batch_flops
+from glm46.planner.flops import batch_flops, newton_schulz_flops
 from glm46.planner.parameters import named_rows
 from glm46.pretrain.task import train
 from tests.small_run import TINY

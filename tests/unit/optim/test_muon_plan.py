@@ -14,7 +14,7 @@ from glm46.config.presets import PRESETS
 from glm46.optim.muon_layout import tensor_layout
 from glm46.optim.muon_plan import Request, make_plan
 from glm46.optim.muon_update import Orthogonalizer
-from glm46.optim.newton_schulz import newton_schulz_flops
+from glm46.planner.flops import newton_schulz_flops
 from tests.unit.optim.muon_reference import entries_per_rank, entries_received
 
 WORLD, TP, EP, LAYERS = 512, 8, 32, 6

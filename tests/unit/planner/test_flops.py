@@ -4,8 +4,13 @@ import numpy as np
 import pytest
 
 from glm46.config.presets import PRESETS
-from glm46.optim.newton_schulz import newton_schulz_flops
-from glm46.planner.flops import attention_flops, document_half_pairs, training_flops, training_flops_per_token
+from glm46.planner.flops import (
+    attention_flops,
+    document_half_pairs,
+    newton_schulz_flops,
+    training_flops,
+    training_flops_per_token,
+)
 from glm46.planner.parameters import dense_layer, layer_counts, moe_layer, mtp_layer
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]

@@ -1,0 +1,280 @@
+"""Time of an optimizer step, predicted: kernels by a roofline, collectives by their links, a pipeline by the order of
+its schedule.
+
+What is assumed: sequences are full, experts get equal loads but for `Efficiencies.imbalance`, and nothing else uses the
+machines. FSDP2's gathers and reductions run beside the products of their stage and cost what is longer; the shared
+expert runs beside the first exchange of tokens; all other collectives cost their whole time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+
+from glm46.config.parallelism import Parallelism
+from glm46.planner.flops import newton_schulz_flops, training_flops_per_token
+from glm46.planner.kernels import MicroBatch, Work, part_work
+from glm46.planner.plan import Plan
+from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
+from glm46.planner.target_cluster import TargetCluster, groups
+from glm46.planner.timeline import Order, Timeline, simulate
+from glm46.planner.traffic import Traffic, step_traffic
+
+OrderOf = Callable[[Parallelism, int], Order]
+"""The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
+_FP32_SHARE = 1 / 15
+"""Of the BF16 peak, by FP32 products without tensor cores: 67 of 989 TFLOP/s on an H100, 19.5 of 312 on an A100."""
+_TENSOR_CORES = 7.0
+"""Least compute capability with them. A GPU described without a capability has its peak in the type that is used."""
+_UPDATE_BYTES = {"muon": 28, "adamw": 40}
+"""Read and written per element by norm, clipping and update in FP32: gradient three times, states and weight twice."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of a stage of text."""
+
+    parts: dict[str, float]
+    """Seconds by cause on the pipeline rank that computes longest; they add up to the step."""
+    tokens: int
+    """Of all ranks."""
+    model_flops: float
+    """Of all ranks; recomputation is not counted."""
+    mfu: float
+    """`model_flops` over what the BF16 peaks of all GPUs could do in this time."""
+    timeline: Timeline | None
+    """Of forward and backward; None without a pipeline."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class _Cost(Counter):
+    """Seconds by cause."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.values())
+
+    def times(self, factor: float) -> "_Cost":
+        return _Cost({cause: factor * seconds for cause, seconds in self.items()})
+
+
+class Roofline:
+    """Times of kernels and collectives on one cluster, for one compute type and mesh."""
+
+    def __init__(self, cluster: TargetCluster, plan: Plan):
+        gpu, share = cluster.gpu, cluster.efficiencies
+        is_slow = plan.config.training.mixed_precision_param == "float32" and gpu.compute_capability >= _TENSOR_CORES
+        self._share, self._launch, self._call = share, share.launch_seconds, share.call_seconds
+        self._bf16 = gpu.bf16_flops * (_FP32_SHARE if is_slow else 1)
+        self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
+        self._links = {axis: cluster.link(*group) for axis, group in groups(plan.layout).items()}
+        self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
+
+    def kernels(self, work: Iterable[Work]) -> _Cost:
+        """Seconds of kernels one after the other, by kind; at least what the host takes to launch them."""
+        cost, launched = _Cost(), 0.0
+        for each in work:
+            cost[each.kind] += self.kernel(each)
+            launched += each.kernels * self._launch
+        waited = launched - cost.seconds
+        return cost if waited <= 0 else _Cost({**cost, "launches": waited})
+
+    def kernel(self, work: Work) -> float:
+        """Seconds of one kernel."""
+        moved = work.nbytes / self._memory
+        if work.kind == "memory":
+            return moved
+        peak = self._fp8 if work.in_fp8 else self._bf16
+        computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
+        return computed * (self._imbalance if work.kind == "experts" else 1.0)
+
+    def update(self, elements: dict[str, float], products: float) -> _Cost:
+        """Seconds of the optimizer: elements by optimizer, and FLOPs of Newton-Schulz iterations in BF16."""
+        moved = sum(_UPDATE_BYTES[name] * count for name, count in elements.items()) / self._memory
+        return _Cost({"optimizer": moved + products / (self._bf16 * self._share.products)})
+
+    def traffic(self, traffic: Traffic) -> float:
+        """Seconds of the collectives of one kind."""
+        link, others = self._links[traffic.axis], traffic.ranks - 1
+        calls = traffic.calls * self._call
+        if traffic.kind == "send":
+            return calls + traffic.nbytes / link.exchange_bytes_per_second
+        sent = traffic.nbytes * others / traffic.ranks
+        if traffic.kind == "all_to_all":
+            return calls + sent / link.exchange_bytes_per_second * self._imbalance
+        return calls + sent * (2 if traffic.kind == "all_reduce" else 1) / link.bytes_per_second
+
+
+_OVERLAPPED = ("shard", "efsdp", "dp_replicate")
+"""Axes whose collectives FSDP2 runs beside the kernels."""
+
+
+def step_time(plan: Plan, stage_index: int, sequences: int, cluster: TargetCluster, order_of: OrderOf) -> StepTime:
+    """Predict one step of a stage of text.
+
+    Args:
+        sequences: of the step, over all ranks.
+        order_of: called only with a pipeline.
+    """
+    stage, layout = plan.text_stages[stage_index], plan.layout
+    micro_batches = sequences // plan.rows_per_micro_batch
+    roofline = Roofline(cluster, plan)
+    traffic = step_traffic(plan, stage_index, micro_batches)
+    ranks = [
+        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches)
+        for parts, of_rank in zip(
+            parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len), traffic, strict=True
+        )
+    ]
+    slowest = max(ranks, key=lambda rank: rank.seconds)
+    parts, timeline = Counter(slowest.parts(micro_batches)), None
+    if layout.pp > 1:
+        sends = [each for of_rank in traffic for each in of_rank if each.axis == "pp" and each.kind == "send"]
+        sending = max(roofline.traffic(each) / each.calls for each in sends)
+        timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
+        parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
+    tokens = sequences * stage.seq_len
+    flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens)
+    seconds = sum(parts.values())
+    peak = layout.world_size * cluster.gpu.bf16_flops
+    return StepTime(dict(parts), tokens, flops, flops / (seconds * peak), timeline)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one pipeline rank does in a step."""
+
+    forward: dict[int, _Cost]
+    """Seconds of one micro-batch, by stage."""
+    backward: dict[int, _Cost]
+    """With the recomputation."""
+    once: _Cost
+    """Seconds once per step, after the last backward."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch in all stages of the rank."""
+        return sum(cost.seconds for costs in (self.forward, self.backward) for cost in costs.values())
+
+    def parts(self, micro_batches: int) -> _Cost:
+        """Seconds of the step by cause, without waiting for other ranks of the pipeline."""
+        total = _Cost(self.once)
+        for costs in (self.forward, self.backward):
+            for cost in costs.values():
+                total.update(cost.times(micro_batches))
+        return total
+
+
+def _rank(
+    plan: Plan,
+    stage_index: int,
+    roofline: Roofline,
+    stages: list[StagePart],
+    traffic: list[Traffic],
+    micro_batches: int,
+) -> _Rank:
+    batch = _micro_batch(plan, stage_index)
+    mode = plan.config.activation_checkpoint.mode
+    forward, backward = {}, {}
+    for stage in stages:
+        names = [*(["embedding"] if stage.has_embedding else []), *stage.blocks]
+        if stage.has_head:  # each prediction depth uses it too
+            names += ["head"] * (1 + plan.shape.num_nextn_predict_layers)
+        costs = {name: part_work(name, batch, mode) for name in set(names)}
+        forward[stage.index], backward[stage.index] = _Cost(), _Cost()
+        for name in names:
+            forward[stage.index].update(roofline.kernels(costs[name].forward))
+            backward[stage.index].update(roofline.kernels(costs[name].backward))
+            again = roofline.kernels(costs[name].recomputed).seconds
+            backward[stage.index].update({"recomputation": again} if again else {})
+    once = roofline.update(*_updated(plan, stages))
+    beside = Counter()
+    # A collective of forward runs again with the recomputation, and backward has its counterpart.
+    shares = (1, 1) if mode == "none" else (1, 2)
+    for each in traffic:
+        seconds = roofline.traffic(each)
+        if each.axis in _OVERLAPPED:
+            beside[each.kind] += seconds
+        elif each.axis == "world":
+            once[f"waiting for {each.axis}"] += seconds
+        elif each.axis != "pp":
+            for costs, share in zip((forward, backward), shares, strict=True):
+                for cost in costs.values():
+                    cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
+    rank = _Rank(forward, backward, once)
+    once["waiting for weights and gradients"] = _exposed(beside, rank, micro_batches, plan.layout.pp > 1)
+    return rank
+
+
+def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool) -> float:
+    """Seconds per step of FSDP2's collectives that no kernel hides.
+
+    A pipeline gathers weights beside its first forward and reduces gradients after its last backward. Otherwise both
+    run beside every micro-batch.
+    """
+    reducing = beside["reduce_scatter"] + beside["all_reduce"]
+    if is_piped:
+        first = sum(cost.seconds for cost in rank.forward.values())
+        return max(beside["all_gather"] - first, 0.0) + reducing
+    return max(beside["all_gather"] + reducing - rank.seconds * micro_batches, 0.0)
+
+
+def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
+    config, stage, layout = plan.config, plan.text_stages[stage_index], plan.layout
+    tokens = config.training.local_batch_size * stage.seq_len / (layout.cp * layout.tp)
+    return MicroBatch(
+        shape=stage.shape,
+        layout=layout,
+        tokens=tokens,
+        seq_len=stage.seq_len,
+        document_tokens=plan.document_tokens,
+        param_dtype=config.training.mixed_precision_param,
+        is_compiled=config.compile.enable,
+        linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
+        experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
+    )
+
+
+def _updated(plan: Plan, stages: list[StagePart]) -> tuple[dict[str, float], float]:
+    """Elements that one rank of a pipeline rank updates, by optimizer, and FLOPs of its Newton-Schulz iterations, which
+    all ranks of its stage share evenly (`optim/muon_plan.py`)."""
+    layout, shape, optimizer = plan.layout, plan.shape, plan.config.optimizer
+    elements, products = {"muon": 0.0, "adamw": 0.0}, 0.0
+    for row in (row for stage in stages for row in stage.rows(shape) if row.optimizer is not None):
+        name = row.choose_optimizer(optimizer)
+        elements[name] += held_elements(row, shape, layout)
+        if name == "muon":
+            *matrices, rows, columns = row.shape(shape)
+            of_one = newton_schulz_flops(rows // row.row_blocks, columns, optimizer.ns_steps)
+            products += prod(matrices) * row.row_blocks * of_one
+    return elements, products / (layout.world_size / layout.pp)
+
+
+def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
+    """Forward and backward of all micro-batches. A backward that is split spends equal times on inputs and weights; the
+    recomputation comes with the inputs.
+
+    Args:
+        sending: seconds from one stage to the next.
+    """
+    forward = {stage: cost.seconds for rank in ranks for stage, cost in rank.forward.items()}
+    backward = {stage: cost.seconds for rank in ranks for stage, cost in rank.backward.items()}
+    weights = {
+        stage: (cost.seconds - cost["recomputation"]) / 2 for rank in ranks for stage, cost in rank.backward.items()
+    }
+
+    def cost(kind: str, stage: int) -> float:
+        if kind == "forward":
+            return forward[stage]
+        if kind == "backward":
+            return backward[stage]
+        return weights[stage] if kind == "weight gradient" else backward[stage] - weights[stage]
+
+    return simulate(order, cost, lambda _: sending)
