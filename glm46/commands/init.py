@@ -26,6 +26,11 @@ def init_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def shipped_configs() -> Path:
+    """The folder of the shipped TOML files: inside the package in a wheel (setup.py), beside it in a checkout."""
+    return next(place for place in (_PACKAGE / "train_configs", _PACKAGE.parent / "train_configs") if place.is_dir())
+
+
 def write_configs(folder: Path) -> list[Path]:
     """Write the shipped TOML files and their schema; existing files are kept.
 
@@ -35,11 +40,9 @@ def write_configs(folder: Path) -> list[Path]:
     Raises:
         UserError: a file of the same name differs, or the folder cannot be written; nothing is written.
     """
-    # Inside the package in a wheel (setup.py), beside it in a checkout.
-    shipped = next(place for place in (_PACKAGE, _PACKAGE.parent) if (place / "train_configs").is_dir())
     texts = {
         folder / file.name: file.read_text(encoding="utf-8")
-        for file in sorted((shipped / "train_configs").iterdir())
+        for file in sorted(shipped_configs().iterdir())
         if file.suffix in (".toml", ".json")
     }
     faults, missing = [], []

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
+from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.parallelism import Parallelism
@@ -28,7 +28,12 @@ def plan_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: the config has faults, or an option is wrong.
     """
+    if any(token.partition("=")[0] == "--compare" for token in argv):
+        return _compare(argv)
     parser = config_parser("plan")
+    parser.add_argument(
+        "--compare", choices=["docs"], help="without --config: the requirement documents' figures beside the planner's"
+    )
     parser.add_argument(
         "--gpus", "--nproc", type=process_count, metavar="N", help="GPUs; default: the fewest that the degrees allow"
     )
@@ -79,12 +84,31 @@ def _cluster(arguments: argparse.Namespace, plan: Plan) -> TargetCluster:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
+    world, measured = plan.layout.world_size, _efficiencies(arguments.measured)
+    return TargetCluster(gpu, world, arguments.gpus_per_node, arguments.network, arguments.price, measured)
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from glm46.commands.compare_documents import print_comparison  # torch, for the order of pipelines
+
+    parser = verb_parser("plan", description="Compares the figures of the requirement documents with the planner's.")
+    parser.add_argument("--compare", choices=["docs"], required=True)
+    _add_measured(parser)
+    print_comparison(_efficiencies(parser.parse_args(argv).measured))
+    return 0
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="JSON file of measured efficiencies; default: assumed ones"
+    )
+
+
+def _efficiencies(file: Path | None) -> Efficiencies:
     try:
-        efficiencies = Efficiencies() if arguments.measured is None else Efficiencies.read(arguments.measured)
+        return Efficiencies() if file is None else Efficiencies.read(file)
     except ValueError as error:
         raise UserError(f"command line: --measured {error}") from error
-    world = plan.layout.world_size
-    return TargetCluster(gpu, world, arguments.gpus_per_node, arguments.network, arguments.price, efficiencies)
 
 
 def _order(parallelism: Parallelism, micro_batches: int) -> Order:
