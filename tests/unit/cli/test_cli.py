@@ -1,6 +1,7 @@
 """Verbs, messages and exit codes of the command line. Most tests run in this process: starting one costs seconds."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path

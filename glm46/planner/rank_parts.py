@@ -1,0 +1,117 @@
+"""What each pipeline rank has of the model, and how FSDP2 divides its parameters: facts that memory and traffic share.
+
+A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import Parallelism
+from glm46.planner.layout import Layout
+from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.stages import split_layers, stages_of_rank
+
+Block = Literal["dense", "moe", "mtp"]
+"""A decoder layer with a dense feed-forward network or with experts, or a prediction layer."""
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A pipeline stage, or the whole model."""
+
+    index: int
+    blocks: tuple[Block, ...]
+    """In the order of forward."""
+    has_embedding: bool
+    has_head: bool
+
+    def rows(self, shape: ModelShape) -> list[Parameter]:
+        """The parameters and buffers of the stage, once for each block that has them."""
+        return [row for block in self.blocks for row in block_rows(shape, block)] + self.root_rows(shape)
+
+    def root_rows(self, shape: ModelShape) -> list[Parameter]:
+        """Those outside of blocks: of the embedding, and of norm and head."""
+        names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
+        return part_rows(shape, *names)
+
+
+def block_rows(shape: ModelShape, block: Block) -> list[Parameter]:
+    """The parameters and buffers of a block."""
+    return {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[block](shape)
+
+
+def parts_of_ranks(parallelism: Parallelism, shape: ModelShape, seq_len: int) -> list[list[StagePart]]:
+    """The stages of each pipeline rank, ascending; without a pipeline one rank with the whole model.
+
+    Args:
+        seq_len: [training] seq_len, from which the cost of layers follows that `split_layers` balances.
+    """
+    kinds: list[Block] = ["dense" if i < shape.first_k_dense_replace else "moe" for i in range(shape.num_hidden_layers)]
+    is_whole = parallelism.pipeline_parallel_degree == 1
+    split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, seq_len)
+    stages = [
+        StagePart(index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds))
+        for index, layers in enumerate(split)
+    ]
+    prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
+    last = stages[-1]
+    stages[-1] = StagePart(last.index, last.blocks + prediction, last.has_embedding, has_head=True)
+    if is_whole:
+        return [stages]
+    ranks = range(parallelism.pipeline_parallel_degree)
+    return [[stages[index] for index in stages_of_rank(parallelism, rank)] for rank in ranks]
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Parameters that FSDP2 gathers and reduces together."""
+
+    rows: tuple[Parameter, ...]
+    is_root: bool
+    has_own_mesh: bool
+    """True for experts whose shards are not those of other parameters."""
+
+    def held(self, shape: ModelShape, layout: Layout) -> int:
+        """Elements of the first rank's shard; FSDP2 pads those of all ranks to it."""
+        return sum(held_elements(row, shape, layout) for row in self.rows)
+
+
+def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
+    """The units of a stage that `parallelize/fsdp.py` makes, in the order of forward, the root last."""
+    units = []
+    for block in part.blocks:
+        rows = _trained(block_rows(shape, block))
+        experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
+        units.append(FsdpUnit(tuple(row for row in rows if row not in experts), False, False))
+        if experts:
+            units.append(FsdpUnit(experts, False, True))
+    root = _trained(part.root_rows(shape))
+    return [*units, FsdpUnit(tuple(root), True, False)] if root else units
+
+
+def _trained(rows: Sequence[Parameter]) -> list[Parameter]:
+    return [row for row in rows if row.optimizer is not None]
+
+
+def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Shape of a tensor on the first rank of its tensor or expert group: what FSDP2 shards."""
+    sizes = list(row.shape(shape))
+    if row.is_expert:
+        sizes[0] //= layout.ep
+    elif row.tensor_dim is not None:
+        sizes[row.tensor_dim] = -(-sizes[row.tensor_dim] // layout.tp)
+    return tuple(sizes)
+
+
+def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """Elements of a tensor that the first rank holds between steps: FSDP2's largest shard. Buffers are not sharded."""
+    sizes = list(local_shape(row, shape, layout))
+    if row.optimizer is not None:
+        shards = layout.expert_shards if row.is_expert else layout.dense_shards
+        # `expert_placement`: whole experts, or a part of each.
+        dim = 1 if row.is_expert and sizes[0] % shards else 0
+        sizes[dim] = -(-sizes[dim] // shards)
+    return prod(sizes)

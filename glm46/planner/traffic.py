@@ -1,0 +1,252 @@
+"""What a rank sends and receives in one optimizer step, by collective and mesh axis; without torch.
+
+It follows the code call by call: `parallelize/`, `distributed/collectives.py`, torch's FSDP2 and pipelines, and
+`training/step.py`. A test counts the calls and bytes of real steps on a fake process group and holds both equal.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from glm46.config.model import ModelShape
+from glm46.config.rules_layout import values_of
+from glm46.planner.activations import FP32, INDEX, attended_keys
+from glm46.planner.layout import Layout
+from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
+from glm46.planner.plan import Plan
+from glm46.planner.rank_parts import Block, StagePart, fsdp_units, parts_of_ranks
+from glm46.planner.stages import rank_of_stage
+
+_FP64 = 8
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind over one axis, for one purpose, in one optimizer step of one rank."""
+
+    axis: str
+    """Mesh axis as `distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep, cp, tp,
+    pp; "world" for all ranks."""
+    kind: Kind
+    ranks: int
+    """Ranks of the group."""
+    calls: int
+    nbytes: int
+    """Of all calls together: bytes of the larger of the tensors that the rank passes in and gets, its own share
+    included. So an all_gather counts the gathered tensor, a reduce_scatter the one that is not reduced yet, an
+    all_reduce its tensor once, an all_to_all what the rank sends to all, a send what it sends; a receive is the send of
+    another rank and not counted."""
+    what: str
+
+
+class _Call(NamedTuple):
+    """Calls of equal size."""
+
+    axis: str
+    kind: Kind
+    ranks: int
+    what: str
+    calls: int
+    size: int
+    """Bytes of one call."""
+
+
+def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
+    """What the first rank of each pipeline rank sends and receives in `train_step`.
+
+    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as are the
+    agreement on a step before it, and the optimizer. Calls and bytes are exact, except for the keys that
+    context-parallel ranks exchange under a sliding window: they are those of rows that are one document.
+
+    Args:
+        stage_index: of `Plan.text_stages`.
+        micro_batches: of the step; absent: those of the largest step of the stage.
+    """
+    stage = plan.text_stages[stage_index]
+    count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+    step = _Step(plan, stage.shape, stage.seq_len, count)
+    parts = parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len)
+    return [_merged(step.of_rank(rank, of_rank)) for rank, of_rank in enumerate(parts)]
+
+
+def _merged(calls: Iterator[_Call]) -> list[Traffic]:
+    counts, sizes = Counter(), Counter()
+    for call in calls:
+        if call.ranks > 1 and call.calls:
+            key = call.axis, call.kind, call.ranks, call.what
+            counts[key] += call.calls
+            sizes[key] += call.calls * call.size
+    return [
+        Traffic(axis, kind, ranks, calls, sizes[axis, kind, ranks, what], what)
+        for (axis, kind, ranks, what), calls in counts.items()
+    ]
+
+
+class _Step:
+    """One optimizer step of a plan in one stage of text."""
+
+    def __init__(self, plan: Plan, shape: ModelShape, length: int, micro_batches: int):
+        self._plan, self._shape, self._length, self._micro_batches = plan, shape, length, micro_batches
+        self._layout: Layout = plan.layout
+        training = plan.config.training
+        self._rows = training.local_batch_size
+        self._mode = plan.config.activation_checkpoint.mode
+        self._width = int(WIDTHS[training.mixed_precision_param])
+        self._reduce = int(WIDTHS[training.mixed_precision_reduce])
+        # Without a cast FSDP2 gathers the masters as they are.
+        self._gathered = self._width if training.mixed_precision_param != "float32" else int(WIDTHS[training.dtype])
+        self._depths = shape.num_nextn_predict_layers
+        self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
+        self._hidden = self._tokens * shape.hidden_size * self._width
+        self._forwards = 1 if self._mode == "none" else 2
+
+    def of_rank(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
+        """All calls of a pipeline rank."""
+        for part in parts:
+            yield from self._fsdp(part)
+            if self._layout.tp > 1:
+                yield from self._replicated_gradients(part)
+            for call in self._of_micro_batch(rank, part):
+                yield call._replace(calls=call.calls * self._micro_batches)
+        yield from self._step_sums(parts)
+
+    def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
+        layout = self._layout
+        for block in part.blocks:
+            if layout.cp > 1:
+                yield from self._keys()
+            if layout.tp > 1:
+                yield from self._around_block(block)
+            if block != "dense":
+                yield from self._balance()
+                if layout.ep > 1:
+                    yield from self._tokens_to_experts(block)
+        if layout.tp > 1:
+            yield from self._vocabulary(part)
+        if part.has_head and layout.cp > 1:
+            size = (1 + self._depths) * self._rows * self._length * INDEX
+            yield _Call("cp", "all_gather", layout.cp, "predictions", 1, size)
+        yield from self._pipeline(rank, part)
+
+    def _fsdp(self, part: StagePart) -> Iterator[_Call]:
+        """Weights in the compute type and gradients in the reduce type, both padded to equal shards."""
+        layout, count = self._layout, self._micro_batches
+        policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
+        for unit in fsdp_units(part, self._shape, layout):
+            axis = "efsdp" if unit.has_own_mesh else "shard"
+            shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
+            shard = unit.held(self._shape, layout)
+            frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
+            gathers, reduces = (2 * count if frees else count), count
+            if is_piped:
+                # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
+                # gather, whatever the order, and the first one preceded by one.
+                gathers, reduces = (count + 1 if frees else 1), 1
+            yield _Call(axis, "all_gather", shards, "weights", gathers, shard * shards * self._gathered)
+            yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shard * shards * self._reduce)
+            replicas = layout.dp_replicate
+            yield _Call("dp_replicate", "all_reduce", replicas, "gradients", reduces, shard * self._reduce)
+
+    def _replicated_gradients(self, part: StagePart) -> Iterator[_Call]:
+        """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""
+        is_piped = self._layout.pp > 1
+        calls, width = (1, self._reduce) if is_piped else (self._micro_batches, self._width)
+        for row in part.rows(self._shape):
+            if row.tensor_dim is None and not row.is_expert and row.optimizer is not None:
+                size = row.numel(self._shape) * width
+                yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls, size)
+
+    def _around_block(self, block: Block) -> Iterator[_Call]:
+        """Attention, and a dense network or the shared experts: gather before, reduce-scatter after."""
+        networks = 2 if block == "dense" or self._shape.n_shared_experts else 1
+        # Recomputation of a dense layer ends before its last reduce-scatter, whose result backward does not need.
+        spared = 1 if block == "dense" and self._mode != "none" else 0
+        calls = networks * (self._forwards + 1)
+        whole = self._hidden * self._layout.tp
+        yield _Call("tp", "all_gather", self._layout.tp, "rows of the sequence", calls, whole)
+        yield _Call("tp", "reduce_scatter", self._layout.tp, "rows of the sequence", calls - spared, whole)
+
+    def _vocabulary(self, part: StagePart) -> Iterator[_Call]:
+        """Embedding and head, each for the main model and every prediction depth."""
+        tp, calls = self._layout.tp, 1 + self._depths
+        for name, has in (("embeddings", part.has_embedding), ("rows of the sequence for the head", part.has_head)):
+            if has:
+                yield _Call("tp", "all_gather", tp, name, calls, self._hidden * tp)
+                yield _Call("tp", "reduce_scatter", tp, name, calls, self._hidden * tp)
+        if part.has_head:
+            tokens = self._tokens * tp
+            for start in range(0, tokens, LOSS_CHUNK_TOKENS):
+                # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
+                size = min(LOSS_CHUNK_TOKENS, tokens - start) * 4 * _FP64 * tp
+                yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
+
+    def _balance(self) -> Iterator[_Call]:
+        """Sums of the balance loss over the ranks that share a sequence."""
+        if max(values_of(self._plan.config.moe.sequence_aux_loss_weight), default=0.0) > 0.0:
+            size = self._rows * (2 * self._shape.n_routed_experts + 1) * FP32
+            for axis, ranks in (("cp", self._layout.cp), ("tp", self._layout.tp)):
+                yield _Call(axis, "all_reduce", ranks, "balance of experts", self._forwards + 1, size)
+
+    def _tokens_to_experts(self, block: Block) -> Iterator[_Call]:
+        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
+        ep, assignments = self._layout.ep, self._tokens * self._shape.num_experts_per_tok
+        again = 1 if self._mode == "full" else 0  # selective checkpointing keeps what was received
+        rows = assignments * self._shape.hidden_size * self._width
+        # Recomputation needs the rows that come back only where a norm follows.
+        back = 2 + (again if block == "mtp" else 0)
+        sizes = self._shape.n_routed_experts * INDEX
+        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes)
+        yield _Call("ep", "all_to_all", ep, "tokens to experts", 2 + again, rows)
+        yield _Call("ep", "all_to_all", ep, "weights of tokens", 2 + again, assignments * FP32)
+        yield _Call("ep", "all_to_all", ep, "tokens from experts", back, rows)
+
+    def _keys(self) -> Iterator[_Call]:
+        """Keys and values of one layer, and their gradients."""
+        layout, shape, cp = self._layout, self._shape, self._layout.cp
+        of_token = shape.num_key_value_heads // layout.tp * shape.head_dim
+        if self._plan.keys_travel(shape, (self._rows, self._length)):
+            part = 2 * self._rows * self._length // cp * of_token
+            sends = self._forwards * (cp - 1) + cp - 1
+            yield _Call("cp", "send", cp, "keys", sends, part * self._width)
+            yield _Call("cp", "send", cp, "gradients of keys", cp, part * FP32)
+        elif shape.sliding_window is not None:
+            _, received = attended_keys(shape.sliding_window, self._length, cp)
+            size = int(self._rows * received) * of_token * self._width
+            yield _Call("cp", "all_to_all", cp, "keys", 2 * self._forwards, size)
+            yield _Call("cp", "all_to_all", cp, "gradients of keys", 2, size)
+        else:
+            size = self._rows * self._length * of_token * self._width
+            yield _Call("cp", "all_gather", cp, "keys", 2 * self._forwards, size)
+            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", 2, size)
+
+    def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
+        """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
+        parallelism, pp = self._plan.config.parallelism, self._layout.pp
+        borders = ((part.index + 1, "hidden states"), (part.index - 1, "gradients of hidden states"))
+        for other, what in borders:
+            if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank:
+                yield _Call("pp", "send", pp, what, 1, self._hidden)
+                if self._depths:
+                    yield _Call("pp", "send", pp, what, 1, self._depths * self._hidden)
+
+    def _step_sums(self, parts: list[StagePart]) -> Iterator[_Call]:
+        """The gradient norm, and the sums of the step over all ranks."""
+        layout = self._layout
+        # Squares are summed once for each set of axes that shard a parameter.
+        sharded_over = [("shard",), ("shard", "tp")] if layout.tp > 1 else [("shard",)]
+        if layout.experts_have_own_mesh and any(block != "dense" for part in parts for block in part.blocks):
+            sharded_over.append(("efsdp", "ep") if layout.ep > 1 else ("efsdp",))
+        sizes = {"shard": layout.dense_shards, "efsdp": layout.expert_shards, "ep": layout.ep, "tp": layout.tp}
+        for axes in sharded_over:
+            for axis in axes:
+                yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
+        yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
+        # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
+        sums = (1 + 2 * self._depths + 3) * _FP64
+        routers = self._shape.num_hidden_layers - self._shape.first_k_dense_replace + self._depths
+        counts = routers * (self._shape.n_routed_experts + 1) * INDEX
+        for what, size in (("sums of the step", sums), ("tokens of each expert", counts)):
+            yield _Call("world", "all_reduce", layout.world_size, what, 1, size)
