@@ -15,7 +15,7 @@ PACKAGE = "glm46"
 # A room may import rooms of a strictly lower layer, and itself. Rooms of one layer meet through arguments.
 LAYERS = {
     "config": 0, "compat": 0,
-    "files": 1, "planner": 3400,
+    "files": 1, "planner": 1,
     "distributed": 2,
     "model": 3, "data": 3, "optim": 3, "observe": 3,
     "prepare": 4, "parallelize": 4, "checkpoint": 4, "reliability": 4,
