@@ -34,7 +34,7 @@ LINE_BUDGETS = {
     "commands": 3490, "compat": 310, "config": 2910, "data": 1885,
     "distributed": 970, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
     "model": 1925, "observe": 1150, "optim": 1895, "parallelize": 1115,
-    "planner": 3400, "prepare": 1625, "pretrain": 540, "reliability": 850,
+    "planner": 3440, "prepare": 1625, "pretrain": 540, "reliability": 850,
     "training": 2005,
 }  # fmt: skip
 LINE_GOAL = 17_500
