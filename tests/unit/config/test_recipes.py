@@ -106,6 +106,15 @@ def test_each_value_has_its_source(path):
     assert bare == []
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_mark_is_explained(path):
+    """In the head of the file, or of a file that the head names."""
+    head = SAYS[path].partition("\n\n")[0]
+    heads = [head, *(SAYS[FOLDER / name].partition("\n\n")[0] for name in re.findall(r"\w+\.toml", head))]
+    explained = {mark for text in heads for mark, _ in re.findall(MARK, text)}
+    assert {mark for mark, _ in re.findall(MARK, SAYS[path])} <= explained
+
+
 @pytest.mark.parametrize(
     ("name", "world", "degrees"), [("glm45_pretrain", 256, (2, 8, 16)), ("glm45_air_pretrain", 32, (1, 4, 8))]
 )

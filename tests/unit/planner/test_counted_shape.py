@@ -1,7 +1,9 @@
 """`model_shape`, the torch-free half of the Python API."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,13 @@ assert "torch" not in sys.modules
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_editors_and_python_find_the_same_names():
+    tree = ast.parse(Path(glm46.__file__).read_text(encoding="utf-8"))
+    for_editors = {node.names[0].name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert for_editors.items() >= glm46._HOMES.items() and len(for_editors) == len(glm46._HOMES) + 2
+    assert all(getattr(glm46, name).__module__ == home for name, home in glm46._HOMES.items())
 
 
 def test_an_unknown_name_is_an_attribute_error():
