@@ -38,8 +38,8 @@ def linear_layers(shape: ModelShape, float8: Float8, tp: int = 1) -> Iterator[Li
     The embedding, the router and the output head are not among them: the embedding is a lookup, the router computes in
     FP32, and the output head computes in chunks, together with the loss.
     """
-    D, heads = shape.hidden_size, shape.head_dim // tp
-    queries, keys = shape.num_attention_heads * heads, shape.num_key_value_heads * heads
+    D = shape.hidden_size
+    queries, keys = (heads * shape.head_dim // tp for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     attention = {"q_proj": (queries, D), "k_proj": (keys, D), "v_proj": (keys, D), "o_proj": (D, queries)}
 
     def layer(prefix: str, feed_forward: str, width: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -44,7 +44,8 @@ class Parallelism(Section):
     parallelism (default)."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
-    """Ranks that share each matrix (tensor with sequence parallel)."""
+    """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
+    of it: equal numbers of ranks then share a key head."""
 
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Ranks that hold different layers."""

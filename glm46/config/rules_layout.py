@@ -3,6 +3,7 @@
 A world size of None means that the number of processes is not known yet; rules that need it yield nothing then.
 """
 
+import math
 from collections.abc import Callable
 
 from glm46.config.faults import Fault, Faults, counted, show
@@ -39,7 +40,6 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     for degree_key, degree, key, size, factor in (
         ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
-        ("tensor_parallel_degree", tensor, "model.num_key_value_heads", shape.num_key_value_heads, 1),
         ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
         # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
         ("tensor_parallel_degree", tensor, "training.seq_len", config.training.seq_len, context),
@@ -53,6 +53,20 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
                 (f"parallelism.{degree_key}", key),
                 f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}",
             )
+
+
+def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """A tensor-parallel rank has whole key heads, or an equal part of one."""
+    degree, heads = config.parallelism.tensor_parallel_degree, shape.num_key_value_heads
+    if heads % degree == 0 or (degree % heads == 0 and shape.head_dim % (degree // heads) == 0):
+        return
+    key, size = ("num_key_value_heads", heads) if degree % heads else ("head_dim", shape.head_dim)
+    rule = "divide it or be a multiple of it" if degree % heads else f"leave equal parts of {heads} key heads"
+    fitting = math.gcd(degree, heads) if degree % heads else heads * math.gcd(degree // heads, shape.head_dim)
+    yield Fault(
+        ("parallelism.tensor_parallel_degree", f"model.{key}"),
+        f"parallelism.tensor_parallel_degree = {degree} with model.{key} = {size}: must {rule}; take {fitting}",
+    )
 
 
 def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
@@ -186,6 +200,7 @@ def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: i
 
 LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     layout_divides_the_model,
+    tensor_parallel_ranks_share_key_heads,
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,
     expert_shards_are_even,

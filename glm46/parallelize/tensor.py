@@ -5,7 +5,13 @@ Attention and feed-forward networks gather the sequence, multiply by a first hal
 second half split by inputs, and reduce-scatter the results back to parts of the sequence. Norms, the router and the
 routed experts see this rank's tokens only, as under data parallelism. Embedding and output head are split by the
 vocabulary: no rank ever holds all logits.
+
+Beyond the number of key heads, each rank stores and multiplies an equal part of the rows of one head's key and value
+projection, and the ranks of this head gather its keys and values. So no weight exists twice: checkpoints, Muon and the
+gradient norm see matrices split by rows, as for fewer ranks.
 """
+
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -27,12 +33,16 @@ from glm46.planner.parameters import find_parameter
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
     """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
     place."""
-    group = mesh.get_group()
+    group, key_heads = mesh.get_group(), model.shape.num_key_value_heads
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | FeedForward):
             module.forward = _on_whole_sequences(module.forward, group)
+            if isinstance(module, Attention) and mesh.size() > key_heads:
+                ranks = _ranks_of_head(group, mesh.size() // key_heads)
+                for projection in (module.k_proj, module.v_proj):
+                    projection.forward = _of_whole_head(projection.forward, ranks)
         elif isinstance(module, MoE):
             module.forward = _with_own_padding(module.forward, group)
         elif isinstance(module, Router):
@@ -52,6 +62,14 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement])))
 
 
+@lru_cache(maxsize=1)  # one for all layers and networks of a job
+def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The consecutive ranks of a tensor-parallel group that share this rank's key head. Collective over them."""
+    first = dist.get_rank(group) // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
 # The following functions take the forward of a module and return its replacement. The collectives stay outside of
 # compiled graphs, which would trace our autograd functions into their parts.
 
@@ -64,6 +82,12 @@ def _on_whole_sequences(forward, group: dist.ProcessGroup):
         return scatter(forward(gather(x), *arguments))
 
     return on_whole_sequences
+
+
+def _of_whole_head(forward, group: dist.ProcessGroup):
+    # The features of a token take the place of its sequence: backward sums the gradients of the ranks' own queries.
+    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1), group).unflatten(0, x.shape[:2]))
+    return lambda x: gather(forward(x))
 
 
 def _with_own_padding(forward, group: dist.ProcessGroup):

@@ -16,6 +16,11 @@ def _norm(dim: int, width: int) -> float:
     return dim * (FP32 + width) + FP32
 
 
+def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
+    """The shape of what all ranks of a tensor-parallel group keep together: each keeps at least one whole key head."""
+    return shape.model_copy(update={"num_key_value_heads": max(shape.num_key_value_heads, tp)})
+
+
 def attention_bytes(shape: ModelShape, width: int) -> float:
     """Norm and attention of one layer, per token."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -61,7 +66,7 @@ def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int,
     """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
     `attended_keys` of both."""
     keys, _ = attended_keys(shape.sliding_window, length, cp)
-    return 2 * rows * keys * shape.num_key_value_heads / tp * shape.head_dim * width
+    return 2 * rows * keys * max(shape.num_key_value_heads / tp, 1) * shape.head_dim * width
 
 
 def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
@@ -91,7 +96,8 @@ def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: in
 def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
     """Keys and values that a rank holds in backward while they travel: those that it has, those that come, and those of
     its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
-    return 2 * rows * length / cp * shape.num_key_value_heads / tp * shape.head_dim * (3 * width + 3 * FP32)
+    heads = max(shape.num_key_value_heads / tp, 1)
+    return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
 
 
 def selective_attention_bytes(shape: ModelShape, width: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
+from glm46.planner.activations import with_key_copies
 from glm46.planner.flops import attention_flops
 from glm46.planner.layout import Layout
 from glm46.planner.memory import LOSS_CHUNK_TOKENS
@@ -159,7 +160,7 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
 
 def _attention(batch: MicroBatch) -> Work:
     """Scores and weighted values of one layer."""
-    sizes, tokens = dimensions(batch.shape), batch.tokens
+    sizes, tokens = dimensions(with_key_copies(batch.shape, batch.layout.tp)), batch.tokens
     # A third of forward and backward.
     flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3
     return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width)
@@ -167,7 +168,7 @@ def _attention(batch: MicroBatch) -> Work:
 
 def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     """The kernels of a layer besides products and attention."""
-    shape, sizes = batch.shape, dimensions(batch.shape)
+    shape, sizes = batch.shape, dimensions(with_key_copies(batch.shape, batch.layout.tp))
     factors = _MOVED[batch.param_dtype, batch.is_compiled]
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]

@@ -25,6 +25,7 @@ from glm46.planner.activations import (
     selective_attention_bytes,
     selective_experts_bytes,
     travelling_key_bytes,
+    with_key_copies,
 )
 from glm46.planner.curriculum import TextStage
 from glm46.planner.layout import Layout
@@ -154,8 +155,8 @@ def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> li
     width = int(WIDTHS[config.training.mixed_precision_param])
     attention = selective_attention_bytes(shape, width)
     both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
-    of_dense, of_moe = dense_layer_bytes(shape, width), moe_layer_bytes(shape, width)
-    of_mtp = mtp_layer_bytes(shape, width)
+    kept = with_key_copies(shape, layout.tp)
+    of_dense, of_moe, of_mtp = (f(kept, width) for f in (dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes))
     dense = _Layer(dense_layer(shape), of_dense, attention)
     moe = _Layer(moe_layer(shape), of_moe, both)
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
@@ -286,7 +287,7 @@ def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: i
     kept = gathered_key_bytes(shape, width, **part)
     # Keys and values come one after the other.
     _, received = attended_keys(shape.sliding_window, length, layout.cp)
-    gathered = rows * received * shape.num_key_value_heads / layout.tp * shape.head_dim * width
+    gathered = rows * received * max(shape.num_key_value_heads / layout.tp, 1) * shape.head_dim * width
     if config.activation_checkpoint.mode != "none":
         return kept + gathered  # of the layer that is computed, or computed again
     in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1

@@ -74,7 +74,9 @@ class Roofline:
         self._share, self._launch, self._call = share, share.launch_seconds, share.call_seconds
         self._bf16 = gpu.bf16_flops * (_FP32_SHARE if is_slow else 1)
         self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
-        self._links = {axis: cluster.link(*group) for axis, group in groups(plan.layout).items()}
+        self._links = {
+            axis: cluster.link(*group) for axis, group in groups(plan.layout, plan.shape.num_key_value_heads).items()
+        }
         self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
 
     def kernels(self, work: Iterable[Work]) -> _Cost:

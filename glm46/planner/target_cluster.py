@@ -98,11 +98,13 @@ class TargetCluster:
         return Link(min(inside, port * of_node), 1 / (away / port + (1 - away) / inside), False)
 
 
-def groups(layout: Layout) -> dict[str, tuple[int, int]]:
-    """The distance between neighbours and the number of ranks of each axis of the mesh, as `build_meshes` has them."""
+def groups(layout: Layout, key_heads: int) -> dict[str, tuple[int, int]]:
+    """The distance between neighbours and the number of ranks of each axis of the mesh, as `build_meshes` has them, and
+    of the tensor-parallel ranks that share one of the key heads."""
     shards = layout.dp_shard * layout.cp
     return {
         "tp": (1, layout.tp),
+        "tp_head": (1, max(layout.tp // key_heads, 1)),
         "cp": (layout.tp, layout.cp),
         "ep": (1, layout.ep),
         "shard": (layout.tp, shards),

@@ -29,7 +29,7 @@ class Traffic:
 
     axis: str
     """Mesh axis as `distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep, cp, tp,
-    pp; "world" for all ranks."""
+    pp; "tp_head" for the ranks of tp that share a key head; "world" for all ranks."""
     kind: Kind
     ranks: int
     """Ranks of the group."""
@@ -120,6 +120,7 @@ class _Step:
                 yield from self._keys()
             if layout.tp > 1:
                 yield from self._around_block(block)
+                yield from self._key_heads()
             if block != "dense":
                 yield from self._balance()
                 if layout.ep > 1:
@@ -169,6 +170,13 @@ class _Step:
         yield _Call("tp", "all_gather", self._layout.tp, "rows of the sequence", calls, whole)
         yield _Call("tp", "reduce_scatter", self._layout.tp, "rows of the sequence", calls - spared, whole)
 
+    def _key_heads(self) -> Iterator[_Call]:
+        """Beyond the number of key heads: the parts of a head's keys and values, and their gradients."""
+        ranks = self._layout.tp // self._shape.num_key_value_heads
+        size = self._tokens * self._layout.tp * self._shape.head_dim * self._width
+        yield _Call("tp_head", "all_gather", ranks, "parts of a key head", 2 * self._forwards, size)
+        yield _Call("tp_head", "reduce_scatter", ranks, "parts of a key head", 2, size)
+
     def _vocabulary(self, part: StagePart) -> Iterator[_Call]:
         """Embedding and head, each for the main model and every prediction depth."""
         tp, calls = self._layout.tp, 1 + self._depths
@@ -206,7 +214,7 @@ class _Step:
     def _keys(self) -> Iterator[_Call]:
         """Keys and values of one layer, and their gradients."""
         layout, shape, cp = self._layout, self._shape, self._layout.cp
-        of_token = shape.num_key_value_heads // layout.tp * shape.head_dim
+        of_token = max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
         if self._plan.keys_travel(shape, (self._rows, self._length)):
             part = 2 * self._rows * self._length // cp * of_token
             sends = self._forwards * (cp - 1) + cp - 1

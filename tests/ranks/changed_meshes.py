@@ -50,8 +50,8 @@ MESHES = {
     "pp2_cp2": Layout(pipeline=2, context=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
     "pp4": Layout(pipeline=4, micro_batches=4),
 }
-# Twelve experts, which every mesh can divide.
-MESHES = {name: layout._replace(num_experts=12) for name, layout in MESHES.items()}
+# Twelve experts, which every mesh can divide; two key heads, so that four tensor-parallel ranks have half a head each.
+MESHES = {name: layout._replace(num_experts=12, key_heads=2) for name, layout in MESHES.items()}
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 _NAMES = list(MESHES)
 ALL_PAIRS = [f"{_NAMES[place - offset]}-to-{_NAMES[place]}" for place, offset in product(range(len(MESHES)), (1, 5))]

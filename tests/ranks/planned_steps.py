@@ -89,6 +89,10 @@ CASES = {
     "tp-full": Case(10, tensor=2, checkpointing="full", micro_batches=2, dtype=BF16),
     "tp4-ep-selective": Case(4, tensor=4, experts_over=2, checkpointing="selective"),
     "tp-ep-whole-experts": Case(12, tensor=2, experts_over=6, dtype=BF16),
+    "tp4-two-key-heads-full": Case(8, tensor=4, checkpointing="full", dtype=BF16, model={"num_key_value_heads": 2}),
+    "cp-tp-one-key-head": Case(
+        4, context=2, tensor=2, checkpointing="selective", model={"num_key_value_heads": 1}
+    ),
     "no-shared-experts": Case(4, tensor=2, checkpointing="full", model={"n_shared_experts": 0}),
     "cp": Case(4, context=2),
     "cp-full": Case(6, context=2, checkpointing="full", dtype=BF16, rows=2),
@@ -183,7 +187,7 @@ class CountedTraffic(TorchDispatchMode):
         raise AssertionError(f"no process group among {arguments}")
 
 
-def ranks_of_axes(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+def ranks_of_axes(layout: Layout, key_heads: int, rank: int) -> dict[str, tuple[int, ...]]:
     """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states."""
     grids = {
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"): (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp,
@@ -198,7 +202,9 @@ def ranks_of_axes(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
         for axis in wanted:
             line = grid[tuple(slice(None) if name in axis else i for name, i in zip(names, place, strict=True))]
             found["shard" if axis == ("dp_shard", "cp") else axis[0]] = tuple(line.flatten().tolist())
-    return found | {"world": tuple(range(layout.world_size))}
+    sharing = max(layout.tp // key_heads, 1)  # consecutive ranks share a key head
+    first = found["tp"].index(rank) // sharing * sharing
+    return found | {"tp_head": found["tp"][first : first + sharing], "world": tuple(range(layout.world_size))}
 
 
 def make_batch(plan: Plan) -> dict[str, Tensor]:
@@ -230,7 +236,7 @@ def measure(name: str) -> dict:
     job.network.optimizer.step = lambda lr_factor: None  # its own traffic is not planned
     with mock.patch.object(Router, "select", spread_evenly), CountedTraffic() as traffic:
         train_step(job, batches, totals, 0, 1.0)
-    axes, first = ranks_of_axes(job.plan.layout, rank), {}
+    axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank), {}
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
     unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]

@@ -63,6 +63,7 @@ class Layout(NamedTuple):
     num_experts: int = 6
     context: int = 1
     tensor: int = 1
+    key_heads: int = 4
     pipeline: int = 1
     schedule: str = "1F1B"
     reshard: str = "default"
@@ -81,9 +82,9 @@ class Layout(NamedTuple):
     """Weights, gradients and states in host memory."""
 
     @property
-    def reference(self) -> tuple[int, bool, int | None, bool]:
+    def reference(self) -> tuple[int, int, bool, int | None, bool]:
         """What decides what one process computes."""
-        return self.num_experts, self.document_mask, self.window, self.stages
+        return self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
 
     @property
     def name(self) -> str:
@@ -93,6 +94,7 @@ class Layout(NamedTuple):
         return "-".join([
             *([f"{key}{degree}" for key, degree in degrees.items() if degree > 1] or ["fsdp"]),
             *([f"experts{self.num_experts}"] if self.num_experts != 6 else []),
+            *([f"keys{self.key_heads}"] if self.key_heads != 4 else []),
             *([self.schedule] if self.pipeline > 1 else []),
             *([f"micro{self.micro_batches}"] if self.micro_batches != 2 else []),
             *([f"reshard_{self.reshard}"] if self.reshard != "default" else []),
@@ -117,7 +119,8 @@ _LAYOUTS = {
         Layout(experts_over=2, checkpointing="selective"), Layout(context=2, checkpointing="selective"),
         Layout(context=2), Layout(context=2, experts_over=2),
         Layout(tensor=2), Layout(tensor=2, experts_over=2),
-        Layout(tensor=2, checkpointing="selective"), Layout(pipeline=2), Layout(pipeline=2, reshard="always"),
+        Layout(tensor=2, checkpointing="selective"), Layout(tensor=2, key_heads=1, checkpointing="selective"),
+        Layout(tensor=2, key_heads=1, compiled=True), Layout(pipeline=2), Layout(pipeline=2, reshard="always"),
         Layout(pipeline=2, schedule="GPipe", micro_batches=4),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="full"),
         Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4),
@@ -147,7 +150,8 @@ _LAYOUTS = {
         Layout(context=4, window=4), Layout(context=2, tensor=2, window=9, document_mask=False),
         Layout(tensor=2), Layout(tensor=4, experts_over=2), Layout(tensor=2, replicate=2), Layout(tensor=2, context=2),
         Layout(tensor=2, experts_over=4, num_experts=12), Layout(tensor=2, context=2, experts_over=4, num_experts=12),
-        Layout(tensor=2, replicate=2, experts_over=2),
+        Layout(tensor=2, replicate=2, experts_over=2), Layout(tensor=2, key_heads=1),
+        Layout(tensor=4, experts_over=4, num_experts=12, key_heads=2), Layout(tensor=2, context=2, key_heads=1),
         Layout(replicate=2, experts_over=2), Layout(tensor=2, experts_over=4, num_experts=12, offload=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, checkpointing="selective", compiled=True),
         Layout(pipeline=2, micro_batches=4), Layout(pipeline=2, replicate=2), Layout(pipeline=4, micro_batches=4),
@@ -155,6 +159,7 @@ _LAYOUTS = {
         Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
         Layout(pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
+        Layout(pipeline=2, tensor=2, key_heads=1, schedule="ZBVZeroBubble", micro_batches=4),
     ],
     8: [
         Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, schedule="ZBVZeroBubble", micro_batches=4),
@@ -357,7 +362,12 @@ def make_config(layout: Layout) -> RunConfig:
     return RunConfig.model_validate_json(
         json.dumps(
             {
-                "model": SHAPE | {"n_routed_experts": layout.num_experts, "sliding_window": layout.window},
+                "model": SHAPE
+                | {
+                    "n_routed_experts": layout.num_experts,
+                    "num_key_value_heads": layout.key_heads,
+                    "sliding_window": layout.window,
+                },
                 "training": {
                     "mixed_precision_param": "float32",
                     "seq_len": SEQ_LEN,

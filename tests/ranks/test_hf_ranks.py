@@ -166,6 +166,7 @@ MESHES = {
     ),
     "training, context parallel": lambda shape: of_training(shape, context_parallel_degree=2),
     "training, tensor parallel": lambda shape: of_training(shape, tensor_parallel_degree=2),
+    "training, tensor parallel beyond the key heads": lambda shape: of_training(shape, tensor_parallel_degree=4),
     "training, tensor and expert parallel": lambda shape: of_training(
         shape, tensor_parallel_degree=2, expert_parallel_degree=2
     ),
@@ -315,7 +316,7 @@ def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):
     parts = [("round trips", str(tmp_path), first) for first in range(0, len(MESHES), MESHES_AT_ONCE)]
     for arguments in (*parts, ("other kinds", str(tmp_path)), ("faults", str(tmp_path))):
         server.text("test_hf_ranks.on_rank", *arguments, ranks=WORLD, seconds=300)
-    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 24
+    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 25
     for name, kind in {"out": GLM_45, **OTHERS}.items():
         exports = sorted(tmp_path.glob(f"{name}?*"))
         assert len(exports) >= 8

@@ -456,6 +456,27 @@ BAD = {
         ("[training]", "[parallelism]\nexpert_parallel_degree = 3\n[training]"),
         ["parallelism.expert_parallel_degree = 3: must divide model.n_routed_experts = 16"],
     ),
+    "ranks that share no key heads evenly": (
+        (
+            'flavor = "debug"',
+            'flavor = "debug"\nnum_attention_heads = 12\nnum_key_value_heads = 6\n'
+            "[parallelism]\ntensor_parallel_degree = 4",
+        ),
+        [
+            "parallelism.tensor_parallel_degree = 4 with model.num_key_value_heads = 6: must divide it or be a "
+            "multiple of it; take 2"
+        ],
+    ),
+    "parts of a key head that are uneven": (
+        (
+            'flavor = "debug"',
+            'flavor = "debug"\nnum_attention_heads = 16\nhead_dim = 36\n[parallelism]\ntensor_parallel_degree = 16',
+        ),
+        [
+            "parallelism.tensor_parallel_degree = 16 with model.head_dim = 36: must leave equal parts of 2 key heads; "
+            "take 8"
+        ],
+    ),
     "more stages than layers": (
         ("[training]", "[parallelism]\npipeline_parallel_degree = 8\n[training]"),
         ["parallelism.pipeline_parallel_degree = 8: there are only model.num_hidden_layers = 4 layers; lower it"],

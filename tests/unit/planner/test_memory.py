@@ -26,6 +26,7 @@ from glm46.planner.activations import (
     mtp_layer_bytes,
     selective_attention_bytes,
     selective_experts_bytes,
+    travelling_key_bytes,
 )
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
@@ -135,6 +136,31 @@ def test_attended_keys_are_those_of_the_layout(ranks, window):
     received = max(sum(layout.exchange.receive) or length for layout in layouts)
     for found, planned in zip((seen, received), attended_keys(window, length, ranks), strict=True):
         assert found <= planned + 2 * ranks and planned <= 1.2 * found, (found, planned)
+
+
+def test_tensor_parallelism_beyond_the_key_heads_keeps_one_head_on_each_rank():
+    """Weights, gradients and states are split further, keys and values are not."""
+    shape, run = PRESETS["GLM-4.6"], {"rows": 1, "length": 2**17, "cp": 4, "width": 2}  # eight key heads
+    for count in (gathered_key_bytes, travelling_key_bytes):
+        four, eight, sixteen = (count(shape, tp=tp, **run) for tp in (4, 8, 16))
+        assert four == 2 * eight and eight == sixteen
+    config = RunConfig.model_validate(
+        {
+            "model": {"flavor": "GLM-4.6"},
+            "data": {"sources": [{"name": "a", "path": "a"}]},
+            "training": {"steps": 1, "seq_len": 4096},
+        }
+    )
+
+    def plan(tp: int):
+        degrees = config.parallelism.model_copy(update={"tensor_parallel_degree": tp, "data_parallel_shard_degree": 1})
+        return plan_memory(config.model_copy(update={"parallelism": degrees}), tp)
+
+    eight, sixteen = plan(8), plan(16)
+    assert sixteen.optimizer < 0.6 * eight.optimizer
+    # Of each token and layer, eight more key heads: their norm in FP32 and BF16, keys and values.
+    head = 128 * (4 + 2) + 4 + 2 * 128 * 2
+    assert sixteen.activations - eight.activations / 2 == pytest.approx(4096 * 93 / 16 * 8 * head, rel=1e-6)
 
 
 def test_gathered_keys_of_micro_batches_in_flight_count():

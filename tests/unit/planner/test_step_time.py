@@ -93,6 +93,18 @@ def test_products_of_a_layer_are_its_flops():
     assert by_kind["products"] + by_kind["experts"] + attention == pytest.approx(flops.total)
 
 
+def test_ranks_beyond_the_key_heads_gather_them_and_each_attends_with_a_whole_one():
+    """GLM-4.6 has eight. The gather goes between two neighbours, inside a node."""
+    shape, tokens = PRESETS["GLM-4.6"], TOKENS / 16
+    batch = MicroBatch(shape, Layout(1, 1, 1, 1, 16, 16), tokens, TOKENS, None, "bfloat16", False)
+    [attention] = (work for work in part_work("moe", batch, "none").forward if work.kind == "attention")
+    assert attention.nbytes == 2 * tokens * (shape.num_attention_heads + 16) * shape.head_dim * 2
+    step = predicted(run("GLM-4.6", {"tensor_parallel_degree": 16}), world=16)
+    assert 0 < step.parts["waiting for tp_head"] < 0.1 * step.parts["waiting for tp"]
+    step = predicted(run("GLM-4.6", {"tensor_parallel_degree": 8}), world=8)
+    assert "waiting for tp_head" not in step.parts
+
+
 def test_a_split_layer_computes_a_share():
     """Tensor and expert parallelism divide the work of a layer over the ranks, and experts keep their number of
     rows."""
