@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _POINTS = 40
 """Points of a line in each stage."""
 _TITLES = ("Sequence length, tokens", "Tokens per step", "Schedules, relative to their largest value", "Mixture")
-_SCHEDULES = ("learning rate", "expert bias rate", "prediction weight", "router temperature")
+_SCHEDULES = (
+    "learning rate", "expert bias rate", "prediction weight", "router temperature", "balance weight", "z-loss weight",
+)  # fmt: skip
 
 
 class _Stage(NamedTuple):
@@ -148,6 +150,8 @@ def _draw_schedules(axes: "Axes", stages: Sequence[_Stage]) -> None:
                 schedule_value(config.moe.bias_update_rate, clock),
                 schedule_value(config.mtp.loss_weight, clock) if stage.plan.shape.num_nextn_predict_layers else 0.0,
                 schedule_value(config.moe.router_temperature, clock),
+                schedule_value(config.moe.sequence_aux_loss_weight, clock),
+                schedule_value(config.moe.z_loss_weight, clock),
             )
             for name, value in zip(_SCHEDULES, values, strict=True):
                 lines[name].append((x, value))

@@ -64,6 +64,8 @@ def schedules_keep_their_range(config: RunConfig) -> Faults:
     for key, schedule, lowest, inclusive in (
         ("moe.bias_update_rate", config.moe.bias_update_rate, 0, True),
         ("moe.router_temperature", config.moe.router_temperature, 0, False),
+        ("moe.sequence_aux_loss_weight", config.moe.sequence_aux_loss_weight, 0, True),
+        ("moe.z_loss_weight", config.moe.z_loss_weight, 0, True),
         ("mtp.loss_weight", config.mtp.loss_weight, 0, True),
         ("training.global_batch_size", config.training.global_batch_size, 1, True),
     ):

@@ -23,10 +23,10 @@ class MoE(Section):
     bias_clamp: Annotated[float, Needs("balance", "proportional")] = Field(5.0, gt=0.0)
     """proportional: largest absolute value of the bias."""
 
-    sequence_aux_loss_weight: float = Field(1e-4, ge=0.0)
+    sequence_aux_loss_weight: Schedule = 1e-4
     """Weight of the sequence-level balance loss (arXiv 2412.19437, eq. 17 to 20)."""
 
-    z_loss_weight: float = Field(0.0, ge=0.0)
+    z_loss_weight: Schedule = 0.0
     """Weight of the router z-loss: mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
 
     router_temperature: Schedule = 1.0

@@ -44,6 +44,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("mtp_loss_weight", "1", "optimizer", "Weight of the multi-token prediction loss."),
     Metric("bias_update_rate", "1", "optimizer", "Step of the routers' selection bias."),
     Metric("router_temperature", "1", "optimizer", "Divisor of the router logits."),
+    Metric("sequence_aux_loss_weight", "1", "optimizer", "Weight of the sequence-level balance loss."),
+    Metric("z_loss_weight", "1", "optimizer", "Weight of the router z-loss."),
     Metric("tokens_per_second", "tokens/s", "speed", "Tokens per second over all ranks since the previous row."),
     Metric("tokens_per_second_per_device", "tokens/s", "speed", "The same, divided by the number of ranks."),
     Metric("tflops_per_device", "TFLOP/s", "speed", "FLOPs of the model, without recomputation, per second and rank."),
@@ -66,7 +68,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("expert_balance_cv_max", "ratio", "experts", "The same, maximum of layers."),
     Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share; maximum of layers."),
     Metric("expert_load_min_ratio", "ratio", "experts", "Idlest expert over an even share; minimum of layers."),
-    Metric("expert_overflow_ratio", "ratio", "experts", "Assignments dropped by the capacity, over all assignments."),
+    Metric("expert_overflow_count", "assignments", "experts", "Assignments dropped by the capacity in the last step."),
+    Metric("expert_overflow_ratio", "ratio", "experts", "expert_overflow_count over all assignments."),
     Metric("dead_experts", "experts", "experts", "Experts without tokens, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
     Metric(

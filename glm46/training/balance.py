@@ -7,6 +7,7 @@ from torch import Tensor
 
 from glm46.config.model import ModelShape
 from glm46.config.moe import MoE
+from glm46.config.rules_layout import values_of
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer, router_names
 from glm46.planner.schedule import schedule_value
@@ -20,20 +21,23 @@ def routing_options(moe: MoE, clock: int, device: torch.device) -> RoutingOption
     return RoutingOptions(
         temperature=temperature,
         capacity_factor=moe.capacity_factor,
-        balance_loss=moe.sequence_aux_loss_weight > 0.0,
-        z_loss=moe.z_loss_weight > 0.0,
+        # Throughout the run if any weight of the schedule is above 0: these flags are constants of compiled layers.
+        balance_loss=any(values_of(moe.sequence_aux_loss_weight)),
+        z_loss=any(values_of(moe.z_loss_weight)),
     )
 
 
-def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE) -> Tensor:
+def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE, clock: int) -> Tensor:
     """Part of the step's loss from the auxiliary losses of some layers.
 
     Args:
         aux_losses: FP32 [2] as in `LossSums`.
         real_tokens: of the whole step.
+        clock: tokens of the curriculum before the step.
     """
     balance, z = aux_losses / max(real_tokens, 1)
-    return moe.sequence_aux_loss_weight * balance + moe.z_loss_weight * z
+    balance_weight = schedule_value(moe.sequence_aux_loss_weight, clock)
+    return balance_weight * balance + schedule_value(moe.z_loss_weight, clock) * z
 
 
 class ExpertBalance:
@@ -115,7 +119,7 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
     share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
     cv_L = tokens_LE.std(1, correction=0) / share_L
     is_used_L = mean_L > 0
-    lost, kept = overflow.double().sum(), tokens_LE.sum()
+    lost, kept = int(overflow.sum()), tokens_LE.sum()
     values = torch.stack(
         [
             cv_L.mean(),
@@ -134,4 +138,4 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
         "expert_overflow_ratio",
         "dead_experts",
     )
-    return dict(zip(names, values, strict=True))
+    return dict(zip(names, values, strict=True)) | {"expert_overflow_count": lost}

@@ -114,7 +114,7 @@ def compute_gradients(
     moe = network.plan.config.moe
 
     def auxiliary(aux_losses: Tensor) -> Tensor:
-        return auxiliary_loss(aux_losses, totals.real, moe)
+        return auxiliary_loss(aux_losses, totals.real, moe, clock)
 
     def whole(output: LossSums, batch: Batch) -> Tensor:
         return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)

@@ -51,6 +51,8 @@ class StepMetrics:
             "skipped_steps": progress.skipped_steps,
             "bias_update_rate": schedule_value(config.moe.bias_update_rate, clock),
             "router_temperature": schedule_value(config.moe.router_temperature, clock),
+            "sequence_aux_loss_weight": schedule_value(config.moe.sequence_aux_loss_weight, clock),
+            "z_loss_weight": schedule_value(config.moe.z_loss_weight, clock),
         }
         mean_loss = progress.take_mean_loss()
         if mean_loss is not None:

@@ -31,20 +31,16 @@ from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     LAYOUTS_AT_ONCE,
-    MOE,
-    MTP_WEIGHT,
     OPTIONS,
     ROWS,
     Layout,
-    auxiliary_loss,
     build_job,
-    count_targets,
     gradient_errors,
     held,
+    loss_of_step,
     make_batch,
     make_config,
     micro_batches,
-    next_token_loss,
     relative,
     squares,
 )
@@ -125,11 +121,11 @@ def one_process(case: Case, in_fp8: bool = True) -> tuple[float, dict[str, Tenso
         if dim is not None and case.layout.tensor > 1:
             module.product = in_parts(module, dim, case.layout.tensor)
     whole, loss = make_batch(0), 0.0
-    real_tokens, totals = int((whole["document_ids"] >= 0).sum()), count_targets([whole], whole["mtp_labels"].shape[1])
+    of_step = loss_of_step(whole)
     for start in range(0, ROWS, case.rows):
         batch = {name: tensor[start : start + case.rows] for name, tensor in whole.items()}
         sums = model(**batch, options=OPTIONS)
-        (next_token_loss(sums, totals, MTP_WEIGHT) + auxiliary_loss(sums.aux_losses, real_tokens, MOE)).backward()
+        of_step(sums).backward()
         loss += sums.loss.item()
     return loss, {name: p.grad for name, p in model.named_parameters()}
 

@@ -40,7 +40,6 @@ from glm46.planner import activations
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import SPLIT_BACKWARD_TORCH
 from glm46.pretrain.next_token import NextToken, count_targets, next_token_loss
-from glm46.training.balance import auxiliary_loss
 from glm46.training.network import Network, build_network
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
@@ -177,7 +176,13 @@ LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts
 """By number of ranks and name."""
 ROWS, SEQ_LEN = 8, 24
 MTP_WEIGHT = 0.3
-MOE = MoE(balance="none", sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
+AUX_WEIGHTS = ((0.01, 0.001), (0.02, 0.0), (0.005, 0.002))
+"""Of the balance loss and the z-loss in each step: schedules in the engine, plain numbers in the reference."""
+MOE = MoE(
+    balance="none",
+    sequence_aux_loss_weight=tuple((step, balance) for step, (balance, _) in enumerate(AUX_WEIGHTS)),
+    z_loss_weight=tuple((step, z) for step, (_, z) in enumerate(AUX_WEIGHTS)),
+)
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
 STEPS = 3
@@ -237,11 +242,11 @@ def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
     }
 
 
-def loss_of_step(batch: dict[str, Tensor]) -> Callable[[LossSums], Tensor]:
+def loss_of_step(batch: dict[str, Tensor], step: int = 0) -> Callable[[LossSums], Tensor]:
     """The loss of a step of this whole batch, or a rank's part of it, from the sums over the tokens."""
-    real_tokens = int((batch["document_ids"] >= 0).sum())
+    weights = torch.tensor(AUX_WEIGHTS[step]) / int((batch["document_ids"] >= 0).sum())
     totals = count_targets([batch], batch["mtp_labels"].shape[1])
-    return lambda sums: next_token_loss(sums, totals, MTP_WEIGHT) + auxiliary_loss(sums.aux_losses, real_tokens, MOE)
+    return lambda sums: next_token_loss(sums, totals, MTP_WEIGHT) + (weights * sums.aux_losses).sum()
 
 
 class Job(NamedTuple):
@@ -308,7 +313,7 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
         sums = model(**seen, is_real=is_real, options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
-        loss_of_step(batch)(sums).backward()
+        loss_of_step(batch, step)(sums).backward()
         norm = global_grad_norm(parameters.values(), torch.device("cpu"))
         scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
@@ -441,7 +446,8 @@ def run_layout(process: Process, layout: Layout) -> tuple:
             job.network.attend_as(job.network.shape.model_copy(update=ATTENTION_OF_STEP[step]))
         totals = count_step(job, [make_batch(step, layout.document_mask)])
         with may_compile(not layout.compiled or step == 0, layout.context):
-            outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
+            # The clock of the schedules counts steps here.
+            outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
         figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}

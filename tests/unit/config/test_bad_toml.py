@@ -235,6 +235,13 @@ BAD = {
         ("[training]", "[moe]\nbias_update_rate = [[0, 0.1], [5, -0.1]]\n[training]"),
         ["moe.bias_update_rate = [[0, 0.1], [5, -0.1]]: value -0.1: must be at least 0"],
     ),
+    "negative weights": (
+        ("[training]", "[moe]\nz_loss_weight = -0.1\nsequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]\n[training]"),
+        [
+            "moe.sequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]: value -0.1: must be at least 0",
+            "moe.z_loss_weight = -0.1: must be at least 0",
+        ],
+    ),
     "temperature of zero": (
         ("[training]", "[moe]\nrouter_temperature = 0\n[training]"),
         ["moe.router_temperature = 0.0: must be greater than 0"],

@@ -82,6 +82,7 @@ def test_an_even_load_has_no_deviation():
         "expert_balance_cv_max": 0.0,
         "expert_load_max_ratio": 1.0,
         "expert_load_min_ratio": 1.0,
+        "expert_overflow_count": 0,
         "expert_overflow_ratio": 0.0,
         "dead_experts": 0.0,
     }
@@ -100,6 +101,14 @@ def test_an_uneven_load():
     assert metrics["expert_load_min_ratio"] == 0.0
     assert metrics["dead_experts"] == 2.0
     assert metrics["expert_overflow_ratio"] == pytest.approx(30 / 150, rel=1e-12)
+    assert metrics["expert_overflow_count"] == 30
+
+
+def test_a_large_overflow_is_counted_exactly():
+    odd = 2**60 + 1  # no FP64 number
+    assert (
+        balance_metrics(torch.ones(2, 4, dtype=torch.int64), torch.tensor([odd, 1]))["expert_overflow_count"] == odd + 1
+    )
 
 
 def test_layers_without_tokens_and_models_without_experts():

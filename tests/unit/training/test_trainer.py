@@ -484,6 +484,24 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatc
         torch.testing.assert_close(first, second, rtol=1e-6, atol=0.0)
 
 
+def test_weights_of_the_auxiliary_losses_are_those_of_each_step(make_config, tmp_path):
+    def figures(name: str, balance, z) -> list[tuple[float, float]]:
+        moe = {"sequence_aux_loss_weight": balance, "z_loss_weight": z}
+        config = make_config(job={"dump_folder": str(tmp_path / name)}, moe=moe, checkpoint={"enable": False})
+        assert train(config) == 0
+        assert [row["z_loss"] > 0 for row in training_rows(config)] == [True] * 4
+        return [(row["loss"], row["grad_norm"]) for row in training_rows(config)]
+
+    constant = figures("constant", 0.5, 0.1)
+    assert figures("level", [[0, 0.5], [10_000, 0.5]], [[7, 0.1]]) == constant
+    # A step has 32 tokens: the third one begins at 64, and the fourth has weights that its gradients changed.
+    for name, balance, z in (("balance", [[64, 0.5], [64, 0.0]], 0.1), ("z", 0.5, [[63, 0.1], [64, 0.2]])):
+        found = figures(name, balance, z)
+        assert found[:2] == constant[:2]
+        assert found[2][0] == constant[2][0] and found[2][1] != constant[2][1]
+        assert found[3][0] != constant[3][0]
+
+
 def test_the_first_step_of_a_warmup_has_its_share(make_config):
     config = make_config(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
     assert train(config) == 0
