@@ -218,7 +218,7 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     last = rows[len(rows) // 2 :]  # without the first steps, which compile and fill caches
     means = {
         key: statistics.median(row[key] for row in last)
-        for key in ("tokens_per_second", "step_seconds", "tflops_per_device", "mfu", "memory_peak_gib")
+        for key in ("tokens_per_second", "step_seconds", "tflops_per_device", "mfu", "memory_peak_gib/max")
         if all(row.get(key) is not None for row in last)
     }
     shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {config.training.seq_len} tokens a step"

@@ -16,8 +16,8 @@ RESULTS = ("output", "input_gradient", "weight_gradient")
 Errors = Mapping[str, Mapping[str, float]]
 """By name of a product, such as ``layers.1.self_attn.q_proj``, the relative error of each of `RESULTS`."""
 
-MEMORY_COLUMNS = ("memory_peak_gib", "resident_memory_gib")
-"""Memory of the GPU; of a run without one, main memory of rank 0."""
+MEMORY_COLUMNS = ("memory_peak_gib/max", "resident_memory_gib/max")
+"""Memory of a GPU; of a run without one, main memory of a process."""
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,13 @@ def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
         ("mfu", "mfu", "5.1%"),
         ("mtp_loss", "mtp", "7.4f"),
         ("expert_balance_cv", "balance", "5.2f"),
-        ("memory_peak_gib", "GiB", "6.1f"),
     ):
         if name in row:
             parts.append(f"{label} {_number(row[name], form)}")
+    for name, label, form in (("memory_peak_gib", "GiB", "5.1f"), ("gpu_utilization_ratio", "GPU", "4.0%")):
+        if f"{name}/min" in row:
+            spread = "/".join(_number(row[f"{name}/{part}"], form) for part in ("min", "mean", "max"))
+            parts.append(f"{label} {spread}")
     return "  ".join([*parts, f"{time_left(row, total_tokens)} left"])
 
 

@@ -1,8 +1,10 @@
-"""Hardware metrics: peak FLOP/s, memory, temperature, power."""
+"""Hardware metrics: peak FLOP/s, memory, utilization, temperature, power."""
 
 import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,12 +55,17 @@ def process_bytes(field: str = "VmRSS") -> int:
 class HardwareMonitor:
     """Reads the hardware metrics of this rank's device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sensor: Callable[[], dict[str, float]] | None = None):
+        """Open the sensors.
+
+        Args:
+            sensor: returns further values by name; None for those of NVML, if the device is a GPU that has them.
+        """
         self._device = device
-        self._sensor = _open_sensor(device) if device.type == "cuda" else None
+        self._sensor = _gpu_sensor(device) if sensor is None and device.type == "cuda" else sensor
 
     def read(self) -> dict[str, float]:
-        """Columns of metrics.jsonl. Peaks are since the last call."""
+        """Values of this rank by the name of their metric. Peaks are since the last call."""
         row = {"resident_memory_gib": process_bytes() / _GIB}
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
@@ -68,33 +75,39 @@ class HardwareMonitor:
             row["memory_peak_ratio"] = reserved / total
             torch.cuda.reset_peak_memory_stats(self._device)
         if self._sensor is not None:
-            row |= _read_sensor(self._sensor)
+            row |= self._sensor()
         return row
 
 
-def _open_sensor(device: torch.device) -> object | None:
-    """NVML handle of a GPU; None without nvidia-ml-py or if the driver denies access, as in some containers."""
+def _gpu_sensor(device: torch.device) -> Callable[[], dict[str, float]] | None:
+    """NVML's values of a GPU; None without nvidia-ml-py or if the driver denies access, as in some containers."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return functools.partial(read_sensor, pynvml, handle)
     except pynvml.NVMLError:
         return None
 
 
-def _read_sensor(handle: object) -> dict[str, float]:
-    import pynvml
+def read_sensor(nvml: Any, handle: Any) -> dict[str, float]:
+    """Values of a GPU by the name of their metric; without those that the board does not have.
 
+    Args:
+        nvml: the module ``pynvml``.
+        handle: NVML's of the GPU.
+    """
     row = {}
     for column, query, scale in (
-        ("gpu_temperature_celsius", lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU), 1.0),
-        ("gpu_power_watts", lambda: pynvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # NVML reports milliwatts
+        ("gpu_utilization_ratio", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 1e-2),  # per cent
+        ("gpu_temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 1.0),
+        ("gpu_power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # milliwatts
     ):
         try:
             row[column] = float(query()) * scale
-        except pynvml.NVMLError:
+        except nvml.NVMLError:
             continue  # this board has no such sensor
     return row

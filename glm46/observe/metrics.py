@@ -22,6 +22,9 @@ class Metric:
     """For a validation metric: the training metric in the same chart of TensorBoard."""
 
 
+SPREAD = "min, mean or max over all ranks"
+"""`Metric.per` of a metric that each rank measures."""
+
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "progress", "Optimizer steps done since the start of the run."),
     Metric("unix_seconds", "s", "progress", "Time at which the row was written, since 1970 in UTC."),
@@ -58,12 +61,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("checkpoint_save_seconds", "s", "speed", "Time from the start of the last checkpoint to its publication."),
     Metric("checkpoint_gib", "GiB", "speed", "Size of the last checkpoint on disk, all ranks."),
     Metric("failed_saves", "saves", "progress", "Checkpoints that could not be saved since this start of the run."),
-    Metric("memory_peak_gib", "GiB", "hardware", "Peak memory of tensors on this GPU since the previous row."),
-    Metric("memory_reserved_gib", "GiB", "hardware", "Peak memory reserved on this GPU since the previous row."),
-    Metric("memory_peak_ratio", "ratio", "hardware", "memory_reserved_gib over the GPU's memory."),
-    Metric("resident_memory_gib", "GiB", "hardware", "Main memory of this process."),
-    Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of this GPU."),
-    Metric("gpu_power_watts", "W", "hardware", "Power drawn by this GPU."),
+    Metric("memory_peak_gib", "GiB", "hardware", "Peak memory of tensors on a GPU since the previous row.", SPREAD),
+    Metric("memory_reserved_gib", "GiB", "hardware", "Peak memory reserved on a GPU since the previous row.", SPREAD),
+    Metric("memory_peak_ratio", "ratio", "hardware", "memory_reserved_gib over the GPU's memory.", SPREAD),
+    Metric("resident_memory_gib", "GiB", "hardware", "Main memory of a process.", SPREAD),
+    Metric(
+        "gpu_utilization_ratio", "ratio", "hardware",
+        "Time with a kernel on a GPU, in the last second at most; not how busy its cores were.", SPREAD,
+    ),
+    Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of a GPU.", SPREAD),
+    Metric("gpu_power_watts", "W", "hardware", "Power drawn by a GPU.", SPREAD),
     Metric("expert_balance_cv", "ratio", "experts", "Deviation of tokens per expert over their mean; mean of layers."),
     Metric("expert_balance_cv_max", "ratio", "experts", "The same, maximum of layers."),
     Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share; maximum of layers."),

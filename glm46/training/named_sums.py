@@ -1,4 +1,7 @@
-"""Named tensors that share one all-reduce, or one copy to the host."""
+"""Named tensors that share one all-reduce, or one copy to the host, and the spread of numbers over the ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,30 @@ def sum_over_all_ranks(named: dict[str, Tensor]) -> dict[str, Tensor]:
     flat = _pack(named)
     dist.all_reduce(flat)
     return _unpack(flat, named)
+
+
+def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Minimum, mean and maximum over the ranks that have a value. Collective, on the CPU.
+
+    Args:
+        values: of this rank by name; without those that it cannot measure.
+        names: all names, in an order that is equal on all ranks.
+
+    Returns:
+        ``name/min``, ``name/mean`` and ``name/max`` of each name that some rank has.
+    """
+    own = torch.tensor([values.get(name, math.nan) for name in names], dtype=torch.float64)
+    is_known = ~own.isnan()
+    sums = sum_over_all_ranks({"values": torch.where(is_known, own, 0.0), "ranks": is_known.double()})
+    largest = torch.where(is_known, torch.stack([-own, own]), -math.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    parts = {"min": -largest[0], "mean": sums["values"] / sums["ranks"], "max": largest[1]}
+    return {
+        f"{name}/{part}": of_names[index].item()
+        for index, name in enumerate(names)
+        for part, of_names in parts.items()
+        if sums["ranks"][index]
+    }
 
 
 def to_host(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,16 +12,20 @@ from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
 from glm46.huggingface.import_weights import stored_shape
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
+from glm46.observe.metrics import METRICS
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.planner.parameters import count_parameters
 from glm46.planner.schedule import learning_rate_factor, schedule_value
 from glm46.training.balance import balance_metrics
 from glm46.training.layout_report import describe_layout, whole_role_table
+from glm46.training.named_sums import spread_over_ranks
 from glm46.training.state import Progress
 from glm46.training.step import NetworkOutcome, StepOutcome
 from glm46.training.task import Task
 from glm46.training.totals import StepTotals
+
+_OF_RANKS = tuple(metric.name for metric in METRICS if metric.group == "hardware")
 
 
 class StepMetrics:
@@ -40,7 +44,7 @@ class StepMetrics:
         self, progress: Progress, outcome: StepOutcome, totals: StepTotals, lr_factor: float
     ) -> dict[str, Any]:
         """One row of training metrics; columns of networks other than the main one end with ``/`` and the name.
-        Collective over the ranks of a pipeline. Waits for the device, and restarts the mean loss and the throughput."""
+        Collective. Waits for the device, and restarts the mean loss and the throughput."""
         config, clock = self._task.plan.config, progress.curriculum_tokens
         row: dict[str, Any] = {
             "step": progress.step,
@@ -61,7 +65,7 @@ class StepMetrics:
             suffix = "" if of_network is outcome.main else f"/{name}"
             columns = self._network_columns(name, of_network, totals, clock)
             row |= {key + suffix: value for key, value in columns.items()}
-        return row | self.throughput.read() | self._hardware.read()
+        return row | self.throughput.read() | spread_over_ranks(self._hardware.read(), _OF_RANKS)
 
     def _network_columns(self, name: str, outcome: NetworkOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
         network, (balance_loss, z_loss) = self._task.networks[name], outcome.sums["aux_losses"].tolist()

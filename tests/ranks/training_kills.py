@@ -42,7 +42,6 @@ made nobody can. torchrun gives it thirty."""
 # Columns that tell of the machine or of this attempt, not of what was computed.
 OF_THE_ATTEMPT = (
     "seconds", "second", "device", "mfu", "gib", "failed_saves", "slowest_rank", "slowest_rank_ratio",
-    "memory_peak_ratio",
 )  # fmt: skip
 
 
@@ -145,7 +144,7 @@ def rows(config) -> list[dict]:
 
 def computed(config) -> list[dict]:
     """What each step computed."""
-    return [{k: v for k, v in row.items() if not k.endswith(OF_THE_ATTEMPT)} for row in rows(config)]
+    return [{k: v for k, v in row.items() if not k.partition("/")[0].endswith(OF_THE_ATTEMPT)} for row in rows(config)]
 
 
 def contents(config, step: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ def rows(loss: float, norm: float = 1.0, speed: float = 100.0) -> list[dict]:
     """Rows of a run whose loss falls to ``loss`` and stays there for the last tenth."""
     return [
         {"step": step, "tokens": 10 * step, "loss": loss + 9.0, "loss_mean": loss + max(0, STEPS - 2 - step),
-         "grad_norm": norm, "tokens_per_second": 1.0 if step == 1 else speed, "resident_memory_gib": step / STEPS,
+         "grad_norm": norm, "tokens_per_second": 1.0 if step == 1 else speed, "resident_memory_gib/max": step / STEPS,
          "skipped_steps": 0}
         for step in range(1, STEPS + 1)
     ]  # fmt: skip
@@ -46,7 +46,7 @@ def test_figures_that_the_rows_do_not_have_are_absent():
     run = outcome("a", 0, 4.0, validation=[])
     run.train[-1]["loss_mean"] = None
     for row in run.train:
-        del row["resident_memory_gib"]
+        del row["resident_memory_gib/max"]
     assert run_figures(run, None) == {"tokens_per_second": 100.0, "skipped_steps": 0}
 
 

@@ -41,7 +41,7 @@ steps = range(1, 11)
 with (folder / "metrics.jsonl").open("w") as rows:
     for step in steps:
         rows.write(json.dumps({{"kind": "train", "step": step, "tokens": 32 * step, "loss": 3 + lr + seed, "loss_mean":
-            3 + lr + seed, "grad_norm": 1 + lr, "tokens_per_second": 9.0, "resident_memory_gib": 0.5}}) + "\\n")
+            3 + lr + seed, "grad_norm": 1 + lr, "tokens_per_second": 9.0, "resident_memory_gib/max": 0.5}}) + "\\n")
 if lr == 0.25 and not (folder / "stopped").exists():
     def stop(number, frame):
         (folder / "stopped").touch()

@@ -265,6 +265,12 @@ def test_plain_lines_are_aligned():
     assert short.index("tokens/s") == long.index("tokens/s")
 
 
+def test_figures_of_ranks_are_three_on_the_console():
+    spread = {"memory_peak_gib/min": 9.0, "memory_peak_gib/mean": 60.25, "memory_peak_gib/max": 100.0}
+    assert "GiB   9.0/ 60.2/100.0  10s left" in train_line(_row(1, **spread), 600)
+    assert "GiB" not in train_line(_row(1), 600)
+
+
 def test_durations_read_like_a_clock():
     known = {0: "0s", 59.4: "59s", 60: "1m 00s", 3599: "59m 59s", 3600: "1h 00m", 86399: "23h 59m", 90000: "1d 01h"}
     assert {seconds: duration(seconds) for seconds in known} == known

@@ -1,11 +1,12 @@
 """Throughput and hardware metrics against numbers computed by hand."""
 
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from glm46.observe.hardware import HardwareMonitor, device_peak_flops, measured_matmul_flops, process_bytes
+from glm46.observe.hardware import HardwareMonitor, device_peak_flops, measured_matmul_flops, process_bytes, read_sensor
 from glm46.observe.metrics import find_metric
 from glm46.observe.throughput import ThroughputMeter
 
@@ -72,6 +73,28 @@ def test_resident_memory_grows_with_memory_that_is_touched():
     assert 0.9 * size < grown < 1.5 * size
 
 
-def test_a_cpu_reports_its_memory_only():
+def test_a_cpu_reports_its_memory_and_what_a_sensor_of_ours_does():
     row = HardwareMonitor(torch.device("cpu")).read()
-    assert set(row) <= {"resident_memory_gib"}
+    assert set(row) == {"resident_memory_gib"}
+    row = HardwareMonitor(torch.device("cpu"), lambda: {"gpu_power_watts": 1.0}).read()
+    assert set(row) == {"resident_memory_gib", "gpu_power_watts"}
+
+
+def test_values_of_nvml_have_the_units_of_their_columns():
+    class NVMLError(Exception):
+        pass
+
+    def fail(handle):
+        raise NVMLError
+
+    board = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=75, memory=10),
+        nvmlDeviceGetTemperature=lambda handle, kind: 64,
+        nvmlDeviceGetPowerUsage=lambda handle: 512_500,
+    )
+    row = {"gpu_utilization_ratio": 0.75, "gpu_temperature_celsius": 64.0, "gpu_power_watts": 512.5}
+    assert read_sensor(board, "handle") == row
+    board.nvmlDeviceGetPowerUsage = fail  # a board without this sensor
+    assert read_sensor(board, "handle") == {name: row[name] for name in row if name != "gpu_power_watts"}

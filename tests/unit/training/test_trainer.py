@@ -31,7 +31,7 @@ TIMED = ("seconds", "second", "device", "mfu", "gib")
 
 def rows(config) -> list[dict]:
     lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMED)} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.partition("/")[0].endswith(TIMED)} for line in lines]
 
 
 def training_rows(config) -> list[dict]:

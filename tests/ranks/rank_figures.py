@@ -1,0 +1,63 @@
+"""Train on layouts of two ranks with sensors of our own and a capacity; print one JSON object per layout with the rows.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rank_figures.py
+"""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from glm46.data.tokenizer import load_tokenizer
+from glm46.observe.hardware import HardwareMonitor
+from glm46.observe.history import read_history
+from glm46.pretrain.task import train
+from glm46.training import step_metrics
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import small_config, write_source
+
+LAYOUTS = {
+    "fsdp": {},
+    "experts": {"expert_parallel_degree": 2},
+    "tensor": {"tensor_parallel_degree": 2},
+    "pipeline": {"pipeline_parallel_degree": 2},
+    "context": {"context_parallel_degree": 2},
+}
+SENSORS = (
+    {"memory_peak_gib": 60.5, "gpu_utilization_ratio": 0.25},
+    {"memory_peak_gib": 70.0, "gpu_utilization_ratio": 1.0, "gpu_power_watts": 300.0},
+)
+"""By rank; the first GPU tells nothing of its power."""
+
+
+def main() -> None:
+    """Three steps on each layout."""
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "source").mkdir()
+        source = write_source(base / "source", load_tokenizer("builtin"))
+        for label, degrees in LAYOUTS.items():
+            config = small_config(
+                source, base / label, parallelism=degrees, checkpoint={"enable": False},
+                model={"num_key_value_heads": 2}, moe={"capacity_factor": 0.75},
+                training={"steps": 3, "global_batch_size": 8},
+            )  # fmt: skip
+
+            def work(rank: int, config=config) -> int:
+                torch.set_num_threads(1)
+                step_metrics.HardwareMonitor = partial(HardwareMonitor, sensor=lambda: SENSORS[rank])
+                return train(config)
+
+            log = base / f"log-{label}-"
+            codes = await_ranks(start_ranks(2, log, work), 120)
+            said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
+            if any(codes):
+                raise SystemExit("".join(said))
+            rows = read_history(base / label / "metrics.jsonl")
+            print(json.dumps({"name": label, "said": said[0], "rows": rows}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
