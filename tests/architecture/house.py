@@ -297,23 +297,6 @@ def _is_plain_property(node: ast.FunctionDef) -> bool:
     return any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
 
 
-def unread_config_fields(modules: dict[str, Module]) -> list[str]:
-    """Keys of the configuration whose name no code reads as an attribute; a rule that checks a key reads it too."""
-    read = {
-        node.attr for module in modules.values() for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
-    }
-    fields = {
-        (f"{module.name}.{node.name}", statement.target.id)
-        for module in modules.values()
-        if module.room == "config"
-        for node in module.tree.body
-        if isinstance(node, ast.ClassDef) and any(getattr(b, "id", "") in ("Section", "_ModelBase") for b in node.bases)
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    }
-    return sorted(f"{owner}.{name}" for owner, name in fields if name not in read)
-
-
 def room_lines(modules: dict[str, Module]) -> dict[str, int]:
     """Lines of each room."""
     lines: dict[str, int] = {}
