@@ -58,6 +58,11 @@ class CheckpointManager:
         self._in_use: set[int] = set()
         self._branch_point: int | None = None
 
+    @property
+    def loaded_step(self) -> int | None:
+        """The step of ``folder`` that was loaded last, if any."""
+        return max(self._in_use, default=None)
+
     def save(
         self,
         step: int,

@@ -62,7 +62,7 @@ def ablate_command(argv: Sequence[str]) -> int:
     machine = detect_machine(visible_gpus())
     plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
     command = f"{module_command()} {shlex.join(['ablate', *argv])}"
-    lock, signals = lock_run(plan.folder), LauncherSignals()
+    locks, signals = lock_run(plan.folder), LauncherSignals()
     try:
         code = _train_all(plan, signals)
         if signals.number is None:
@@ -73,7 +73,7 @@ def ablate_command(argv: Sequence[str]) -> int:
             write_report(plan, {"config": str(arguments.config), "command": command}, machine)
     finally:
         signals.close()
-        lock.release()
+        locks.close()
     return code
 
 
@@ -144,7 +144,7 @@ def _watch(run: AblationRun, process: subprocess.Popen, advance: Callable[[int],
 
 def _measure_fp8(run: AblationRun, machine: Machine) -> None:
     """Measure the errors of the FP8 products of a finished run, once, and say why if that is not possible."""
-    steps = published_steps(run.folder / run.config.checkpoint.folder)
+    steps = published_steps(run.config.checkpoint_folder)
     file = run.folder / FP8_ERRORS
     if run.config.float8.recipe_name is None or run.result().get("status") != "finished" or file.exists():
         return
@@ -162,7 +162,7 @@ def _measure_fp8(run: AblationRun, machine: Machine) -> None:
 
         device = torch.device("cuda" if machine.gpus else "cpu")
         errors = measure_quantisation(
-            resolve_plan(run.config, 1), step_folder(run.folder / run.config.checkpoint.folder, steps[-1]), device
+            resolve_plan(run.config, 1), step_folder(run.config.checkpoint_folder, steps[-1]), device
         )
         replace_durably(file, [json.dumps(errors).encode()])
     except UserError as error:

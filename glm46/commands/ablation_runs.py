@@ -200,10 +200,15 @@ def _equal_configs(file: Path, configs: Mapping[str, RunConfig]) -> Iterator[str
 
 
 def _config_of_run(config: RunConfig, name: str, seed: int, folder: Path) -> RunConfig:
+    def own(path: str) -> str:
+        return str(Path(path, name, f"seed-{seed}")) if Path(path).is_absolute() else path
+
     job = {"dump_folder": str(folder / name / f"seed-{seed}")}
     job["description"] = f"{config.job.description}: {name}, seed {seed}"
     return config.model_copy(update={
         "job": config.job.model_copy(update=job),
+        "checkpoint": config.checkpoint.model_copy(update={"folder": own(config.checkpoint.folder)}),
+        "metrics": config.metrics.model_copy(update={"save_tb_folder": own(config.metrics.save_tb_folder)}),
         "debug": config.debug.model_copy(update={"seed": seed}),
         "ablation": None,
     })  # fmt: skip

@@ -217,7 +217,6 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
     if nodes.rank == 0:
         _prepare(plan)
     share_cores(ready.machine.cores, ready.processes)
-    checkpoints = Path(plan.config.job.dump_folder) / plan.config.checkpoint.folder
 
     def start(number: int) -> End:
         require_free_port(nodes, number)
@@ -226,6 +225,7 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
             options = rendezvous_options(nodes, ready.processes, number)
             return run_ranks(options, ["train", "--config", str(arguments.config), *overrides], signals)
 
+    checkpoints = plan.config.checkpoint_folder
     code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), arguments.max_restarts)
     if code == 0 and nodes.rank == 0:
         print(describe_next(plan, ready.typed))
@@ -238,10 +238,10 @@ def _refuse_start(config: RunConfig) -> None:
     from glm46.training.origin import refuse_origin
 
     refuse_origin(config)
-    folder = Path(config.job.dump_folder)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    with writing(folder), tempfile.TemporaryFile(dir=there) as file:
-        file.write(b"\0" * 4096)
+    for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with writing(folder, key=key), tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"\0" * 4096)
 
 
 def _refuse_state_folder(plan: Plan, processes: int) -> None:
@@ -285,6 +285,7 @@ def describe_next(plan: Plan, start: Start) -> str:
     values = {
         "training.tokens": str(_LONGER * plan.budget_tokens),
         "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
+        **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
     }
     lines = [f"all keys      {module_command()} train --help"]
     try:

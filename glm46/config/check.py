@@ -4,7 +4,9 @@ A rule yields the faults that it finds and reads only the config. Rules about on
 shape in `rules_model`, rules about the mesh in `rules_layout`, and so on.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.float8_layers import FLOAT8_RULES
@@ -161,14 +163,45 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
     return windows
 
 
-def checkpoint_folder_is_inside(config: RunConfig) -> Faults:
-    """The checkpoint folder is inside the dump folder, because retention deletes step folders in it."""
-    folder = config.checkpoint.folder
-    if not folder or folder.startswith(("/", "~")) or ".." in folder.replace("\\", "/").split("/"):
+def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
+    """A run continues another one, or begins a new clock with its weights."""
+    continued, initial = config.checkpoint.load_path, config.checkpoint.initial_load_path
+    if continued is not None and initial is not None:
         yield Fault(
-            ("checkpoint.folder",),
-            f"checkpoint.folder = {show(folder)}: must be a relative path inside job.dump_folder; change that instead",
+            ("checkpoint.load_path", "checkpoint.initial_load_path"),
+            f"checkpoint.load_path = {show(continued)}, checkpoint.initial_load_path = {show(initial)}: both given; "
+            "load_path keeps steps, clock and data position, initial_load_path begins them anew; remove one of them",
         )
+
+
+def folders_are_inside_or_absolute(config: RunConfig) -> Faults:
+    """Folders of the run are absolute paths or inside the dump folder: retention deletes step folders."""
+    for key, folder in (
+        ("checkpoint.folder", config.checkpoint.folder),
+        ("metrics.save_tb_folder", config.metrics.save_tb_folder),
+    ):
+        if not folder or folder.startswith("~") or ".." in folder.replace("\\", "/").split("/"):
+            yield Fault(
+                (key,),
+                f"{key} = {show(folder)}: must be an absolute path, or one inside job.dump_folder, without ~ or ..",
+            )
+
+
+def events_have_a_folder_of_their_own(config: RunConfig) -> Faults:
+    """The folder of event files, which a new run renames, holds no other folder of the run."""
+    if not config.metrics.enable_tensorboard:
+        return
+    events, folders = os.path.abspath(config.tensorboard_folder), {"job.dump_folder": Path(config.job.dump_folder)}
+    if config.checkpoint.enable:
+        folders["checkpoint.folder"] = config.checkpoint_folder
+    for key, folder in folders.items():
+        if Path(os.path.abspath(folder)).is_relative_to(events):
+            yield Fault(
+                ("metrics.save_tb_folder", key),
+                f"metrics.save_tb_folder = {show(config.metrics.save_tb_folder)}: must not hold {key} = {folder}, "
+                "because a new run renames it; name another folder",
+            )
+            return
 
 
 SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
@@ -180,6 +213,8 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     run_fits_into_its_schedule,
     state_file_has_a_folder,
     hugging_face_knows_the_model,
-    checkpoint_folder_is_inside,
+    run_starts_from_one_checkpoint,
+    folders_are_inside_or_absolute,
+    events_have_a_folder_of_their_own,
     stated_keys_have_an_effect,
 )

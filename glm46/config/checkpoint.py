@@ -13,8 +13,8 @@ class Checkpoint(Section):
     enable: bool = True
     """Save checkpoints and resume from the newest one in ``folder``."""
 
-    folder: Annotated[str, Needs("enable")] = "checkpoint"
-    """Folder under job.dump_folder; step N is in ``step-00000N``."""
+    folder: Annotated[LocalPath, Needs("enable")] = "checkpoint"
+    """Folder of this run alone, under job.dump_folder or absolute; step N is in ``step-00000N``."""
 
     interval: Annotated[int, Needs("enable")] = Field(500, ge=1)
     """Steps between two checkpoints. The last step is always saved."""
@@ -38,6 +38,10 @@ class Checkpoint(Section):
 
     load_step: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""
+
+    load_path: Annotated[LocalPath | None, Needs("enable")] = None
+    """Checkpoint (a step folder) of another run that this run continues when ``folder`` has none yet: step, tokens,
+    clock and position in the data are kept. Later starts resume from ``folder``."""
 
     initial_load_path: LocalPath | None = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
@@ -73,4 +77,7 @@ class Metrics(Section):
     """Steps between two rows of metrics. Each row costs one synchronisation with the device."""
 
     enable_tensorboard: bool = True
-    """Write TensorBoard event files under job.dump_folder/tb."""
+    """Write TensorBoard event files."""
+
+    save_tb_folder: Annotated[LocalPath, Needs("enable_tensorboard")] = "tb"
+    """Folder of the event files of this run alone, under job.dump_folder or absolute."""

@@ -1,5 +1,7 @@
 """The whole configuration of a run: one TOML table per field. Defines the sections [job] and [inference]."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -22,7 +24,7 @@ class Job(Section):
 
     dump_folder: LocalPath = "./outputs"
     """Folder of all outputs: metrics.jsonl, tb/, checkpoint/, config.toml, log.txt. A start with the same folder
-    resumes."""
+    resumes. ``checkpoint.folder`` and ``metrics.save_tb_folder`` may lie elsewhere."""
 
     description: str = "glm46 training"
     """One line that is printed at the start and written to the logs."""
@@ -67,3 +69,25 @@ class RunConfig(Section):
     profiling: Profiling = Field(default_factory=Profiling)
     debug: Debug = Field(default_factory=Debug)
     ablation: Ablation | None = None
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return Path(self.job.dump_folder, self.checkpoint.folder)
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        return Path(self.job.dump_folder, self.metrics.save_tb_folder)
+
+    @property
+    def folders_apart(self) -> dict[str, Path]:
+        """The folders that this run writes to outside of job.dump_folder, by their keys."""
+        used = {
+            "checkpoint.folder": (self.checkpoint.enable, self.checkpoint_folder),
+            "metrics.save_tb_folder": (self.metrics.enable_tensorboard, self.tensorboard_folder),
+        }
+        inside = Path(os.path.abspath(self.job.dump_folder))
+        return {
+            key: folder
+            for key, (is_used, folder) in used.items()
+            if is_used and not Path(os.path.abspath(folder)).is_relative_to(inside)
+        }

@@ -23,7 +23,7 @@ class Report:
         dump_folder: Path,
         *,
         is_main: bool,
-        enable_tensorboard: bool,
+        tensorboard_folder: Path | None,
         total_tokens: int,
         resumed_step: int | None = None,
         console: ConsoleView | None = None,
@@ -31,6 +31,7 @@ class Report:
         """Open the files under `dump_folder`.
 
         Args:
+            tensorboard_folder: folder of event files; None for no such files.
             total_tokens: budget of the run, for the share done and the time left.
             resumed_step: step of the checkpoint that the run resumes from; later rows of earlier processes are removed.
                 None for a new run: files of an earlier run are renamed.
@@ -41,12 +42,12 @@ class Report:
         if not is_main:
             return
         self._folder = dump_folder
-        self._paused: set[str] = set()
+        self._paused: set[Path] = set()
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
-        self._tensorboard = _TensorBoard(dump_folder / "tb", resumed_step) if enable_tensorboard else None
+        self._tensorboard = _TensorBoard(tensorboard_folder, resumed_step) if tensorboard_folder else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
         """Write a row of training metrics; the columns are defined in `glm46.observe.metrics`."""
@@ -65,7 +66,7 @@ class Report:
     def config(self, text: str) -> None:
         """Write the resolved configuration to TensorBoard, at the first step that uses it."""
         if self._is_main and self._tensorboard is not None:
-            self._keep("tb", lambda: self._tensorboard.write_config(text))
+            self._keep(self._tensorboard.folder, lambda: self._tensorboard.write_config(text))
 
     def message(self, text: str) -> None:
         """Write a message to the console and log.txt."""
@@ -91,34 +92,35 @@ class Report:
         now = time.time()
         plain = plain_row(row)
         assert "step" in plain, "a row needs its step"
-        self._keep(ROWS_FILE, lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}))
+        self._keep(
+            self._folder / ROWS_FILE,
+            lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}),
+        )
         if self._tensorboard is not None:
-            self._keep("tb", lambda: self._tensorboard.write(kind, plain, now))
+            self._keep(self._tensorboard.folder, lambda: self._tensorboard.write(kind, plain, now))
         return plain
 
     def _write_log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""])
-        self._keep("log.txt", lambda: self._log.write(lines))
+        self._keep(self._folder / "log.txt", lambda: self._log.write(lines))
 
-    def _keep(self, name: str, write: Callable[[], None]) -> None:
+    def _keep(self, path: Path, write: Callable[[], None]) -> None:
         """Write to a file that training can do without. If the disk fails, report it once and continue."""
         try:
             write()
         except OSError as error:
-            if name not in self._paused:
-                self._paused.add(name)
-                self._console.line(
-                    f"{self._folder / name}: cannot be written ({error.strerror}); training continues without it"
-                )
+            if path not in self._paused:
+                self._paused.add(path)
+                self._console.line(f"{path}: cannot be written ({error.strerror}); training continues without it")
         else:
-            if name in self._paused:
-                self._paused.remove(name)
-                self._console.line(f"{self._folder / name}: written again; rows in between are missing")
+            if path in self._paused:
+                self._paused.remove(path)
+                self._console.line(f"{path}: written again; rows in between are missing")
 
 
 class _TensorBoard:
-    """Folder ``tb`` with training rows, and ``tb/validation`` with validation rows.
+    """A folder with training rows, and its folder ``validation`` with validation rows.
 
     TensorBoard draws equal names of two folders in one chart, so training and validation loss share one.
     """
@@ -128,6 +130,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
+        self.folder = folder
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
         self._open = SummaryWriter
         self._purge_step = None if resumed_step is None else resumed_step + 1

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from glm46.checkpoint.integrity import step_folder
 from glm46.config.command_line import module_command
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import check_epochs, describe_sources, load_text
@@ -102,7 +103,7 @@ class Pretraining:
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)
         if self.plan.layout.non_dp_degree > 1:
             # Generation does not support ranks with parts of a sequence or of the layers.
-            step = Path(config.job.dump_folder) / config.checkpoint.folder / f"step-{progress.step:06d}"
+            step = step_folder(config.checkpoint_folder, progress.step)
             command = f"{module_command()} generate --checkpoint {step} --prompt '...'"
             return [f"To see text: {command}"] if config.checkpoint.enable else []
         return ["Continuation of the prompt (prompt, then generated text):", "", self._continuation(stop), ""]

@@ -1,8 +1,9 @@
-"""The lock of a run's folder: a second run in it would cut the metrics of the first and set its checkpoints aside."""
+"""Locks of the folders of a run: a second run in one would cut the metrics of the first and remove its checkpoints."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from glm46.config.errors import UserError
 from glm46.files.lock import FileLock
@@ -11,10 +12,17 @@ _FILE = "run.lock"
 _PATIENCE_SECONDS = 5.0
 """A killed run takes a moment to release its folder."""
 
+_DUMP_KEY, _EVENTS_KEY = "job.dump_folder", "metrics.save_tb_folder"
+_NONE: Mapping[str, Path] = MappingProxyType({})
+
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Report a failed write to a run's folder as a mistake of the user. For writes without which the run cannot start.
+def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KEY) -> Iterator[None]:
+    """Report a failed write to a run's folders as a mistake of the user. For writes without which the run cannot start.
+
+    Args:
+        folder: the folder of `key`.
+        apart: other folders, by their keys.
 
     Raises:
         UserError: a write inside the context failed.
@@ -22,25 +30,44 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        failed = Path(error.filename or folder)
+        key, folder = next((of for of in apart.items() if failed.is_relative_to(of[1])), (key, folder))
         raise UserError(
-            f"job.dump_folder = {str(folder)!r}: {error.filename or folder} cannot be written: {error.strerror}; free "
+            f"{key} = {str(folder)!r}: {failed} cannot be written: {error.strerror}; free "
             "space, allow writing, or set another folder"
         ) from error
 
 
-def lock_run(folder: Path) -> FileLock:
-    """Lock a folder for this process.
+def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> ExitStack:
+    """Lock the folders of a run for this process, until the result is closed.
+
+    Args:
+        folder: job.dump_folder.
+        apart: folders outside of it, by their keys.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be written.
+        UserError: another process holds a lock, or a folder cannot be written.
     """
-    lock = FileLock(folder / _FILE)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        is_held = lock.acquire(_PATIENCE_SECONDS)
-    if not is_held:
-        raise UserError(
-            f"job.dump_folder = {str(folder)!r}: {lock.holder()} is training in this folder; "
-            "wait for it, stop it, or set another folder"
-        )
-    return lock
+    with ExitStack() as locks:
+        for key, place in {_DUMP_KEY: folder, **apart}.items():
+            # Beside the folder of event files: a new run renames the folder itself.
+            file = place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE
+            lock = FileLock(file)
+            with writing(place, key=key):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                is_held = lock.acquire(_PATIENCE_SECONDS)
+            if not is_held:
+                raise UserError(
+                    f"{key} = {str(place)!r}: {lock.holder()} is training in this folder; "
+                    "wait for it, stop it, or set another folder"
+                )
+            locks.callback(lock.release)
+        return locks.pop_all()
+
+
+def outer_run(folder: Path, dump_folder: Path) -> Path | None:
+    """The output folder of another run that a folder lies in, if any."""
+    own = dump_folder.absolute()
+    return next(
+        (path for path in folder.absolute().parents if (path / _FILE).exists() and not own.is_relative_to(path)), None
+    )

@@ -1,6 +1,7 @@
 """Builds a job on this rank and trains it, from the first message to the exit code."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -41,11 +42,10 @@ def run(
     """
     die_with_parent()
     stop = stop or StopRequest()
-    dump_folder = Path(config.job.dump_folder)
-    lock = None
+    dump_folder, locks = Path(config.job.dump_folder), ExitStack()
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
         refuse_origin(config)
-        lock = lock_run(dump_folder)
+        locks = lock_run(dump_folder, config.folders_apart)
     process = join(config.comm.init_timeout_seconds)
     with writing(dump_folder):
         watchdog = Watchdog(
@@ -76,5 +76,4 @@ def run(
         watchdog.close()
         stop.restore()
         leave()
-        if lock is not None:
-            lock.release()
+        locks.close()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from glm46.checkpoint.integrity import step_folder
 from glm46.reliability.stop import StopRequest
 from glm46.training.state import Progress
 from glm46.training.task import Task
@@ -11,7 +12,7 @@ def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finish
     """The last message of a run. Collective: all ranks compute the sample."""
     config = task.plan.config
     folder = Path(config.job.dump_folder)
-    checkpoint = folder / config.checkpoint.folder / f"step-{progress.step:06d}"
+    checkpoint = step_folder(config.checkpoint_folder, progress.step)
     saved = (
         f"checkpoint   {checkpoint}" if config.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
     )
@@ -26,5 +27,5 @@ def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finish
         f"log          {folder / 'log.txt'}",
     ]
     if config.metrics.enable_tensorboard:
-        lines.append(f"TensorBoard  tensorboard --logdir {folder / 'tb'}")
+        lines.append(f"TensorBoard  tensorboard --logdir {config.tensorboard_folder}")
     return "\n".join(lines)

@@ -1,26 +1,31 @@
 """Checks of the checkpoint or weights that a run starts from, and the keys in which a checkpoint differs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from glm46.checkpoint.integrity import META, published_steps
+from glm46.checkpoint.integrity import META, published_steps, quick_faults, step_folder, step_of
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
+from glm46.reliability.run_lock import outer_run
+
+CONTINUE_REMEDY = "restore it, or take what matches, with new clocks, through checkpoint.initial_load_path instead"
+"""For a difference from the checkpoint of `checkpoint.load_path`."""
 
 _SHAPE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "intermediate_size",
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_attention_heads", "num_key_value_heads",
     "head_dim", "use_qk_norm", "attention_bias", "num_nextn_predict_layers",
 )  # fmt: skip
+SHAPE_KEYS = (*(f"model.{name}" for name in _SHAPE), "training.dtype")
+"""Keys that determine the weights of a checkpoint."""
 TENSOR_KEYS = (
-    *(f"model.{name}" for name in _SHAPE), "training.dtype", "moe.balance", "optimizer.name", "optimizer.router",
-    "optimizer.lm_head", "optimizer.state_dtype",
+    *SHAPE_KEYS, "moe.balance", "optimizer.name", "optimizer.router", "optimizer.lm_head", "optimizer.state_dtype",
 )  # fmt: skip
 """Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
 
@@ -31,12 +36,13 @@ def refuse_origin(config: RunConfig) -> None:
     Raises:
         UserError: they are missing, or of another kind or model.
     """
-    checkpoint, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
+    checkpoint, folder = config.checkpoint, config.checkpoint_folder
     if checkpoint.enable and folder.exists() and not folder.is_dir():
         raise UserError(
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
+    _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:
             there = ", ".join(map(str, saved)) or "none"
@@ -47,8 +53,45 @@ def refuse_origin(config: RunConfig) -> None:
         return
     local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
     is_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
-    if not saved and not is_local and checkpoint.initial_load_path is not None:
+    if saved or is_local:
+        return
+    if checkpoint.load_path is not None:
+        _refuse_continued(config, Path(checkpoint.load_path))
+    if checkpoint.initial_load_path is not None:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
+
+
+def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
+    dump_folder = Path(config.job.dump_folder)
+    for key, folder in config.folders_apart.items():
+        if other := outer_run(folder, dump_folder):
+            raise UserError(f"{key} = {str(folder)!r}: lies in the folder of the run in {other}; name another folder")
+    if not saved or "checkpoint.folder" not in config.folders_apart:
+        return
+    newest = step_folder(config.checkpoint_folder, saved[-1])
+    owner = saved_run(newest)
+    if owner is not None and Path(owner.job.dump_folder).absolute() != dump_folder.absolute():
+        raise UserError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: has checkpoints of the run in {owner.job.dump_folder}; "
+            f"name another folder, with checkpoint.load_path = {str(newest)!r} to go on from there, or set "
+            f"job.dump_folder = {owner.job.dump_folder!r}"
+        )
+
+
+def _refuse_continued(config: RunConfig, path: Path) -> None:
+    """Raise the faults of `checkpoint.load_path` that can be found without reading its tensors."""
+    key, folder = f"checkpoint.load_path = {str(path)!r}", path.resolve()
+    if step_of(folder) is None or not folder.is_dir():
+        steps = published_steps(folder) or published_steps(folder.parent)
+        parent = folder if published_steps(folder) else folder.parent
+        there = f"; {parent} has steps {', '.join(map(str, steps))}" if steps else ""
+        reason = "not a step folder" if folder.exists() else "no such folder"
+        raise UserError(f"{key}: {reason}{there}; give one such as {step_folder(parent, max(steps, default=100))}")
+    if faults := quick_faults(folder, step_of(folder))[1]:
+        remedy = "restore what is missing, or give another step folder"
+        raise UserError(*(f"{key}: {fault}; {remedy}" for fault in faults))
+    if changed := differences(SHAPE_KEYS, config, folder):
+        raise UserError(*(f"{key}: {line}; {CONTINUE_REMEDY}" for line in changed))
 
 
 def _refuse_initial(config: RunConfig, path: Path) -> None:

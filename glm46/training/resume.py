@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, and the three starts of a run: new, from an earlier phase, or resumed."""
+"""Contents of a checkpoint, and the starts of a run: new, from an earlier phase, resumed, or another run continued."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.checkpoint.integrity import step_folder
+from glm46.checkpoint.integrity import step_folder, step_of
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
 from glm46.checkpoint.step_tensors import SHAPE_KEY
@@ -21,7 +21,7 @@ from glm46.config.loader import dump_config
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.distributed.process import Process
 from glm46.reliability.stop import Diverged
-from glm46.training.origin import TENSOR_KEYS, differences
+from glm46.training.origin import CONTINUE_REMEDY, TENSOR_KEYS, differences
 from glm46.training.state import Progress
 from glm46.training.task import Task
 
@@ -70,11 +70,13 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     config = task.plan.config.checkpoint
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     if config.enable:
-        step = checkpoints.newest() if config.load_step == -1 else config.load_step
-        if step is not None:
-            meta = _load(task, checkpoints, step)
+        source = checkpoints.newest() if config.load_step == -1 else config.load_step
+        if source is None and config.load_path is not None:
+            source = Path(config.load_path).resolve()
+        if source is not None:
+            meta = _load(task, checkpoints, source)
             if meta["stream"] != task.fingerprint():
-                raise UserError(*on_first_rank(_other_text(task, step_folder(checkpoints.folder, step))))
+                raise UserError(*on_first_rank(_other_text(task, _folder_of(source, checkpoints))))
             return Progress(**meta["progress"]), meta
     if config.initial_load_path is None:
         return fresh, None
@@ -113,12 +115,15 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
         raise Diverged(*on_first_rank(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
-    step = checkpoints.newest(before=before) if task.plan.config.checkpoint.enable else None
-    if step is None:
+    config = task.plan.config.checkpoint
+    source = checkpoints.newest(before=before) if config.enable else None
+    if source is None and config.load_path is not None and step_of(Path(config.load_path).resolve()) < before:
+        source = Path(config.load_path).resolve()
+    if source is None:
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
         )
-    meta = _load(task, checkpoints, step)
+    meta = _load(task, checkpoints, source)
     earlier = Progress(**meta["progress"])
     first_bad_sample = earlier.samples if non_finite else progress.bad_since_sample
     return progress.rolled_back_to(earlier, first_bad_sample), meta
@@ -129,13 +134,26 @@ def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
     text, config = "\n".join(faults), task.plan.config
     parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
     keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
-    if config.checkpoint.initial_load_path and Path(config.checkpoint.initial_load_path).resolve() == folder:
+    if _is_at(config.checkpoint.load_path, folder):
+        remedy = CONTINUE_REMEDY
+    elif _is_at(config.checkpoint.initial_load_path, folder):
         remedy = "restore it, or exclude what does not match with checkpoint.initial_load_exclude"
     else:
         remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to load what matches"
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
     causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
+    if not causes and _is_at(config.checkpoint.load_path, folder):
+        key = f"checkpoint.load_path = {config.checkpoint.load_path!r}"
+        faults = [f"{key}: {fault}; restore the folder, or give another one" for fault in faults]
     return [*causes, *faults[:_FAULTS_SHOWN], *more]
+
+
+def _is_at(path: str | None, folder: Path) -> bool:
+    return path is not None and Path(path).resolve() == folder
+
+
+def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:
+    return source if isinstance(source, Path) else step_folder(checkpoints.folder, source)
 
 
 def _other_text(task: Task, folder: Path) -> str:
@@ -173,8 +191,8 @@ def _load(
     try:
         meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
-        folder = source if isinstance(source, Path) else step_folder(checkpoints.folder, source)
-        raise UserError(*on_first_rank(*_explained(error.faults, task, folder))) from None
+        faults = _explained(error.faults, task, _folder_of(source, checkpoints))
+        raise UserError(*on_first_rank(*faults)) from None
     rank = task.cluster.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:

@@ -32,7 +32,7 @@ class Saver:
         self._task, self._checkpoints, self._report = task, checkpoints, report
         self._config = task.plan.config.checkpoint
         self._spikes = spikes
-        self._saved_step = progress.step
+        self._saved_step = checkpoints.loaded_step or 0
         self._failed_saves = 0
         self._last: SaveOutcome | None = None
         self.found_non_finite = False
@@ -95,7 +95,8 @@ class Saver:
     def _remedy(self) -> str:
         folder = self._checkpoints.folder
         newest = max(complete_steps(folder), default=0)
-        where = f"continues from the checkpoint of step {newest}" if newest else "starts from step 0, no step is saved"
+        start = f"starts from {self._config.load_path or 'step 0'}, no step is saved"
+        where = f"continues from the checkpoint of step {newest}" if newest else start
         return f"job.dump_folder = {self._task.plan.config.job.dump_folder!r}: the same command {where}"
 
     def _poll_saves(self, progress: Progress) -> None:

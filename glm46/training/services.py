@@ -59,7 +59,7 @@ def build_checkpoints(plan: Plan) -> CheckpointManager:
     """The checkpoints of a run."""
     config = plan.config.checkpoint
     return CheckpointManager(
-        Path(plan.config.job.dump_folder) / config.folder,
+        plan.config.checkpoint_folder,
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
         keep_best_k=config.keep_best_k,
@@ -84,19 +84,19 @@ def services_of(
     """
     config, process = task.plan.config, task.cluster.process
     folder = Path(config.job.dump_folder)
-    with writing(folder):
+    with writing(folder, config.folders_apart):
         report = Report(
             folder,
             is_main=process.is_main,
-            enable_tensorboard=config.metrics.enable_tensorboard,
+            tensorboard_folder=config.tensorboard_folder if config.metrics.enable_tensorboard else None,
             total_tokens=task.plan.budget_tokens,
-            resumed_step=progress.step or None,
+            resumed_step=checkpoints.loaded_step,
         )
     try:
         if config.job.print_config:
             report.message(dump_config(config))
         report.config(dump_config(config))
-        report.message(start_report(task, progress, meta))
+        report.message(start_report(task, progress, meta, is_own=checkpoints.loaded_step is not None))
         spikes = SpikeDetector(config.training.spike_sigmas, config.training.spike_window)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])

@@ -79,8 +79,13 @@ class StepMetrics:
         }
 
 
-def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None) -> str:
-    """The first message of a run. Collective."""
+def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *, is_own: bool) -> str:
+    """The first message of a run. Collective.
+
+    Args:
+        meta: metadata of the checkpoint that was loaded, if any.
+        is_own: whether this run has saved that checkpoint.
+    """
     plan = task.plan
     config, count = plan.config, count_parameters(plan.shape)
     lines = [
@@ -99,7 +104,8 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None) ->
     for name in task.objectives:
         lines += ["", format_role_table(whole_role_table(task.networks[name])), ""]
     if progress.step and meta is not None:
-        lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens")
+        other = "" if is_own else f", from checkpoint.load_path = {config.checkpoint.load_path!r}"
+        lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens{other}")
         if progress.tokens >= plan.budget_tokens:
             lines.append(
                 f"finished     the budget of {plan.budget_tokens:,} tokens is spent, so no step is trained; "

@@ -20,7 +20,7 @@ def test_rows_have_the_figures_of_all_ranks(server):
             assert {row[f"gpu_power_watts/{part}"] for part in ("min", "mean", "max")} == {300.0}
             assert "gpu_temperature_celsius/max" not in row
             low, mean, high = (row[f"resident_memory_gib/{part}"] for part in ("min", "mean", "max"))
-            assert 0 < low < high and mean == pytest.approx((low + high) / 2, rel=1e-12)
+            assert 0 < low <= high and mean == pytest.approx((low + high) / 2, rel=1e-12)
             # All assignments of all ranks, dropped or not: the ratio is of these.
             assigned = row["batch_tokens"] * TINY["num_experts_per_tok"] * MOE_LAYERS
             dropped = row["expert_overflow_count"]

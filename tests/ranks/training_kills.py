@@ -27,6 +27,7 @@ import torch
 from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
+from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import load_tokenizer
 from glm46.pretrain.task import train
 from glm46.reliability.stop import EXIT_STOPPED
@@ -109,7 +110,7 @@ def kill(config, base: Path, chance: random.Random) -> tuple[list[int], str]:
             if victim in (rank, "both"):
                 os.kill(child, signal.SIGKILL)
     codes = end(children)
-    draft = bool(list((Path(config.job.dump_folder) / "checkpoint").glob("*.tmp")))
+    draft = bool(list(config.checkpoint_folder.glob("*.tmp")))
     return codes, f"kill of {victim}, {'in a save' if in_a_sync or draft else 'elsewhere'}"
 
 
@@ -126,7 +127,7 @@ def ask_to_stop(config, base: Path, chance: random.Random) -> tuple[list[int], s
     codes = end(children)
     if codes == [0, 0]:
         return codes, "too late"
-    saved = max(published_steps(Path(config.job.dump_folder) / "checkpoint"), default=0)
+    saved = max(published_steps(config.checkpoint_folder), default=0)
     # The step in which it arrived is finished; one more may have been finished since its row was seen.
     if codes != [EXIT_STOPPED] * 2 or not seen <= saved <= seen + 2:
         raise SystemExit(
@@ -149,7 +150,7 @@ def computed(config) -> list[dict]:
 
 def contents(config, step: int) -> dict[str, str]:
     """Hashes of the tensors of a checkpoint: weights, states, averages, generators."""
-    folder = step_folder(Path(config.job.dump_folder) / "checkpoint", step)
+    folder = step_folder(config.checkpoint_folder, step)
     kinds = read_metadata(folder)[0].state_dict_metadata
     tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     assert CheckpointManager(folder.parent, keep_latest_k=0).load(step, tensors)["progress"]["step"] == step
@@ -170,7 +171,7 @@ def disturb(config, base: Path, by: str, most: int, chance: random.Random) -> Co
         ]
         if resumed and resumed[0] < newest:
             raise SystemExit(f"step {newest} was published, the run went on from {resumed[0]}")
-        newest = max(published_steps(Path(config.job.dump_folder) / "checkpoint"), default=0)
+        newest = max(published_steps(config.checkpoint_folder), default=0)
         if codes == [0, 0]:
             return done
         if kind == "none" or 1 in codes and not {-9, -15} & set(codes):
@@ -194,15 +195,21 @@ def main(*given: str) -> None:
         source = write_source(base / "source", load_tokenizer("builtin"))
         settings = {
             "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2, "ns_dtype": "float32"},
-            "checkpoint": {"interval": 3, "keep_latest_k": 2}, "validation": {"enable": True, "freq": 25},
+            "validation": {"enable": True, "freq": 25},
             "data": {"num_workers": 1},
         }  # fmt: skip
-        whole = small_config(source, base / "whole", **settings)
+
+        def make(name: str) -> RunConfig:
+            """Checkpoints lie apart from the other outputs."""
+            checkpoint = {"interval": 3, "keep_latest_k": 2, "folder": str(base / "checkpoints" / name)}
+            return small_config(source, base / name, checkpoint=checkpoint, **settings)
+
+        whole = make("whole")
         if end(begin(whole, base)) != [0, 0]:
             raise SystemExit((base / "log0").read_text())
         # A fast machine may end a run before the moment that was drawn for its kill.
         for number in range(5 * arguments.kills):
-            config = small_config(source, base / f"run{number}", **settings)
+            config = make(f"run{number}")
             done += disturb(config, base, arguments.by, arguments.kills - sum(done.values()), chance)
             for expected, found in zip(computed(whole), computed(config), strict=True):
                 if expected != found:

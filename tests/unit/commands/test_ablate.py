@@ -102,6 +102,13 @@ def test_variants_of_the_file_times_varied_keys_times_seeds(file):
     assert run.config.ablation is None and "ablation" not in dump_config(run.config)
 
 
+def test_runs_of_an_ablation_share_no_folder(file, tmp_path):
+    config = file(TWO, checkpoint={"folder": str(tmp_path / "big")}, metrics={"enable_tensorboard": True})
+    for run in plan_ablation(config, [], [], None, MACHINE).runs:
+        assert run.config.checkpoint_folder == tmp_path / "big" / run.variant / f"seed-{run.seed}"
+        assert run.config.tensorboard_folder == run.folder / "tb"
+
+
 def test_bare_words_arrays_and_texts_can_be_varied(file):
     def values(text: str) -> list:
         plan = plan_ablation(file(), [], [text], 1, MACHINE)

@@ -97,7 +97,9 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
     for tables, key in (
         ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere'"),
         ({"checkpoint": {"load_step": 3}}, "checkpoint.load_step = 3"),
+        ({"checkpoint": {"load_path": "nowhere"}}, "checkpoint.load_path = 'nowhere': no such folder"),
         ({"job": {"dump_folder": str(tmp_path / "file/out")}}, "job.dump_folder = "),
+        ({"checkpoint": {"folder": str(tmp_path / "file/steps")}}, "checkpoint.folder = "),
     ):
         config = make_config(**tables)
         with pytest.raises(UserError, match=re.escape(key)):
@@ -140,7 +142,8 @@ def test_refusal_names_the_command_that_plans_this_run(tmp_path):
 
 
 def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
-    config, config_file = make_config(training={"steps": 2, "global_batch_size": 4}), tmp_path / "run.toml"
+    apart, config_file = {"folder": str(tmp_path / "steps")}, tmp_path / "run.toml"
+    config = make_config(training={"steps": 2, "global_batch_size": 4}, checkpoint=apart)
     config_file.write_text(dump_config(config))
     typed = Start(config_file, ("--optimizer.lr", "2e-3", "--training.steps", "3"), processes=2)
     config = load_config(config_file, typed.overrides, world_size=2)
@@ -154,6 +157,7 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     again = load_config(config_file, options, world_size=2)
     assert (again.training.tokens, again.training.steps, again.optimizer.lr) == (4 * 3 * 4 * 16, None, 2e-3)
     assert again.job.dump_folder == f"{config.job.dump_folder}_longer"
+    assert again.checkpoint_folder == Path(f"{config.checkpoint_folder}_longer")
 
 
 def test_a_longer_run_that_would_be_refused_is_not_proposed(make_config, tmp_path):

@@ -310,7 +310,19 @@ BAD = {
     ),
     "checkpoints outside": (
         ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
-        [('checkpoint.folder = "../elsewhere": ', "relative path inside job.dump_folder; change")],
+        [('checkpoint.folder = "../elsewhere": ', "an absolute path, or one inside job.dump_folder")],
+    ),
+    "folders that another key's folder would move": (
+        ("[training]", '[metrics]\nsave_tb_folder = "."\n[training]'),
+        [('metrics.save_tb_folder = ".": ', "must not hold job.dump_folder = ", "name another folder")],
+    ),
+    "events among the checkpoints": (
+        ("[training]", '[metrics]\nsave_tb_folder = "checkpoint"\n[training]'),
+        [('metrics.save_tb_folder = "checkpoint": must not hold checkpoint.folder = ', "name another folder")],
+    ),
+    "two checkpoints to start from": (
+        ("[training]", '[checkpoint]\nload_path = "a"\ninitial_load_path = "b"\n[training]'),
+        [('checkpoint.load_path = "a", checkpoint.initial_load_path = "b": both given; ', "remove one of them")],
     ),
     "blocks of 8-bit states cut between ranks": (
         (

@@ -22,6 +22,7 @@ IDLE = {
     'parallelism.pipeline_parallel_schedule = "1F1B"': ("parallelism.pipeline_parallel_degree above 1", ""),
     "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
     "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
+    'checkpoint.load_path = "x"': ("checkpoint.enable = true", "checkpoint.enable = false"),
     "checkpoint.load_step = 3": ("checkpoint.enable = true", "checkpoint.enable = false"),
     'checkpoint.node_local_folder = "local"': ("checkpoint.enable = true", "checkpoint.enable = false"),
     "checkpoint.keep_best_k = 2": ("validation.enable = true", ""),

@@ -26,7 +26,7 @@ def _report(folder, *, resumed_step=None, tensorboard=False, width=200, is_main=
     return Report(
         folder,
         is_main=is_main,
-        enable_tensorboard=tensorboard,
+        tensorboard_folder=folder / "tb" if tensorboard else None,
         total_tokens=1000,
         resumed_step=resumed_step,
         console=ConsoleView(1000, console),
@@ -91,7 +91,7 @@ def test_a_damaged_line_is_left_out_of_a_resume(tmp_path):
 def test_a_full_disk_pauses_the_files_and_says_so_once(tmp_path, small_disk):
     mount, resize = small_disk
     report = Report(
-        mount, is_main=True, enable_tensorboard=False, total_tokens=1000,
+        mount, is_main=True, tensorboard_folder=None, total_tokens=1000,
         console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
     )  # fmt: skip
     report.train(_row(1))
@@ -118,7 +118,7 @@ def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, mon
     tracebacks = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     report = Report(
-        tmp_path, is_main=True, enable_tensorboard=True, total_tokens=1000,
+        tmp_path, is_main=True, tensorboard_folder=tmp_path / "tb", total_tokens=1000,
         console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
     )  # fmt: skip
     report._tensorboard._folders = {"train": mount / "tb", "validation": mount / "tb/validation"}
@@ -217,7 +217,7 @@ def test_rows_of_an_older_release_survive_a_resume(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    report = Report(tmp_path / "out", is_main=False, enable_tensorboard=True, total_tokens=10)
+    report = Report(tmp_path / "out", is_main=False, tensorboard_folder=tmp_path / "tb", total_tokens=10)
     report.train(_row(1))
     report.validation({"step": 1, "validation_loss": 1.0})
     report.message("x")

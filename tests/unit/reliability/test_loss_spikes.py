@@ -113,6 +113,21 @@ def test_a_sustained_spike_rolls_back_and_excludes_its_samples(make_config, monk
     assert len(meta["spikes"]["losses"]) == 9
 
 
+@pytest.mark.slow
+def test_a_run_that_continues_another_one_may_roll_back_to_its_checkpoint(make_config, monkeypatch, tmp_path):
+    before = make_config(training={"steps": 3}, checkpoint={"async_mode": "disabled"})
+    assert train(before) == 0
+    read = poison_samples(monkeypatch, range(8, 12))
+    config = make_config(
+        job={"dump_folder": str(tmp_path / "next")},
+        training={"steps": 6, "max_skipped_steps": 1, "max_rollbacks": 1},
+        checkpoint={"load_path": str(Path(before.job.dump_folder) / "checkpoint/step-000003")},
+    )
+    assert train(config) == 0
+    assert read == [[6, 7], [6, 7], [12, 13], [14, 15]]
+    assert [row["step"] for row in rows(config)] == [4, 5, 6]
+
+
 def test_rollbacks_are_limited(make_config, monkeypatch):
     poison_samples(monkeypatch, range(8, 100))
     config = make_config(
@@ -123,26 +138,33 @@ def test_rollbacks_are_limited(make_config, monkeypatch):
         train(config)
 
 
-def test_a_second_run_in_a_folder_is_refused(make_config, monkeypatch, tmp_path):
+@pytest.mark.parametrize("shared", ["job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder"])
+def test_a_second_run_in_a_folder_is_refused(make_config, monkeypatch, tmp_path, shared):
     holder = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import lock_run\n"
-        "lock = lock_run(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(100)\n"
+        "lock = lock_run(Path(sys.argv[1]), {sys.argv[2]: Path(sys.argv[3])})\n"
+        "print('held', flush=True)\ntime.sleep(100)\n"
     )
-    config = make_config()
+    folders = {key: tmp_path / key for key in ("job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder")}
+    config = make_config(
+        job={"dump_folder": str(folders["job.dump_folder"])},
+        checkpoint={"folder": str(folders["checkpoint.folder"])},
+        metrics={"enable_tensorboard": True, "save_tb_folder": str(folders["metrics.save_tb_folder"])},
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", holder, config.job.dump_folder], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", holder, tmp_path / "first", shared, folders[shared]], stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
         assert process.stdout.readline() == "held\n"
         monkeypatch.setattr("glm46.reliability.run_lock._PATIENCE_SECONDS", 0.2)
-        with pytest.raises(UserError, match=f"process {process.pid} on .* is training in this folder"):
+        with pytest.raises(UserError, match=f"{shared} = .*process {process.pid} on .* is training in this folder"):
             train(config)
-        assert list(Path(config.job.dump_folder).iterdir()) == [Path(config.job.dump_folder) / "run.lock"]
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
     finally:
         process.kill()
     process.wait()
-    lock_run(Path(config.job.dump_folder)).release()  # kill -9 releases the lock
+    lock_run(folders["job.dump_folder"], {shared: folders[shared]}).close()  # kill -9 releases the lock
 
 
 @pytest.mark.slow

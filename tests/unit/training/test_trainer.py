@@ -3,9 +3,11 @@
 import json
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,152 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, 
     means = [row["loss_mean"] for row in training_rows(whole)]
     losses = [row["loss"] for row in training_rows(whole)]
     assert means[:2] == losses[:2] and means[1] > means[2] != losses[2]
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_another_one_changes_no_bit(make_config, tmp_path, capsys):
+    def config(name: str, steps: int = 6, interval: int = 2, **checkpoint):
+        return make_config(
+            job={"dump_folder": str(tmp_path / name)},
+            checkpoint={"interval": interval, "keep_latest_k": 0, "async_mode": "disabled", **checkpoint},
+            moe={"balance": "proportional", "bias_update_rate": 0.01, "z_loss_weight": [[0, 0.0], [384, 0.1]]},
+            lr_scheduler={"warmup_tokens": 256, "total_tokens": 2000},
+            training={"steps": steps, "global_batch_size": 4},
+            metrics={"log_freq": 2},
+        )
+
+    def files(name: str, step: int) -> dict[str, Any]:
+        """Hashes of the tensor files, and the counters."""
+        folder = tmp_path / name / f"checkpoint/step-{step:06d}"
+        manifest, meta = (json.loads((folder / file).read_text()) for file in ("manifest.json", "meta.json"))
+        tensors = {file: hashes for file, hashes in manifest["body"]["files"].items() if file.endswith(".distcp")}
+        return {**tensors, "progress": meta["progress"], "read": meta["read"], "spikes": meta["spikes"]}
+
+    whole = config("whole")
+    assert train(whole) == 0
+    (tmp_path / "link").symlink_to(tmp_path / "whole/checkpoint/step-000002")
+    keys = {"load_path": str(tmp_path / "link")}
+    # An attempt that fails before its first save leaves rows, and no checkpoint.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "end_step", fail_after(3, loop.end_step))
+        with pytest.raises(InterruptedError):
+            train(config("again", interval=50, **keys))
+    assert not list((tmp_path / "again").rglob("step-*"))
+    capsys.readouterr()
+    assert train(config("again", **keys)) == 0
+    assert (
+        f"resumed after step 2, 128 tokens, from checkpoint.load_path = '{keys['load_path']}'"
+        in capsys.readouterr().out
+    )
+    assert training_rows(whole)[0]["step"] == 1
+    assert training_rows(config("again")) == training_rows(whole)[2:]
+    assert files("again", 4) == files("whole", 4) and files("again", 6) == files("whole", 6)
+    # Its own checkpoints come first: nobody looks at the other run's folder any more.
+    (tmp_path / "link").unlink()
+    assert train(config("again", steps=8, **keys)) == 0 == train(config("whole", steps=8))
+    assert "resumed after step 6, 384 tokens\n" in capsys.readouterr().out
+    assert training_rows(config("again")) == training_rows(whole)[2:] and files("again", 8) == files("whole", 8)
+    # A budget that is spent before a step is trained, too, leaves a checkpoint of its own.
+    assert train(config("spent", load_path=str(tmp_path / "whole/checkpoint/step-000006"))) == 0
+    assert files("spent", 6) == files("whole", 6)
+
+
+@pytest.mark.slow
+def test_outputs_events_and_checkpoints_may_lie_apart(make_config, tmp_path, capsys):
+    apart = {"checkpoint.folder": tmp_path / "big/run/steps", "metrics.save_tb_folder": tmp_path / "boards/run"}
+
+    def config(name: str = "out", steps: int = 4, **checkpoint):
+        return make_config(
+            job={"dump_folder": str(tmp_path / name)},
+            checkpoint={"folder": str(apart["checkpoint.folder"]), "interval": 2, "keep_latest_k": 1, **checkpoint},
+            metrics={"enable_tensorboard": True, "save_tb_folder": str(apart["metrics.save_tb_folder"])},
+            training={"steps": steps},
+            lr_scheduler={"total_tokens": 1000},
+        )
+
+    def steps() -> list[str]:
+        return sorted(path.name for path in apart["checkpoint.folder"].glob("step-*"))
+
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, lr_scheduler={"total_tokens": 1000})
+    assert config().folders_apart == apart and whole.folders_apart == {}
+    assert train(config(steps=2)) == 0 and train(config()) == 0 == train(whole)
+    assert training_rows(config()) == training_rows(whole)
+    assert steps() == ["step-000002", "step-000004"]  # the one that the run started from is kept
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.toml",
+        "log.txt",
+        "metrics.jsonl",
+        "run.lock",
+    }
+    assert list(apart["metrics.save_tb_folder"].glob("events*"))
+    said = capsys.readouterr().out
+    for path in (apart["checkpoint.folder"] / "step-000004", f"tensorboard --logdir {apart['metrics.save_tb_folder']}"):
+        assert str(path) in said
+    # Another run cannot take these checkpoints for its own, but go on from them.
+    with pytest.raises(UserError) as caught:
+        train(config("other"))
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"checkpoint.folder = '{apart['checkpoint.folder']}': has checkpoints of the run in ")
+    assert f"checkpoint.load_path = '{apart['checkpoint.folder'] / 'step-000004'}'" in fault
+    assert not (tmp_path / "other").exists() and len(steps()) == 2
+    inside = make_config(
+        job={"dump_folder": str(tmp_path / "other")}, checkpoint={"folder": str(tmp_path / "out/mine")}
+    )
+    with pytest.raises(
+        UserError, match=rf"checkpoint\.folder = .*: lies in the folder of the run in {tmp_path / 'out'};"
+    ):
+        train(inside)
+    # What a new run finds in the folder of event files is kept aside.
+    shutil.rmtree(apart["checkpoint.folder"])
+    assert train(config(steps=1)) == 0
+    assert sorted(path.name for path in (tmp_path / "boards").iterdir()) == ["run", "run.1", "run.run.lock"]
+
+
+def fail_after(calls: int, original: Callable) -> Callable:
+    """A function that raises InterruptedError in place of a later call."""
+    numbers = iter(range(calls + 1))
+
+    def called(*arguments):
+        if next(numbers) == calls - 1:
+            raise InterruptedError
+        return original(*arguments)
+
+    return called
+
+
+@pytest.mark.slow
+def test_what_cannot_be_continued_is_refused_with_its_key(make_config, tmp_path):
+    first = make_config(training={"steps": 2}, checkpoint={"interval": 1, "async_mode": "disabled"})
+    assert train(first) == 0
+    folder = Path(first.job.dump_folder) / "checkpoint"
+
+    def refusal(path: Path, **tables) -> str:
+        config = make_config(
+            job={"dump_folder": str(tmp_path / "new")}, checkpoint={"load_path": str(path)}, **tables
+        )  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            train(config)
+        assert not (tmp_path / "new/checkpoint").exists() and not (tmp_path / "new/metrics.jsonl").exists()
+        assert caught.value.faults[0].startswith(("checkpoint.load_path = ", "debug.seed = ", "optimizer.name = "))
+        return str(caught.value)
+
+    step = folder / "step-000002"
+    assert "no such folder; " in (text := refusal(folder / "step-000009")) and f"{folder} has steps 1, 2" in text
+    assert "not a step folder; " in (text := refusal(folder)) and f"such as {step}" in text
+    assert "no such folder; give one such as" in refusal(tmp_path / "nowhere")
+    wider = refusal(step, model={"moe_intermediate_size": 24})
+    assert "model.moe_intermediate_size = 24: " in wider and "saved with 16; restore it, or" in wider
+    assert "initial_load_path" in wider
+    assert "optimizer.name = " in refusal(step, optimizer={"name": "Muon", "lr": 0.5})
+    assert "debug.seed = 1: " in refusal(step, debug={"seed": 1})
+    (tensors,) = step.glob("*.distcp")
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "SHA-256" in (text := refusal(step)) and "give another one" in text
+    tensors.write_bytes(content[:-1])
+    assert f"{len(content) - 1} bytes, expected {len(content)}; restore" in refusal(step)
+    tensors.unlink()
+    assert "missing; restore what is missing, or give another step folder" in refusal(step)
 
 
 def test_the_mean_loss_weighs_labels_and_leaves_steps_without_labels_out():
