@@ -22,6 +22,8 @@ _SAME = {
     "pairwise", "product", "zip_longest",
 }  # fmt: skip
 
+_ASSIGNING = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.withitem)
+
 
 class ConfigReads:
     """The reads of fields of sections in some modules."""
@@ -44,11 +46,13 @@ class ConfigReads:
         for _ in range(2):  # an alias may name another one
             for tree in trees.values():
                 self._declare(tree)
-        functions = [(module, *one) for module, tree in trees.items() for one in _functions(tree)]
+        # By module and class, with all nodes of each.
+        self._functions = [
+            (module, owner, list(ast.walk(node))) for module, tree in trees.items() for owner, node in _functions(tree)
+        ]
         for _ in range(_PASSES):
-            for _, owner, function in functions:
-                self._environment(function, owner)
-        self._functions = functions
+            for _, owner, nodes in self._functions:
+                self._environment(nodes, owner)
 
     def fields(self) -> dict[tuple[str, str], str]:
         """The module of each field of each section, by the section's class and the field's name."""
@@ -63,12 +67,12 @@ class ConfigReads:
         """The fields that some module other than these reads, by class and name; of a derived class those of its base
         are the base's."""
         found = set()
-        for module, owner, function in self._functions:
+        for module, owner, nodes in self._functions:
             if module in but_in:
                 continue
-            environment = self._environment(function, owner)
-            words = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
-            for node in ast.walk(function):
+            environment = self._environment(nodes, owner)
+            words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+            for node in nodes:
                 value, names = _read_attributes(node, words)
                 types = self._type(value, environment)
                 found |= {(of, name) for one in types for of in (one, *self._ancestors(one)) for name in names}
@@ -108,21 +112,27 @@ class ConfigReads:
             found |= {name} if name in self._bases else self._globals.get(name, _UNKNOWN)
         return frozenset(found)
 
-    def _environment(self, function: ast.FunctionDef, owner: str | None) -> dict[str, Types]:
-        """Types of the names in a function and the functions inside it. Assignments to attributes are kept."""
+    def _environment(self, nodes: list[ast.AST], owner: str | None) -> dict[str, Types]:
+        """Types of the names in a function and the functions inside it. Assignments to attributes are kept.
+
+        Args:
+            nodes: all of the function, itself first.
+            owner: its class.
+        """
         environment: dict[str, Types] = defaultdict(frozenset)
-        for node in ast.walk(function):
+        for node in nodes:
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
                 arguments = node.args
                 for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
                     environment[argument.arg] |= self._annotation(argument.annotation)
                 if isinstance(node, ast.FunctionDef):
                     environment[node.name] |= self._annotation(node.returns)
-        if owner is not None and function.args.args:
-            environment[function.args.args[0].arg] |= {owner}
+        if owner is not None and nodes[0].args.args:
+            environment[nodes[0].args.args[0].arg] |= {owner}
+        assigning = [node for node in nodes if isinstance(node, _ASSIGNING)]
         for _ in range(_PASSES):
             before = dict(environment)
-            for node in ast.walk(function):
+            for node in assigning:
                 self._assign(node, environment)
             if environment == before:
                 break
