@@ -10,9 +10,10 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.parallelism import Parallelism
 from glm46.distributed.environment import visible_gpus
+from glm46.planner.layout import smallest_world
 from glm46.planner.machine import detect_machine
 from glm46.planner.peaks import accelerator_of
-from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.plan import resolve_plan
 from glm46.planner.report import plan_numbers, plan_run, plan_text
 from glm46.planner.requirement import judge_config
 from glm46.planner.target_cluster import GPUS_PER_NODE, NETWORK_GBITS, Efficiencies, TargetCluster
@@ -61,14 +62,23 @@ def plan_command(argv: Sequence[str]) -> int:
         help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    parser.add_argument(
+        "--search", action="store_true",
+        help="instead of the plan: the best layouts on these GPUs, the smallest cluster that fits, and some changes",
+    )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
-    config = load_config(arguments.config, overrides, world_size=arguments.gpus)
+    config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
+    if arguments.search:
+        from glm46.commands.search_layouts import print_search
+
+        gpus = arguments.gpus or smallest_world(config.parallelism)
+        return 0 if print_search(config, _cluster(arguments, gpus), _order) else EXIT_DOES_NOT_FIT
     if arguments.document_tokens is not None and not config.data.document_mask:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
     plan = resolve_plan(config, arguments.gpus, arguments.document_tokens)
-    run = plan_run(plan, _cluster(arguments, plan), _order)
+    run = plan_run(plan, _cluster(arguments, plan.layout.world_size), _order)
     here = None
     if arguments.gpu is None:
         machine = detect_machine(visible_gpus())
@@ -79,13 +89,13 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
-def _cluster(arguments: argparse.Namespace, plan: Plan) -> TargetCluster:
+def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     try:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
-    world, measured = plan.layout.world_size, _efficiencies(arguments.measured)
-    return TargetCluster(gpu, world, arguments.gpus_per_node, arguments.network, arguments.price, measured)
+    measured = _efficiencies(arguments.measured)
+    return TargetCluster(gpu, gpus, arguments.gpus_per_node, arguments.network, arguments.price, measured)
 
 
 def _compare(argv: Sequence[str]) -> int:

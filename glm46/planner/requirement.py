@@ -85,6 +85,11 @@ def judge_config(config: RunConfig, machine: Machine, world_size: int | None) ->
     return judge(resolve_plan(config, world_size or needed), machine)
 
 
+def usable_bytes(gpu_bytes: int) -> float:
+    """Bytes of a GPU that a run may fill."""
+    return gpu_bytes * _USABLE_GPU_RATIO
+
+
 def judge(plan: Plan, machine: Machine) -> Verdict:
     """Compare a run with a machine: number of GPUs, memory, and what they and torch can compute."""
     config, needed = plan.config, plan.layout.world_size
@@ -98,7 +103,7 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
     if machine.gpus:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
         if sizes:
-            capacity = min(sizes) * _USABLE_GPU_RATIO
+            capacity = usable_bytes(min(sizes))
             fits, margin = _compare("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
         what = "weights, optimizer states" if config.training.parameter_offload else "optimizer states"
@@ -231,7 +236,7 @@ def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
     smaller = config.model_copy(update={"activation_checkpoint": less})
     for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
         for size in sizes:
-            if plan_memory(candidate, size).total <= capacity * _USABLE_GPU_RATIO:
+            if plan_memory(candidate, size).total <= usable_bytes(capacity):
                 return f"run it on {counted(size, 'GPU')} of {_gib(capacity)} ({name}) or more{remark}"
     return (
         f"even {counted(sizes[-1], 'GPU')} of {_gib(capacity)} ({name}) cannot hold it: raise the tensor, pipeline, "

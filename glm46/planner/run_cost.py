@@ -62,7 +62,7 @@ class RunCost:
         return self.flops / (self.cluster.gpus * self.cluster.gpu.bf16_flops * self.days * _SECONDS_PER_DAY)
 
 
-def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunCost:
+def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> RunCost:
     """Predict the cost of a run; arguments of `step_time`.
 
     A step takes a fixed time and a time per micro-batch. Both follow from the smallest and the largest step of a stage,

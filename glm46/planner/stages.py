@@ -1,6 +1,7 @@
 """The layers of each pipeline stage, and the stages of each pipeline rank."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from math import inf
 from operator import add
@@ -43,7 +44,8 @@ def bubble(parallelism: Parallelism, micro_batches: int) -> float:
     return idle / (3 * micro_batches * each + idle) if ranks > 1 else 0.0
 
 
-def split_layers(shape: ModelShape, stages: int, seq_len: int) -> list[range]:
+@cache  # plans ask for the same split again and again; with many stages it takes a tenth of a second
+def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, ...]:
     """Consecutive layers for each stage, at least one each: the most expensive stage as cheap as possible, then the
     other stages as even as possible.
 
@@ -67,7 +69,7 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> list[range]:
     _, ends = _cheapest_split(
         layers, stages, lambda start, stop: cost(start, stop) ** 2 if cost(start, stop) <= limit else inf, add
     )
-    return [range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    return tuple(range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _cheapest_split(

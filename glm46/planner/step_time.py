@@ -16,6 +16,7 @@ from glm46.planner.flops import newton_schulz_flops, training_flops_per_token
 from glm46.planner.kernels import MicroBatch, Work, part_work
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
+from glm46.planner.stages import bubble
 from glm46.planner.target_cluster import TargetCluster, groups
 from glm46.planner.timeline import Order, Timeline, simulate
 from glm46.planner.traffic import Traffic, step_traffic
@@ -43,7 +44,7 @@ class StepTime:
     mfu: float
     """`model_flops` over what the BF16 peaks of all GPUs could do in this time."""
     timeline: Timeline | None
-    """Of forward and backward; None without a pipeline."""
+    """Of forward and backward; None without a pipeline, or without its order."""
 
     @property
     def seconds(self) -> float:
@@ -118,12 +119,15 @@ _OVERLAPPED = ("shard", "efsdp", "dp_replicate")
 """Axes whose collectives FSDP2 runs beside the kernels."""
 
 
-def step_time(plan: Plan, stage_index: int, sequences: int, cluster: TargetCluster, order_of: OrderOf) -> StepTime:
+def step_time(
+    plan: Plan, stage_index: int, sequences: int, cluster: TargetCluster, order_of: OrderOf | None
+) -> StepTime:
     """Predict one step of a stage of text.
 
     Args:
         sequences: of the step, over all ranks.
-        order_of: called only with a pipeline.
+        order_of: called only with a pipeline. None: its bubble is that of equal stages without transfers, which takes
+            a hundredth of the time.
     """
     stage, layout = plan.text_stages[stage_index], plan.layout
     micro_batches = sequences // plan.rows_per_micro_batch
@@ -137,7 +141,10 @@ def step_time(plan: Plan, stage_index: int, sequences: int, cluster: TargetClust
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = Counter(slowest.parts(micro_batches)), None
-    if layout.pp > 1:
+    if layout.pp > 1 and order_of is None:
+        idle = bubble(plan.config.parallelism, micro_batches)
+        parts["pipeline bubble"] = slowest.seconds * micro_batches * idle / (1 - idle)
+    elif layout.pp > 1:
         sends = [each for of_rank in traffic for each in of_rank if each.axis == "pp" and each.kind == "send"]
         sending = max(roofline.traffic(each) / each.calls for each in sends)
         timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))

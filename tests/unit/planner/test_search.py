@@ -1,0 +1,122 @@
+"""The search of layouts: what it returns fits, obeys the rules, is ranked, and can be typed as it says."""
+
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+from glm46.config.check import check_config
+from glm46.config.loader import load_config
+from glm46.config.run_config import RunConfig
+from glm46.parallelize.pipeline_order import pipeline_order
+from glm46.planner.memory import largest_stage, stage_memory
+from glm46.planner.peaks import Accelerator, accelerator_of
+from glm46.planner.plan import resolve_plan
+from glm46.planner.run_cost import run_cost
+from glm46.planner.search import options_of, search_layouts, smallest_cluster, what_if
+from glm46.planner.target_cluster import TargetCluster
+
+DEBUG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
+GIB = 2**30
+
+
+def small_gpu(memory_gib: float) -> Accelerator:
+    return accelerator_of(f"small:bf16=1,memory={memory_gib},bandwidth=100,link=10")
+
+
+def run(**tables) -> RunConfig:
+    sections = {
+        "model": {"flavor": "debug"},
+        "data": {"sources": [{"name": "text", "path": "text"}]},
+        "training": {"seq_len": 2048, "steps": 10, "global_batch_size": 32},
+    }
+    return RunConfig.model_validate(sections | tables)
+
+
+def test_all_that_is_found_fits_and_is_ranked():
+    config = run(parallelism={"tensor_parallel_degree": 2})
+    cluster = TargetCluster(small_gpu(3), 8, 4)
+    found = search_layouts(config, cluster, pipeline_order)
+    assert found.best and found.fitting >= len(found.best) and found.refused
+    days = [each.cost.days for each in found.best]
+    assert days == sorted(days)
+    for each in found.best:
+        assert check_config(each.plan.config, world_size=8) == [] and each.plan.layout.world_size == 8
+        assert each.memory == largest_stage(stage_memory(each.plan)).total <= 0.92 * 3 * GIB
+        assert each.cost.days == run_cost(each.plan, cluster, pipeline_order).days
+        assert each.plan.layout.tp <= 4  # a tensor-parallel group stays inside a node
+    assert len({tuple(options_of(each.plan, config)) for each in found.best}) == len(found.best)
+    # Layouts that a user would try first are no better.
+    for parallelism in ({}, {"expert_parallel_degree": 8}, {"tensor_parallel_degree": 4}):
+        plan = resolve_plan(run(parallelism=parallelism), 8)
+        if largest_stage(stage_memory(plan)).total <= 0.92 * 3 * GIB:
+            assert run_cost(plan, cluster, pipeline_order).days >= days[0] * (1 - 1e-9)
+
+
+def test_the_options_give_the_layout():
+    config = load_config(DEBUG, ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2"))
+    cluster = TargetCluster(small_gpu(8), 4, 4)
+    for each in search_layouts(config, cluster, pipeline_order).best:
+        overrides = ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2")
+        again = load_config(DEBUG, (*overrides, *options_of(each.plan, config)), world_size=4)
+        assert resolve_plan(again, 4).layout == each.plan.layout
+        assert again.activation_checkpoint == each.plan.config.activation_checkpoint
+
+
+def test_without_a_fit_the_smallest_cluster_is_named():
+    config = run(model={"flavor": "GLM-4.5-Air"})
+    cluster = TargetCluster(accelerator_of("H100"), 4)
+    found = search_layouts(config, cluster, pipeline_order)
+    assert not found.best and found.too_large and found.least_memory > 0.92 * 79 * GIB
+    smallest = smallest_cluster(config, cluster)
+    gpus = smallest.layout.world_size
+    assert gpus > 4 and largest_stage(stage_memory(smallest)).total <= 0.92 * 79 * GIB
+    half = search_layouts(config, TargetCluster(accelerator_of("H100"), gpus // 2), pipeline_order)
+    assert not half.best
+    assert smallest_cluster(config, TargetCluster(small_gpu(0.5), 4)) is None
+
+
+def test_variants_change_one_thing_and_are_judged():
+    shorter = {"seq_len": 1024, "steps": 10, "global_batch_size": 32}
+    config = run(activation_checkpoint={"mode": "selective"}, training=shorter)
+    cluster = TargetCluster(small_gpu(40), 2)
+    variants = {each.name: each for each in what_if(resolve_plan(config, 2), cluster, pipeline_order)}
+    base = variants["as it is"]
+    assert variants["activation_checkpoint.mode = full"].memory < base.memory
+    assert variants["activation_checkpoint.mode = none"].memory > base.memory
+    assert variants["activation_checkpoint.mode = none"].cost.days < base.cost.days
+    longer = variants["sequences twice as long, as many tokens"]
+    assert longer.memory > base.memory and longer.cost.tokens == base.cost.tokens
+    assert variants["a batch twice as large"].cost.tokens == 2 * base.cost.tokens
+    large = what_if(
+        resolve_plan(run(model={"flavor": "GLM-4.5-Air"}), 16), TargetCluster(small_gpu(400), 16), pipeline_order
+    )
+    offloaded = next(each for each in large if "state_offload" in each.name)
+    assert large[0].name == "as it is" and offloaded.memory < large[0].memory - 10 * GIB
+    tight = {
+        each.name: each for each in what_if(resolve_plan(config, 2), TargetCluster(small_gpu(2), 2), pipeline_order)
+    }
+    assert all(each.cost is None for each in tight.values())
+    odd = run(training=shorter | {"global_batch_size": 2})
+    refused = what_if(resolve_plan(odd, 2), cluster, pipeline_order)
+    assert any(each.refusal and "global_batch_size" in each.refusal for each in refused)
+
+
+def test_the_command_prints_tables(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    wanted = ["plan", "--config", str(DEBUG), "--gpus", "4", "--gpu", "small:bf16=1,memory=8,bandwidth=100,link=10"]
+    assert main([*wanted, "--search"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("layouts fit", "options of the first one", "smallest cluster that fits", "as it is", "tokens/s"):
+        assert part in printed
+    assert main([*wanted, "--search", "--model.flavor=GLM-4.6"]) == 1
+    printed = capsys.readouterr().out
+    assert "0 layouts fit" in printed and "GiB per GPU" in printed
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
+def test_the_schedule_of_the_config_is_tried(schedule):
+    config = run(parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule})
+    found = search_layouts(config, TargetCluster(small_gpu(40), 2), pipeline_order)
+    names = {each.plan.config.parallelism.pipeline_parallel_schedule for each in found.best if each.plan.layout.pp > 1}
+    assert schedule in names
