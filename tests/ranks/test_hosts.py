@@ -26,7 +26,7 @@ def start(tmp_path):
         pytest.skip("this interpreter lacks a dependency, and a test must not make the script install one")
     shell = write_ssh(tmp_path / "bin")
 
-    def run(config, *lines: str, **keys) -> subprocess.Popen:
+    def run(config, *lines: str, options: tuple[str, ...] = (), **keys) -> subprocess.Popen:
         (tmp_path / "hosts").write_text("".join(f"{line}\n" for line in lines))
         (tmp_path / "run.toml").write_text(dump_config(config))
         variables = {
@@ -36,8 +36,8 @@ def start(tmp_path):
         overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
         with (tmp_path / "output").open("w") as file:
             process = subprocess.Popen(
-                [ROOT / "run_train.sh", *overrides], env=os.environ | variables, cwd=tmp_path, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                [ROOT / "run_train.sh", *options, *overrides], env=os.environ | variables, cwd=tmp_path,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         process.output, process.mark = tmp_path / "output", mark
         return process
@@ -66,6 +66,37 @@ def test_a_signal_saves_on_all_nodes_and_the_same_command_goes_on(make_config, s
     assert process.returncode == 0 and f"resumed after step {stopped}" in output, output
     assert [step for step, _ in losses(config)] == list(range(1, stopped + 3))
     assert re.search(r"^localhost: Next: train longer  HOSTFILE=hosts CONFIG_FILE=run.toml ", output, re.MULTILINE)
+
+
+def test_a_killed_rank_restarts_the_ranks_of_all_nodes_while_a_restart_is_left(make_config, start):
+    saves = {"interval": 2, "async_mode": "disabled"}
+    config = make_config(training={"steps": 1_000_000}, checkpoint=saves)
+    process = start(config, *NODES, options=("--max-restarts", "1"))
+    wait_for_step(config, 5, process)
+    os.kill(ranks(process.mark)[-1], signal.SIGKILL)
+    log, until = Path(config.job.dump_folder) / "log.txt", time.monotonic() + 60
+    while "resumed after step" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < until, process.output.read_text()
+        time.sleep(0.05)
+    wait_for_step(config, losses(config)[-1][0] + 2, process)
+    os.kill(ranks(process.mark)[0], signal.SIGKILL)
+    output = end(process)
+    assert process.returncode == 1, output
+    assert re.search(
+        r"^error: (localhost|127.0.0.2): ended with exit code 1; all nodes are stopped$", output, re.MULTILINE
+    )
+    for _, _, name in (node.partition(" ")[0].rpartition("@") for node in NODES):
+        assert f"\n{name}: restart 1 of 1, from the checkpoint of step" in output, output
+        assert f"\n{name}: error: no restart is left of 1" in output, output
+
+
+def ranks(mark: str) -> list[int]:
+    """Process ids of the ranks of all nodes, in the order of their start."""
+    return [
+        process
+        for process in sorted(left_behind(mark))
+        if b"\0train\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
 
 
 def test_a_killed_command_leaves_no_process_on_any_node(make_config, start):
