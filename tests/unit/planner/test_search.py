@@ -37,7 +37,11 @@ def test_all_that_is_found_fits_and_is_ranked():
     config = run(parallelism={"tensor_parallel_degree": 2})
     cluster = TargetCluster(small_gpu(3), 8, 4)
     found = search_layouts(config, cluster, pipeline_order)
-    assert found.best and found.fitting >= len(found.best) and found.refused
+    assert found.best and found.fitting >= len(found.best)
+    six_heads = run(
+        model={"flavor": "debug", "num_attention_heads": 6}
+    )  # four tensor-parallel ranks do not divide them
+    assert set(search_layouts(six_heads, cluster, pipeline_order).refused) == {"parallelism.tensor_parallel_degree"}
     days = [each.cost.days for each in found.best]
     assert days == sorted(days)
     for each in found.best:
