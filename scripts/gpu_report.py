@@ -225,6 +225,16 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     return {"work": shape, **means, "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"]}
 
 
+def rates(folder: Path, is_dry: bool) -> Result:
+    """Shares of the peaks that kernels reach, also as efficiencies.json for ``plan --measured``."""
+    file = folder / "efficiencies.json"
+    flavor = ["--flavor", "debug", "--tokens", "64"] if is_dry else []
+    from glm46.commands.benchmark import benchmark_command
+
+    benchmark_command(["rates", *flavor, "--json", str(file)])
+    return json.loads(file.read_text())
+
+
 PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
     "machine": (machine, 60),
     "tests": (gpu_tests, 150),
@@ -232,6 +242,7 @@ PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
     "profile": (profile, 90),
     "bf16": (bf16, 90),
     "fp8": (fp8, 90),
+    "rates": (rates, 40),
     "benchmark_compiled": (benchmark_compiled, 100),
 }
 """Parts in their order, the most needed first, with the most seconds of each; the last ones get what is left of all."""

@@ -1,11 +1,13 @@
 """``python -m glm46 benchmark``: speed and memory of this machine, beside installed alternatives."""
 
 import argparse
+import json
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from datetime import date
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +39,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("benchmark")
-    kinds = parser.add_subparsers(title="what", metavar="model|generate|checkpoint", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="model|generate|checkpoint|rates", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights")
     model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
@@ -70,6 +72,12 @@ def _parser() -> VerbParser:
     checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
     checkpoint.add_argument("--rounds", type=positive, help=f"timed saves; {_FITTING}")
     checkpoint.set_defaults(run=_checkpoint)
+    rates = kinds.add_parser("rates", help="what kernels reach of the peaks, for plan --measured")
+    rates.add_argument("--flavor", default="GLM-4.5-Air", choices=list(PRESETS), help="preset of the layer")
+    rates.add_argument("--tokens", type=positive, default=4096, help="of a micro-batch on one GPU")
+    rates.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
+    rates.add_argument("--json", type=Path, metavar="FILE", help="write the efficiencies there")
+    rates.set_defaults(run=_rates)
     return parser
 
 
@@ -118,6 +126,33 @@ def _model(arguments: argparse.Namespace) -> None:
             _progress(f"measuring the memory of {contestant.name}")
             contestant.peak_bytes = peak_bytes_on_cpu(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
+
+
+def _rates(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from glm46.benchmark.rates import device_peaks, measure_rates
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    has_gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16 if has_gpu else torch.float32
+    peaks = device_peaks(device, dtype)
+    if peaks is None:
+        raise UserError(f"benchmark: the table of GPUs (glm46/planner/peaks.py) lacks {torch.cuda.get_device_name()}")
+    rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
+    found = rates.efficiencies(peaks, source)
+    _print(
+        f"--gpu '{peaks.name}:bf16={peaks.bf16_flops / 1e12:.4g},memory={peaks.memory_bytes / 2**30:.4g},"
+        f"bandwidth={peaks.memory_bandwidth / 1e9:.4g},link={peaks.link_bandwidth / 1e9:.4g}'"
+    )
+    _print(json.dumps(found, indent=2))
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"benchmark: --json {arguments.json}: {error.strerror}; name another file") from error
 
 
 def _checkpoint(arguments: argparse.Namespace) -> None:

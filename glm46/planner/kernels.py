@@ -1,7 +1,7 @@
 """What the kernels of a part of the model compute and move, forward and backward, on one rank and for one micro-batch.
 
 Products and attention are counted by formula, as in `flops.py`. The bytes of everything else are sums over the tokens
-with the factors of `_MOVED`, which `scripts/count_kernels.py` counted on the meta device; a test counts them again.
+with the factors of `MOVED`, which `scripts/count_kernels.py` counted on the meta device; a test counts them again.
 """
 
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class _Moved(NamedTuple):
     """Number of all kernels of a layer."""
 
 
-_MOVED = {
+MOVED = {
     ("bfloat16", False): _Moved(
         (84, 214), (10, 16), (9, 11), (36, 92), (10, 22), (4, 4), (14, 40), (26, 66),
         {"dense": (38, 71), "moe": (76, 110), "head_norms": (16, 32), "exchange": (23, 7)},
@@ -169,7 +169,7 @@ def _attention(batch: MicroBatch) -> Work:
 def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     """The kernels of a layer besides products and attention."""
     shape, sizes = batch.shape, dimensions(with_key_copies(batch.shape, batch.layout.tp))
-    factors = _MOVED[batch.param_dtype, batch.is_compiled]
+    factors = MOVED[batch.param_dtype, batch.is_compiled]
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
     elements = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads if shape.use_qk_norm else 0}

@@ -1,13 +1,17 @@
 """The benchmark compares equal work, counts it correctly, and refuses to compare different work."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
 from glm46.benchmark.rounds import timed_rounds
+from glm46.cli import main
 from glm46.commands.benchmark import benchmark_command
 from glm46.config.errors import UserError
+from glm46.planner.target_cluster import Efficiencies
 
 TINY = Workload("debug", 2, 32, torch.device("cpu"), torch.float32, layers=2)
 
@@ -83,3 +87,18 @@ def test_rounds_fit_into_a_minute_unless_they_are_stated(stated, seconds, total)
     assert lines[-1] == f"round {total} of {total}, {seconds:.1f} s each, 0 s left"
     if total > 1:
         assert lines[0].endswith(f"{seconds:.1f} s each, {(total - 1) * seconds:.0f} s left")
+
+
+def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
+    file = tmp_path / "efficiencies.json"
+    options = ["rates", "--flavor", "debug", "--tokens", "64", "--threads", "1", "--json", str(file)]
+    assert main(["benchmark", *options]) == 0
+    described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
+    measured = Efficiencies.read(file)
+    assert measured.source.startswith("CPU, debug, 64 tokens") and 0 < measured.launch_seconds < 1e-2
+    # A product cannot be much faster than the peak; shares above one come from caches and turbo clocks.
+    assert all(0 < getattr(measured, name) < 2 for name in ("products", "experts", "attention"))
+    debug = str(Path(__file__).parents[3] / "train_configs/debug.toml")
+    assert main(["plan", "--config", debug, "--gpu", described, "--measured", str(file)]) == 0
+    assert f"efficiencies: {measured.source}" in capsys.readouterr().out
+    assert main(["benchmark", *options[:-1], str(tmp_path / "none" / "file")]) == 2

@@ -29,7 +29,7 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     parts = {name: part["status"] for name, part in report["parts"].items()}
     assert parts == {
         "machine": "done", "tests": "skipped", "benchmark": "done", "profile": "done", "bf16": "done", "fp8": "done",
-        "benchmark_compiled": "skipped",
+        "rates": "done", "benchmark_compiled": "skipped",
     }, report  # fmt: skip
     assert "no CUDA device on this machine" in report["parts"]["tests"]["reason"]
     results = {name: part.get("result") for name, part in report["parts"].items()}
