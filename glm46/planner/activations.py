@@ -21,11 +21,15 @@ def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
     return shape.model_copy(update={"num_key_value_heads": max(shape.num_key_value_heads, tp)})
 
 
-def attention_bytes(shape: ModelShape, width: int) -> float:
-    """Norm and attention of one layer, per token."""
+def attention_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+    """Norm and attention of one layer, per token of a rank.
+
+    Args:
+        tp: ranks of tensor parallelism, each of which keeps the whole sequence that it gathers, and its heads of it.
+    """
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     total = _norm(shape.hidden_size, width)
-    total += shape.hidden_size * width  # input of the q, k and v projections
+    total += _gathered_input(shape, width, tp)  # of the q, k and v projections
     if shape.use_qk_norm:
         heads = shape.num_attention_heads + shape.num_key_value_heads
         total += heads * _norm(shape.head_dim, width)
@@ -34,32 +38,79 @@ def attention_bytes(shape: ModelShape, width: int) -> float:
     return total
 
 
+def _gathered_input(shape: ModelShape, width: int, tp: int) -> float:
+    return shape.hidden_size * width * tp
+
+
 def _swiglu(inner: int, width: int) -> float:
     """Gate, up and the input of the down projection."""
     return 3 * inner * width
 
 
-def dense_layer_bytes(shape: ModelShape, width: int) -> float:
+def dense_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
     """One dense layer, per token."""
-    norm = _norm(shape.hidden_size, width) + shape.hidden_size * width
-    return attention_bytes(shape, width) + norm + _swiglu(shape.intermediate_size, width)
+    norm = _norm(shape.hidden_size, width) + _gathered_input(shape, width, tp)
+    return attention_bytes(shape, width, tp) + norm + _swiglu(shape.intermediate_size, width)
 
 
-def moe_layer_bytes(shape: ModelShape, width: int) -> float:
+def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
     """One layer with experts, per token."""
     chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
-    total = attention_bytes(shape, width)
+    total = attention_bytes(shape, width, tp)
     total += _norm(shape.hidden_size, width) + shape.hidden_size * width
+    if tp > 1 and shape.n_shared_experts:
+        total += _gathered_input(shape, width, tp)
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
     total += chosen * _swiglu(shape.moe_intermediate_size, width)
     return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width)
 
 
-def mtp_layer_bytes(shape: ModelShape, width: int) -> float:
+def mtp_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
     """One multi-token prediction layer with its own norms and projection, per token."""
     joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
-    return joined + moe_layer_bytes(shape, width)
+    return joined + moe_layer_bytes(shape, width, tp)
+
+
+def head_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+    """The last norm, and for the main model and each prediction depth the gradient of the head's input, which forward
+    computes for the whole sequence; per token of a rank."""
+    heads = 1 + shape.num_nextn_predict_layers
+    return _norm(shape.hidden_size, width) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
+
+
+def layer_bytes(shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int) -> float:
+    """What forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
+    shape = with_key_copies(shape, tp)
+    whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes, "mtp": mtp_layer_bytes}[block](shape, width, tp)
+    if mode == "none":
+        return whole
+    inputs = shape.hidden_size * width
+    if mode == "full":
+        # Besides, the order of its assignments and of those that it received, and the embeddings of a prediction depth.
+        indices = 0 if block == "dense" else shape.num_experts_per_tok * INDEX * (3 if ep > 1 else 1)
+        return (2 * inputs if block == "mtp" else inputs) + indices
+    kept = inputs + selective_attention_bytes(shape, width)
+    if block == "dense":
+        return kept
+    kept += selective_experts_bytes(shape, width, ep=ep)
+    # Selective checkpointing covers only the decoder layer inside an MTP layer.
+    return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
+
+
+def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) -> float:
+    """Gradients of the results of all products and norms of a block, per token of a rank. A schedule that splits
+    backward keeps them from the gradients of inputs until those of weights."""
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    elements = queries + 2 * keys + (2 + tp) * shape.hidden_size  # of attention with its output, and both norms
+    if shape.use_qk_norm:
+        elements += queries + keys
+    if block == "dense":
+        return (elements + 2 * shape.intermediate_size + tp * shape.hidden_size) * width
+    chosen, shared = shape.num_experts_per_tok, shape.n_shared_experts
+    elements += (chosen + shared) * 2 * shape.moe_intermediate_size
+    elements += (chosen + tp * (shared > 0) + 4 * (block == "mtp")) * shape.hidden_size
+    return elements * width + shape.n_routed_experts * FP32
 
 
 def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:

@@ -4,37 +4,39 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
+from math import prod
 
-from glm46.config.model import ModelShape
-from glm46.config.optimizer import Optimizer
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.config.presets import resolve_shape
-from glm46.config.rules_layout import values_of
+from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
 from glm46.planner.activations import (
     FP32,
     INDEX,
     attended_keys,
-    dense_layer_bytes,
     gathered_key_bytes,
+    head_bytes,
     keys_travel,
-    moe_layer_bytes,
-    mtp_layer_bytes,
-    selective_attention_bytes,
-    selective_experts_bytes,
+    layer_bytes,
+    output_gradient_bytes,
     travelling_key_bytes,
-    with_key_copies,
 )
-from glm46.planner.curriculum import TextStage
-from glm46.planner.layout import Layout
-from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.parameters import Parameter, part_rows
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.stages import split_layers, stages_of_rank
+from glm46.planner.rank_parts import (
+    FsdpUnit,
+    StagePart,
+    fsdp_units,
+    held_elements,
+    held_shape,
+    in_flight,
+    local_shape,
+    parts_of_ranks,
+)
 
-WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 64.0}
-"""Bytes per element; 8bit has an FP32 scale per block of 64. A test holds it equal to `optim/compact_state.py`."""
+WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
+"""Bytes per element; 8bit has an FP32 scale per block."""
 
 OFFLOAD_SLOTS = 3
 """Offloaded items of states that are on the device at once, and with a file in host memory; a test holds it equal to
@@ -57,19 +59,22 @@ class MemoryPlan:
     """Memory in bytes of the rank that needs most."""
 
     weights: float
-    """Master weights that this rank holds on the device."""
+    """Master weights that this rank holds on the device, and the routers' selection biases."""
     gradients: float
-    """Their gradients, or the copies that Muon takes of offloaded ones."""
+    """Their gradients, or the copies that Muon takes of offloaded ones. Under a pipeline FSDP2 keeps whole gradients of
+    all layers, in the reduce type, until the last micro-batch."""
     optimizer: float
     """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
-    """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer."""
+    """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer or, where they
+    take more, the logits of one chunk."""
     activations: float
-    """Tensors that forward keeps for backward."""
+    """Tensors that forward keeps for backward, those of a layer that is computed again, and what pipeline stages
+    receive."""
     gathered_keys: float
     """Keys and values of other ranks, under context parallelism."""
     loss: float
-    """Logits of one chunk and the gradient of the head."""
+    """The gradients of the head's weight, which forward computes and backward uses."""
     process: float
     """Memory of the process without tensors."""
     host: float = 0.0
@@ -85,21 +90,8 @@ class MemoryPlan:
         return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.disk
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer, or one of embedding and head, as the planner counts it."""
-
-    rows: list[Parameter]
-    activation: float
-    """Bytes per token kept for backward."""
-    selective: float = 0.0
-    """Bytes per token that selective checkpointing keeps besides the input of the layer."""
-    attends: bool = True
-    """True if it has attention; embedding and head have none."""
-
-
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
-    """`largest_stage` of a run on this many processes; ``device`` as in `stage_memory`."""
+    """`largest_stage` of a run on this many processes; ``device`` as in `rank_memory`."""
     return largest_stage(stage_memory(resolve_plan(config, world_size), device=device))
 
 
@@ -109,100 +101,44 @@ def largest_stage(stages: list[MemoryPlan]) -> MemoryPlan:
 
 
 def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
-    """Memory in bytes of the rank that needs most, in each stage of text that the run reaches.
+    """Memory in bytes of the rank that needs most, in each stage of text that the run reaches; ``device`` as in
+    `rank_memory`."""
+    return [largest_stage(rank_memory(plan, index, device=device)) for index in _reached(plan)]
+
+
+def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> list[MemoryPlan]:
+    """Memory in bytes of the first rank of each pipeline rank, which holds most, in one of `Plan.text_stages`.
 
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
-    ranks = _layers_of_ranks(plan.config, plan.shape, plan.layout)  # a pipeline divides its layers once
-    memory = []
-    for stage, config in _stage_configs(plan):
-        plans = [_rank_plan(config, stage.shape, plan.layout, rank, layers) for rank, layers in enumerate(ranks)]
-        if config.training.parameter_offload and device == "gpu":
-            plans = [_offloaded(of_rank) for of_rank in plans]
-        largest = max(plans, key=lambda plan: plan.total)
-        if device == "cpu":
-            # A CPU has one memory, so offloaded states and token data are in it too.
-            text = _text(config, plan.layout)
-            largest = replace(largest, optimizer=largest.optimizer + largest.host, host=0.0, text=text)
-        memory.append(replace(largest, process=PROCESS_BYTES[device]))
-    return memory
+    step = _Step(plan, stage_index)
+    parts = parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len)
+    plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
+    if device == "cpu":
+        # A CPU has one memory, so offloaded states and token data are in it too.
+        text = _text(plan, stage_index)
+        plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
+    elif plan.config.training.parameter_offload:
+        plans = [_offloaded(memory) for memory in plans]
+    return [replace(memory, process=PROCESS_BYTES[device]) for memory in plans]
 
 
 def step_text(plan: Plan) -> float:
     """Bytes of token data of one step, which a rank reads at once, in the largest stage of text."""
-    return max(_text(of_stage, plan.layout) for _, of_stage in _stage_configs(plan))
+    return max(_text(plan, index) for index in _reached(plan))
 
 
-def _stage_configs(plan: Plan) -> Iterator[tuple[TextStage, RunConfig]]:
-    """Each stage of text that the run reaches, and the config with its length and largest batch for the whole run."""
-    for index, (stage, tokens) in enumerate(zip(plan.text_stages, plan.stage_tokens, strict=True)):
-        if tokens or not index:
-            batch = float(plan.batches_of(index)[1])
-            training = {"seq_len": stage.seq_len, "global_batch_size": batch}
-            yield stage, plan.config.model_copy(update={"training": plan.config.training.model_copy(update=training)})
+def _reached(plan: Plan) -> list[int]:
+    """The stages of text that the run reaches."""
+    return [index for index, tokens in enumerate(plan.stage_tokens) if tokens or not index]
 
 
-def _text(config: RunConfig, layout: Layout) -> float:
+def _text(plan: Plan, stage_index: int) -> float:
     """Bytes of token data of one step: four numbers per token, and two more per MTP layer."""
-    rows = max(values_of(config.training.global_batch_size), default=0) / layout.dp_degree
-    numbers = INDEX * (4 + 2 * resolve_shape(config.model).num_nextn_predict_layers)
-    return max(rows, config.training.local_batch_size) * config.training.seq_len * numbers
-
-
-def _layers_of_ranks(config: RunConfig, shape: ModelShape, layout: Layout) -> list[list[_Layer]]:
-    """The layers of each pipeline rank; the first stage has the embedding, the last one head and MTP layers."""
-    width = int(WIDTHS[config.training.mixed_precision_param])
-    attention = selective_attention_bytes(shape, width)
-    both = attention + selective_experts_bytes(shape, width, ep=layout.ep)
-    kept = with_key_copies(shape, layout.tp)
-    of_dense, of_moe, of_mtp = (f(kept, width) for f in (dense_layer_bytes, moe_layer_bytes, mtp_layer_bytes))
-    dense = _Layer(dense_layer(shape), of_dense, attention)
-    moe = _Layer(moe_layer(shape), of_moe, both)
-    # Selective checkpointing covers only the decoder layer inside an MTP layer.
-    mtp = _Layer(mtp_layer(shape), of_mtp, both + of_mtp - of_moe)
-    is_dense = [index < shape.first_k_dense_replace for index in range(shape.num_hidden_layers)]
-    layers = [dense if flag else moe for flag in is_dense]
-    split = split_layers(shape, config.parallelism.stages, config.training.seq_len) if layout.pp > 1 else [slice(None)]
-    stages = [layers[part.start : part.stop] for part in split]
-    hidden = 2 * shape.hidden_size * width
-    stages[0] = [_Layer(part_rows(shape, "embedding"), INDEX, attends=False), *stages[0]]
-    stages[-1] = [
-        *stages[-1],
-        *[mtp] * shape.num_nextn_predict_layers,
-        _Layer(part_rows(shape, "head"), hidden, attends=False),
-    ]
-    if layout.pp == 1:
-        return stages
-    return [
-        [layer for stage in stages_of_rank(config.parallelism, rank) for layer in stages[stage]]
-        for rank in range(layout.pp)
-    ]
-
-
-def _rank_plan(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> MemoryPlan:
-    rows = [row for layer in layers for row in layer.rows]
-    held = sum(_held(row, shape, layout) for row in rows)
-    width = WIDTHS[config.optimizer.state_dtype]
-    trained = [row for row in rows if row.optimizer is not None]
-    sizes = [_held(row, shape, layout) * _states(row, config.optimizer) * width for row in trained]
-    on_device = sum(sizes)
-    if config.optimizer.state_offload != "none":
-        # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
-        on_device = min(sum(sizes), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *sizes))
-    master = WIDTHS[config.training.dtype]
-    return MemoryPlan(
-        weights=held * master,
-        gradients=held * master,
-        optimizer=on_device,
-        gathered=_gathered(config, shape, layout, layers),
-        activations=_activations(config, shape, layout, rank, layers),
-        gathered_keys=_gathered_keys(config, shape, layout, rank, layers),
-        loss=_loss(config, shape, layout) if any(row.name == "lm_head.weight" for row in rows) else 0.0,
-        process=0.0,
-        host={"none": 0.0, "cpu": sum(sizes), "nvme": on_device}[config.optimizer.state_offload],
-        disk=sum(sizes) if config.optimizer.state_offload == "nvme" else 0.0,
-    )
+    rows = plan.batches_of(stage_index)[1] / plan.layout.dp_degree
+    numbers = INDEX * (4 + 2 * plan.shape.num_nextn_predict_layers)
+    return rows * plan.text_stages[stage_index].seq_len * numbers
 
 
 def _offloaded(memory: MemoryPlan) -> MemoryPlan:
@@ -212,92 +148,159 @@ def _offloaded(memory: MemoryPlan) -> MemoryPlan:
     return replace(memory, weights=0.0, gradients=copies, host=host)
 
 
-def _whole(row: Parameter, shape: ModelShape, layout: Layout) -> float:
-    """Elements that a rank computes with: the size that FSDP gathers."""
-    if row.is_expert:
-        return row.numel(shape) / layout.ep
-    return row.numel(shape) / (1 if row.tensor_dim is None else layout.tp)
+class _Step:
+    """The largest step of a plan in one stage of text."""
 
+    def __init__(self, plan: Plan, stage_index: int):
+        stage = plan.text_stages[stage_index]
+        self._config, self._layout, self._shape, self._length = plan.config, plan.layout, stage.shape, stage.seq_len
+        self._micro_batches = plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        training = plan.config.training
+        self._rows, self._mode = training.local_batch_size, plan.config.activation_checkpoint.mode
+        self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
+        self._reduce = WIDTHS[training.mixed_precision_reduce]
+        self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
 
-def _held(row: Parameter, shape: ModelShape, layout: Layout) -> float:
-    """Elements that a rank holds between steps."""
-    return _whole(row, shape, layout) / (layout.expert_shards if row.is_expert else layout.dense_shards)
+    def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
+        """Of a rank with these stages, all offloaded weights and gradients on the device."""
+        rows = [row for part in parts for row in part.rows(self._shape)]
+        trained = [row for row in rows if row.optimizer is not None]
+        held = sum(held_elements(row, self._shape, self._layout) for row in trained)
+        units = [unit for part in parts for unit in fsdp_units(part, self._shape, self._layout)]
+        gradients = held * self._master
+        if self._layout.pp > 1:
+            gradients = max(gradients, sum(unit.whole(self._shape, self._layout) for unit in units) * self._reduce)
+        states = [self._state_bytes(row) for row in trained]
+        on_device, offload = sum(states), self._config.optimizer.state_offload
+        if offload != "none":
+            # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
+            on_device = min(sum(states), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *states))
+        here = {part.index for part in parts}
+        kept = {part.index: self._of_micro_batch(part, here) for part in parts}
+        counts, waiting = {part.index: 1 for part in parts}, 0
+        if self._layout.pp > 1:
+            counts, waiting = in_flight(self._config.parallelism, rank, self._micro_batches, kept)
+        activations = sum(counts[index] * size for index, size in kept.items())
+        activations += waiting * max(self._output_gradients(part) for part in parts)
+        return MemoryPlan(
+            weights=held * self._master + sum(row.numel(self._shape) * FP32 for row in rows if row.optimizer is None),
+            gradients=gradients,
+            optimizer=on_device,
+            gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0),
+            activations=activations + self._buffers(parts),
+            gathered_keys=self._gathered_keys(parts, counts),
+            loss=sum(self._loss(counts[part.index]) for part in parts if part.has_head),
+            process=0.0,
+            host={"none": 0.0, "cpu": sum(states), "nvme": on_device}[offload],
+            disk=sum(states) if offload == "nvme" else 0.0,
+        )
 
+    def _state_bytes(self, row: Parameter) -> int:
+        """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""
+        optimizer, sizes = self._config.optimizer, held_shape(row, self._shape, self._layout)
+        states = 1 if row.choose_optimizer(optimizer) == "muon" else 2
+        if optimizer.state_dtype != "8bit":
+            return states * prod(sizes) * WIDTHS[optimizer.state_dtype]
+        if not row.is_matrix or row.numel(self._shape) < STATE_LEAST_ENTRIES:
+            return states * prod(sizes) * FP32
+        return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
 
-def _states(row: Parameter, optimizer: Optimizer) -> int:
-    """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
-    return 1 if row.choose_optimizer(optimizer) == "muon" else 2
+    def _gathered(self, units: list[FsdpUnit], loss_buffers: float) -> float:
+        """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
+        of a layer in the compute and the reduce type, or before it the logits."""
+        width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
+        layers: list[int] = []
+        for unit in units:
+            if not unit.is_root:
+                size = unit.whole(self._shape, self._layout)
+                if unit.has_own_mesh:
+                    layers[-1] += size
+                else:
+                    layers.append(size)
+        root = sum(unit.whole(self._shape, self._layout) for unit in units if unit.is_root)
+        largest, is_piped = max(layers, default=0), self._layout.pp > 1
+        policy = self._config.parallelism.fsdp_reshard_after_forward
+        keeps_all = policy == "never" or (policy == "default" and is_piped)
+        # Otherwise the current layer and the prefetched one.
+        weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
+        if is_piped:
+            # Backward in halves leaves the gradients of a micro-batch until the next one.
+            splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
+            gradient = (sum(layers) + root if splits else max(largest, root)) * self._width
+        else:
+            gradient = max(largest, root) * (width + self._reduce)
+        return (weights + root) * width + max(gradient, loss_buffers)
 
+    def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
+        """What a stage keeps of the forward of a micro-batch, on a rank with these stages."""
+        shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
+        of_token = sum(self._layer(block, self._mode) for block in part.blocks)
+        of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
+        if part.has_embedding:
+            of_token += heads * INDEX * layout.tp
+        elif self._width == FP32 or self._mode != "none":
+            # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
+            keeps_embeddings = part.has_head and (self._width == FP32 or self._mode == "full")
+            of_token -= (heads if keeps_embeddings else 1) * shape.hidden_size * self._width
+        if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
+            is_sent = part.index + 1 not in here
+            return self._tokens * (of_token + is_sent * heads * shape.hidden_size * self._width)
+        return self._tokens * (of_token + head_bytes(shape, self._width, layout.tp))
 
-def _gathered(config: RunConfig, shape: ModelShape, layout: Layout, stage: list[_Layer]) -> float:
-    param, reduce = WIDTHS[config.training.mixed_precision_param], WIDTHS[config.training.mixed_precision_reduce]
-    is_copied = config.training.mixed_precision_param != config.training.dtype or config.training.parameter_offload
-    if layout.world_size == 1 and not is_copied:
-        return 0.0
-    ends = ("embed_tokens.weight", "lm_head.weight")
-    root = sum(_whole(row, shape, layout) for layer in stage for row in layer.rows if row.name in ends)
-    blocks = [layer.rows for layer in stage if not any(row.name in ends for row in layer.rows)]
-    layers = [sum(_whole(row, shape, layout) for row in rows) for rows in blocks]
-    largest = max(layers, default=0.0)
-    policy = config.parallelism.fsdp_reshard_after_forward
-    keeps_all = policy == "never" or (policy == "default" and layout.pp > 1)
-    # The current layer and the prefetched one; a whole gradient, and its copy in the reduce type.
-    weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
-    gradient = max(largest, root) * (param + (reduce if reduce != param else 0.0))
-    return (weights + root) * param + gradient
+    def _output_gradients(self, part: StagePart) -> float:
+        of_blocks = sum(
+            output_gradient_bytes(self._shape, self._width, block, self._layout.tp) for block in part.blocks
+        )
+        return self._tokens * (of_blocks + part.has_head * self._shape.hidden_size * self._width)
 
+    def _buffers(self, parts: list[StagePart]) -> float:
+        """The layer that is computed again; and for each micro-batch of a pipeline its token data and the buffers that
+        stages receive in."""
+        size = 0.0
+        if self._mode != "none":
+            size = self._tokens * max(self._layer(block, "none") for part in parts for block in part.blocks)
+        if self._layout.pp > 1:
+            depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
+            is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
+            sent = (1 + depths) * self._shape.hidden_size * self._width
+            received = sent * sum((not part.has_embedding) + (not part.has_head) for part in parts)
+            if schedule != "GPipe" and (is_v_shaped or not parts[0].has_embedding):
+                size += self._tokens * sent  # gradients on their way to a stage before
+            text = (3 + 2 * depths) * INDEX * self._layout.tp  # token data of all micro-batches as one
+            size += self._micro_batches * self._tokens * (received + text)
+        return size
 
-def _in_flight(config: RunConfig, layout: Layout, rank: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once, averaged over its stages."""
-    ranks, each = layout.pp, config.parallelism.stages_per_rank
-    schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-    batch = max(values_of(config.training.global_batch_size), default=0.0)
-    micro_batches = max(batch // (config.training.local_batch_size * layout.dp_degree), 1.0)
-    if config.parallelism.pipeline_parallel_schedule == "GPipe":
-        most = micro_batches
-    elif schedule.is_v_shaped:
-        most = ranks  # the first stage of the V holds most, the last one least
-    else:
-        # Forwards before the first backward of the rank: Narayanan et al., arXiv 2104.04473.
-        ahead = ranks - rank - 1
-        most = ahead + 1 if each == 1 else (2 * ahead + (each - 1) * ranks + 1) / each
-    return min(most, micro_batches)
+    def _layer(self, block: str, mode: str) -> float:
+        return layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep)
 
+    def _gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
+        """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
+        layout, shape = self._layout, self._shape
+        part = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
+        if layout.cp == 1:
+            return 0.0
+        if keys_travel(shape, self._width, **part):
+            return travelling_key_bytes(shape, self._width, **part)
+        kept = gathered_key_bytes(shape, self._width, **part)
+        # Keys and values come one after the other.
+        _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
+        gathered = self._rows * received * max(shape.num_key_value_heads / layout.tp, 1) * shape.head_dim * self._width
+        if self._mode != "none":
+            return kept + gathered  # of the layer that is computed, or computed again
+        return sum(counts[part.index] * len(part.blocks) for part in parts) * kept + gathered
 
-def _activations(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, stage: list[_Layer]) -> float:
-    tokens = config.training.local_batch_size * config.training.seq_len / (layout.cp * layout.tp)
-    in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1
-    if config.activation_checkpoint.mode == "none":
-        return in_flight * tokens * sum(layer.activation for layer in stage)
-    kept = len(stage) * shape.hidden_size * WIDTHS[config.training.mixed_precision_param]
-    if config.activation_checkpoint.mode == "selective":
-        kept += sum(layer.selective for layer in stage)
-    return tokens * (in_flight * kept + max(layer.activation for layer in stage))
+    def _loss(self, micro_batches: int) -> float:
+        """The gradients of the head's weight, of the main model and each depth."""
+        heads = 1 + self._shape.num_nextn_predict_layers
+        return micro_batches * heads * self._head_elements() * self._width
 
+    def _loss_buffers(self) -> float:
+        """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
+        head, tokens = self._head_elements(), self._tokens * self._layout.tp
+        is_cast = self._width != FP32
+        logits = min(LOSS_CHUNK_TOKENS, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
+        return logits + is_cast * head * (FP32 + self._width * (tokens > LOSS_CHUNK_TOKENS))
 
-def _gathered_keys(config: RunConfig, shape: ModelShape, layout: Layout, rank: int, layers: list[_Layer]) -> float:
-    """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
-    if layout.cp == 1:
-        return 0.0
-    rows, length = config.training.local_batch_size, config.training.seq_len
-    width = WIDTHS[config.training.mixed_precision_param]
-    part = {"rows": rows, "length": length, "cp": layout.cp, "tp": layout.tp}
-    if keys_travel(shape, width, **part):
-        return travelling_key_bytes(shape, width, **part)
-    kept = gathered_key_bytes(shape, width, **part)
-    # Keys and values come one after the other.
-    _, received = attended_keys(shape.sliding_window, length, layout.cp)
-    gathered = rows * received * max(shape.num_key_value_heads / layout.tp, 1) * shape.head_dim * width
-    if config.activation_checkpoint.mode != "none":
-        return kept + gathered  # of the layer that is computed, or computed again
-    in_flight = _in_flight(config, layout, rank) if layout.pp > 1 else 1
-    return in_flight * sum(layer.attends for layer in layers) * kept + gathered
-
-
-def _loss(config: RunConfig, shape: ModelShape, layout: Layout) -> float:
-    width = WIDTHS[config.training.mixed_precision_param]
-    tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
-    rows = shape.vocab_size / layout.tp
-    logits = min(LOSS_CHUNK_TOKENS, tokens) * rows * (FP32 + (width if width != FP32 else 0.0))
-    head_gradient = rows * shape.hidden_size * (FP32 + (width if width != FP32 else 0.0))
-    return logits + head_gradient + tokens * shape.hidden_size * width
+    def _head_elements(self) -> int:
+        head = next(row for row in part_rows(self._shape, "head") if row.name == "lm_head.weight")
+        return prod(local_shape(head, self._shape, self._layout))

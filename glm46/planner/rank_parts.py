@@ -3,7 +3,7 @@
 A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -74,6 +74,10 @@ class FsdpUnit:
     has_own_mesh: bool
     """True for experts whose shards are not those of other parameters."""
 
+    def whole(self, shape: ModelShape, layout: Layout) -> int:
+        """Elements that the first rank computes with."""
+        return sum(prod(local_shape(row, shape, layout)) for row in self.rows)
+
     def held(self, shape: ModelShape, layout: Layout) -> int:
         """Elements of the first rank's shard; FSDP2 pads those of all ranks to it."""
         return sum(held_elements(row, shape, layout) for row in self.rows)
@@ -106,12 +110,53 @@ def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int,
     return tuple(sizes)
 
 
-def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
-    """Elements of a tensor that the first rank holds between steps: FSDP2's largest shard. Buffers are not sharded."""
+def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Shape of what the first rank holds of a tensor between steps: FSDP2's largest shard. Buffers are not sharded."""
     sizes = list(local_shape(row, shape, layout))
     if row.optimizer is not None:
         shards = layout.expert_shards if row.is_expert else layout.dense_shards
         # `expert_placement`: whole experts, or a part of each.
         dim = 1 if row.is_expert and sizes[0] % shards else 0
         sizes[dim] = -(-sizes[dim] // shards)
-    return prod(sizes)
+    return tuple(sizes)
+
+
+def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """Elements of `held_shape`."""
+    return prod(held_shape(row, shape, layout))
+
+
+def in_flight(
+    parallelism: Parallelism, rank: int, micro_batches: int, weights: Mapping[int, float]
+) -> tuple[dict[int, int], int]:
+    """For each stage of a pipeline rank, the micro-batches whose activations it holds, when the rank holds most: those
+    whose forward has run and whose backward, of the weights too, has not. And how many of them wait for the gradients
+    of weights alone, under InterleavedZeroBubble.
+
+    A test holds both equal to the orders of torch's schedules. Source: Narayanan et al. (arXiv 2104.04473); Qi et al.
+    (arXiv 2401.10241).
+
+    Args:
+        weights: by stage, what a micro-batch takes.
+    """
+    ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
+    ahead = ranks - rank - 1  # ranks after this one
+    # The most of all stages together, and of each.
+    match name:
+        case "GPipe":
+            total, most = micro_batches, [micro_batches]
+        case "1F1B":
+            total, most = ahead + 1, [ahead + 1]
+        case "ZBVZeroBubble" | "DualPipeV":
+            total, most = 2 * ranks + (name == "DualPipeV"), [ranks + ahead + 1, rank + 1]
+        case _:
+            # Stages run in turns of so many micro-batches; a rank begins with backward after some turns.
+            turn = micro_batches // max(micro_batches // ranks, 1)
+            total = (each - 1) * turn + (2 * ahead + 1 if name == "Interleaved1F1B" else ranks)
+            last = max(min(total, each * turn) - (each - 1) * turn, 0)
+            most = [2 * turn, *[max(turn, total - 2 * turn)] * (each - 2), last] if each > 1 else [total]
+    counts = dict.fromkeys(stages, 0)
+    for stage, count in sorted(zip(stages, most, strict=True), key=lambda pair: -weights[pair[0]]):
+        counts[stage] = min(count, micro_batches, total - sum(counts.values()))
+    return counts, rank if name == "InterleavedZeroBubble" else 0

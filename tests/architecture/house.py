@@ -34,7 +34,7 @@ LINE_BUDGETS = {
     "commands": 3730, "compat": 310, "config": 2985, "data": 1885,
     "distributed": 970, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
     "model": 1925, "observe": 1175, "optim": 1895, "parallelize": 1130,
-    "planner": 3720, "prepare": 1625, "pretrain": 540, "reliability": 880,
+    "planner": 3850, "prepare": 1625, "pretrain": 540, "reliability": 880,
     "training": 2110,
 }  # fmt: skip
 LINE_GOAL = 17_500

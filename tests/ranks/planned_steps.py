@@ -6,21 +6,26 @@ JSON object per case.
 
 import collections
 import json
+import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from glm46.config.run_config import RunConfig
+from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.process import Process
 from glm46.model.router import Router
+from glm46.planner import activations
 from glm46.planner.layout import Layout
 from glm46.planner.plan import Plan
 from glm46.training.step import train_step
@@ -29,11 +34,14 @@ from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import build_job, schedule_here
 
 SHAPE = {
-    "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 80, "vocab_size": 516, "intermediate_size": 100,
+    "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 240, "vocab_size": 516, "intermediate_size": 100,
     "moe_intermediate_size": 40, "n_routed_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 16, "num_nextn_predict_layers": 2,
 }  # fmt: skip
-"""Small, and uneven for many numbers of ranks: no row number but that of the experts divides by 5 and 6."""
+"""Small, and uneven for many numbers of ranks: 5, 6 and 10 ranks leave unequal shards of 516 and 128 rows."""
+
+
+LENGTH = 192
 
 
 class Case(NamedTuple):
@@ -51,7 +59,9 @@ class Case(NamedTuple):
     micro_batches: int = 1
     rows: int = 1
     dtype: str = "float32"
+    optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
+    most_gathered: int = activations.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
         parallelism = {
@@ -65,9 +75,10 @@ class Case(NamedTuple):
             "parallelism": parallelism,
             "activation_checkpoint": {"mode": self.checkpointing},
             "training": {
-                "seq_len": 24, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
+                "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
                 "global_batch_size": self.rows * readers * self.micro_batches,
             },
+            "optimizer": self.optimizer,
             "moe": {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001},
         })  # fmt: skip
 
@@ -77,6 +88,8 @@ CASES = {
     "fsdp": Case(4),
     "fsdp-uneven": Case(5, micro_batches=2, dtype=BF16),
     "fsdp-full": Case(10, checkpointing="full", rows=2),
+    "fsdp-8bit": Case(4, optimizer={"state_dtype": "8bit"}),
+    "fsdp-adamw": Case(5, optimizer={"name": "AdamW", "state_dtype": "bfloat16"}, checkpointing="selective"),
     "fsdp-never": Case(4, reshard="never", micro_batches=2),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
@@ -96,6 +109,9 @@ CASES = {
     "no-shared-experts": Case(4, tensor=2, checkpointing="full", model={"n_shared_experts": 0}),
     "cp": Case(4, context=2),
     "cp-full": Case(6, context=2, checkpointing="full", dtype=BF16, rows=2),
+    "cp-window": Case(4, context=2, dtype=BF16, model={"sliding_window": 40}),
+    "cp-ring": Case(8, context=4, dtype=BF16, most_gathered=0),
+    "cp-ring-full": Case(4, context=2, checkpointing="full", most_gathered=0),
     "cp-tp-ep-full": Case(8, context=2, tensor=2, experts_over=2, checkpointing="full"),
     "no-prediction": Case(8, context=2, tensor=2, experts_over=2, model={"num_nextn_predict_layers": 0}),
     "pp": Case(4, pipeline=2, micro_batches=4),
@@ -187,6 +203,70 @@ class CountedTraffic(TorchDispatchMode):
         raise AssertionError(f"no process group among {arguments}")
 
 
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the tensors that operators have made and that still exist, by what they are for.
+
+    A storage counts once, with the size that it has now: FSDP2 frees gathered weights by resizing them.
+    """
+
+    OPERATORS = 25
+    """Between two looks at the gradients."""
+
+    def __init__(self, models: list[nn.Module]):
+        super().__init__()
+        self._storages: dict[int, weakref.ref] = {}
+        self._models, self._operators = models, 0
+        self.activations = self.gradients = 0
+        """The most of what is neither gathered weight nor gradient, after the forward of a stage; and the most of the
+        gradients of whole weights."""
+        for model in models:
+            model.register_forward_hook(lambda *_: self._look())
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **keywords or {})
+        for tensor in tree_leaves(out):
+            if type(tensor) is Tensor:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        self._operators += 1
+        if self._operators % self.OPERATORS == 0:
+            # The sum of the micro-batches, or the gradient of the first one; the next one comes beside it.
+            of_parameters = [[*self._gradients_of(parameter)] for parameter in self._parameters()]
+            self.gradients = max(self.gradients, _sizes(found[0] for found in of_parameters if found))
+        return out
+
+    def _look(self) -> None:
+        alive = {storage.data_ptr(): storage.nbytes() for ref in self._storages.values() if (storage := ref())}
+        shards = (parameter.sharded_param.grad for parameter in self._parameters())
+        gradients = (local_tensor(gradient) for gradient in shards if gradient is not None)
+        for tensor in (*self._gathered(), *self._gradients(), *gradients):
+            alive.pop(tensor.untyped_storage().data_ptr(), None)
+        self.activations = max(self.activations, sum(alive.values()))
+
+    def _parameters(self) -> Iterator[Any]:
+        modules = (module for model in self._models for module in model.modules() if isinstance(module, FSDPModule))
+        for module in modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+    def _gathered(self) -> Iterator[Tensor]:
+        return (output for parameter in self._parameters() for output in parameter.all_gather_outputs)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (gradient for parameter in self._parameters() for gradient in self._gradients_of(parameter))
+
+    @staticmethod
+    def _gradients_of(parameter: Any) -> Iterator[Tensor]:
+        whole = getattr(parameter, "_unsharded_param", None)
+        for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad):
+            if gradient is not None:
+                yield local_tensor(gradient)
+
+
+def _sizes(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def ranks_of_axes(layout: Layout, key_heads: int, rank: int) -> dict[str, tuple[int, ...]]:
     """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states."""
     grids = {
@@ -232,15 +312,18 @@ def measure(name: str) -> dict:
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
     job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")))
     batches = [make_batch(job.plan) for _ in range(case.micro_batches)]
-    totals = count_step(job, batches)
-    job.network.optimizer.step = lambda lr_factor: None  # its own traffic is not planned
-    with mock.patch.object(Router, "select", spread_evenly), CountedTraffic() as traffic:
+    totals, network = count_step(job, batches), job.network
+    network.optimizer.step = lambda lr_factor: None  # its own traffic is not planned
+    most = mock.patch.object(activations, "MOST_GATHERED_BYTES", case.most_gathered)
+    evenly, memory = mock.patch.object(Router, "select", spread_evenly), LiveMemory(network.models)
+    with evenly, most, CountedTraffic() as traffic, memory:
         train_step(job, batches, totals, 0, 1.0)
     axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank), {}
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
     unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]
     assert not unknown, f"groups that are no axis: {unknown}"
+    states = {name: state for name, state in network.optimizer.state_tensors().items() if not name.endswith(".step")}
     return {
         "name": name,
         "axes": {axis: first[ranks] for axis, ranks in axes.items()},
@@ -249,6 +332,11 @@ def measure(name: str) -> dict:
             for (kind, ranks), calls in traffic.calls.items()
             if len(ranks) > 1
         },
+        "weights": _sizes(map(local_tensor, network.weights().values())),
+        "gradients": _sizes(local_tensor(parameter.grad) for parameter in network.parameters.values()),
+        "whole_gradients": memory.gradients,
+        "states": _sizes(map(local_tensor, states.values())),
+        "activations": memory.activations,
     }
 
 
