@@ -31,7 +31,7 @@ GIB = 2**30
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, free_bytes=12 * GIB)
 GPUS_PER_NODE = 8
 NODE_BYTES = 1024 * GIB  # the documents' nodes have one or two terabytes
-# Comments have whole GiB, rounded up or down. A change of the plan by more than half of one is a change to look at.
+# GiB. Comments have whole ones, so a plan that changes by less than half of one never fails here.
 ROUNDING = 1.0
 
 SAYS = {path: path.read_text(encoding="utf-8").replace("\n#   --", " --") for path in FILES}
