@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count, verb_parser
@@ -63,10 +64,15 @@ def plan_command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw memory by rank and the timeline of a step: .png or .svg"
+    )
+    parser.add_argument(
         "--search", action="store_true",
         help="instead of the plan: the best layouts on these GPUs, the smallest cluster that fits, and some changes",
     )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
+    if arguments.picture is not None:
+        _require_picture(arguments.picture)
     config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
     if arguments.search:
         from glm46.commands.search_layouts import print_search
@@ -85,8 +91,19 @@ def plan_command(argv: Sequence[str]) -> int:
         here = machine, judge_config(config, machine, arguments.gpus)
     print(plan_text(run, here))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(plan_numbers(run), indent=2))
+        _write("--json", arguments.json, lambda file: file.write_text(json.dumps(plan_numbers(run), indent=2) + "\n"))
+    if arguments.picture is not None:
+        from glm46.commands.plan_picture import draw_plan
+
+        _write("--picture", arguments.picture, lambda file: draw_plan(run, file))
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
+
+
+def _require_picture(path: Path) -> None:
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"command line: --picture {path}: end the name of the picture with .png or .svg")
+    if find_spec("matplotlib") is None:
+        raise UserError("plan: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
 
 
 def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
@@ -138,8 +155,8 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def _write(path: Path, text: str) -> None:
+def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        write(path)
     except OSError as error:
-        raise UserError(f"command line: --json {path}: {error.strerror}; name a file that can be written") from error
+        raise UserError(f"command line: {option} {path}: {error.strerror}; name a file that can be written") from error

@@ -191,9 +191,9 @@ def _needs(machine: Machine, verdict: Verdict) -> list[str]:
     ]
 
 
-def memory_lines(plan: MemoryPlan) -> list[str]:
-    """One aligned line per part of a memory plan."""
-    parts = {
+def memory_parts(plan: MemoryPlan) -> dict[str, float]:
+    """Bytes of each part of a memory plan, by the name that users see."""
+    return {
         "weights": plan.weights,
         "gradients": plan.gradients,
         "optimizer states": plan.optimizer,
@@ -203,6 +203,11 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         "loss and logits": plan.loss,
         "program and text": plan.process + plan.text,
     }
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """One aligned line per part of a memory plan."""
+    parts = memory_parts(plan)
     show = _gib if plan.total >= _GIB else _mib
     lines = [f"{name:<18} {show(size):>12}" for name, size in parts.items()]
     lines.append(f"{'total':<18} {show(plan.total):>12}")

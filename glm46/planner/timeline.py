@@ -102,14 +102,3 @@ def _enabled(action: Action, last: int) -> list[tuple[Action, int]]:
     if kind == "weight gradient" or stage == 0:
         return []
     return [(Action(each, stage - 1, micro_batch), stage - 1) for each in ("backward", "input gradient")]
-
-
-def in_flight(order: Order, rank: int) -> int:
-    """The most micro-batches, over the stages of a rank, whose activations it holds at once."""
-    held = most = 0
-    for block in order[rank]:
-        for action in block:
-            held += action.kind == "forward"
-            most = max(most, held)
-            held -= action.kind in ("backward", "weight gradient")
-    return most

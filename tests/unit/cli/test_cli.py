@@ -99,6 +99,23 @@ def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys):
     assert all(word in error for word in words), error
 
 
+def test_a_plan_is_drawn(tmp_path, capsys):
+    """Memory of each pipeline rank and the timeline; without a fit the memory alone. Nothing else is left behind."""
+    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--data.num_workers=0"]
+    wanted = ["plan", "--config", DEBUG, "--gpu", "H100", *pipeline, "--picture"]
+    assert main([*wanted, str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*wanted, str(tmp_path / "plan.svg")]) == 0
+    assert main([*wanted, str(tmp_path / "large.svg"), "--model.flavor=GLM-4.6"]) == 1
+    capsys.readouterr()
+    drawn = {name: (tmp_path / f"{name}.svg").read_text().count("<path") for name in ("plan", "large")}
+    assert drawn["plan"] >= drawn["large"] + 16 > 20  # two actions of four micro-batches on two ranks
+    for name, words in {"plan.pdf": "end the name", "none/plan.png": "name a file"}.items():
+        assert main([*wanted, str(tmp_path / name)]) == 2
+        assert words in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "large.svg"}
+
+
 def test_the_documents_are_compared(capsys, monkeypatch):
     """Every figure beside ours; the arithmetic of the reasons."""
     monkeypatch.setenv("COLUMNS", "400")

@@ -22,7 +22,7 @@ from glm46.planner.run_cost import checkpoint_size, count_steps, run_cost
 from glm46.planner.schedule import batch_sequences
 from glm46.planner.step_time import StepTime, step_time
 from glm46.planner.target_cluster import Efficiencies, TargetCluster
-from glm46.planner.timeline import in_flight, simulate
+from glm46.planner.timeline import simulate
 from scripts.count_kernels import count_chained, count_eager
 
 TOKENS = 4096
@@ -186,12 +186,6 @@ def test_a_timeline_waits_for_slow_stages_and_links():
     slow = simulate(order, lambda kind, stage: COSTS[kind] * (3 if stage else 1))
     assert slow.seconds == 1 + 3 * 6 + 2 and slow.busy(0) == 6
     assert simulate(order, lambda kind, stage: COSTS[kind], lambda stage: 0.5).seconds == 9 + 2 * 0.5
-
-
-@pytest.mark.parametrize(("name", "most"), [("GPipe", [12, 12, 12, 12]), ("1F1B", [4, 3, 2, 1])])
-def test_micro_batches_in_flight(name, most):
-    order = pipeline_order(Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule=name), 12)
-    assert [in_flight(order, rank) for rank in range(4)] == most
 
 
 def test_a_pipelined_step_has_the_bubble_of_its_schedule():
