@@ -37,11 +37,8 @@ def stages_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: in
 
 
 def split_backward_keeps_weights(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """Schedules that split backward keep gathered weights, and use no selective checkpointing.
-
-    The second half of backward finds no gradient for weights that were freed after forward, without an error. It also
-    passes twice through a selectively checkpointed region, which torch allows only once.
-    """
+    """Schedules that split backward keep gathered weights: its second half finds no gradient for weights that were
+    freed after forward, without an error."""
     layout = config.parallelism
     name = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
@@ -52,13 +49,6 @@ def split_backward_keeps_weights(config: RunConfig, shape: ModelShape, world_siz
             (key,),
             f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
             'after forward; use "default" or "never"',
-        )
-    if config.activation_checkpoint.mode == "selective":
-        key = "activation_checkpoint.mode"
-        yield Fault(
-            (key,),
-            f'{key} = "selective": schedule {name} splits backward, which selective checkpointing does not allow; '
-            'use "full" or "none", or a schedule that does not split backward, such as Interleaved1F1B',
         )
 
 

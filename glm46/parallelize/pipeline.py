@@ -39,6 +39,7 @@ class Pipeline:
     def __init__(self, plan: Plan, group: dist.ProcessGroup, head: Head = "lm"):
         """Make this rank's stages on the meta device; `parallelize` must prepare their models before the first step."""
         training, self._parallelism, self._group = plan.config.training, plan.config.parallelism, group
+        self._recomputes = plan.config.activation_checkpoint.mode != "none"
         self._hidden_type = getattr(torch, training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
         self.stages: list[LocalStage] = []
@@ -153,6 +154,10 @@ class Pipeline:
             input_args=batch["input_ids"].to("meta") if is_first else carried,
             output_args=torch.empty((), device="meta").requires_grad_() if is_last else carried,
             group=self._group,
+            # Schedules that split backward take the gradients of weights parameter by parameter, and would compute a
+            # layer again for each: an MoE layer fifteen times. So backward is whole in its first half, and the second
+            # one has nothing to do.
+            dw_builder=(lambda: lambda: None) if self._recomputes else None,
         )
 
 

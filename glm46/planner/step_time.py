@@ -267,8 +267,8 @@ def _updated(plan: Plan, stages: list[StagePart]) -> tuple[dict[str, float], flo
 
 
 def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
-    """Forward and backward of all micro-batches. A backward that is split spends equal times on inputs and weights; the
-    recomputation comes with the inputs.
+    """Forward and backward of all micro-batches. A backward that is split spends equal times on inputs and weights;
+    with recomputation it runs whole in its first half (`parallelize/pipeline.py`).
 
     Args:
         sending: seconds from one stage to the next.
@@ -276,7 +276,9 @@ def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
     forward = {stage: cost.seconds for rank in ranks for stage, cost in rank.forward.items()}
     backward = {stage: cost.seconds for rank in ranks for stage, cost in rank.backward.items()}
     weights = {
-        stage: (cost.seconds - cost["recomputation"]) / 2 for rank in ranks for stage, cost in rank.backward.items()
+        stage: 0.0 if cost["recomputation"] else cost.seconds / 2
+        for rank in ranks
+        for stage, cost in rank.backward.items()
     }
 
     def cost(kind: str, stage: int) -> float:

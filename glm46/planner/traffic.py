@@ -58,9 +58,8 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
     """What the first rank of each pipeline rank sends and receives in `train_step`.
 
     Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as are the
-    agreement on a step before it, and the optimizer. Calls and bytes are exact but for two cases. The keys that
-    context-parallel ranks exchange under a sliding window are those of rows that are one document. And "full"
-    checkpointing is counted as one recomputation, while schedules that split backward repeat it for every parameter.
+    agreement on a step before it, and the optimizer. Calls and bytes are exact, but for the keys that context-parallel
+    ranks exchange under a sliding window: those are of rows that are one document.
 
     Args:
         stage_index: of `Plan.text_stages`.

@@ -133,6 +133,16 @@ CASES = {
         4, pipeline=2, tensor=2, schedule=schedule_here("InterleavedZeroBubble"), micro_batches=4
     ),
     "zbv-tp": Case(4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
+    "interleaved-zb-ep-full": Case(
+        8, pipeline=2, experts_over=2, schedule=schedule_here("InterleavedZeroBubble"), checkpointing="full",
+        micro_batches=4,
+    ),
+    "zbv-tp-selective": Case(
+        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4
+    ),
+    "dual-ep-full": Case(
+        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="full", micro_batches=4
+    ),
     "dual-ep": Case(
         8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), micro_batches=4, dtype=BF16
     ),

@@ -127,6 +127,7 @@ _LAYOUTS = {
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=8, checkpointing="full"),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="selective"),
+        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, checkpointing="selective"),
         Layout(experts_over=2, document_mask=False), Layout(context=2, document_mask=False),
         Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
         Layout(context=2, window=5, checkpointing="selective"),

@@ -46,7 +46,7 @@ each exchange with other ranks is a break. Lower them after an improvement."""
 
 
 def test_no_two_layouts_have_one_name():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 41, 4: 37, 8: 10}
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 42, 4: 37, 8: 10}
 
 
 def layout_case(ranks: int, name: str, layout: Layout):

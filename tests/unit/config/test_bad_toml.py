@@ -522,19 +522,6 @@ BAD = {
             )
         ],
     ),
-    "selective checkpointing under a split backward": (
-        (
-            "[training]",
-            '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
-            '[activation_checkpoint]\nmode = "selective"\n[training]',
-        ),
-        [
-            (
-                'activation_checkpoint.mode = "selective": schedule DualPipeV splits backward',
-                'use "full" or "none", or a schedule that does not split backward, such as Interleaved1F1B',
-            )
-        ],
-    ),
     "split backward of freed weights": (
         (
             "[training]",
