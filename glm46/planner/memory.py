@@ -179,7 +179,9 @@ class _Step:
         kept = {part.index: self._of_micro_batch(part, here) for part in parts}
         counts, waiting = {part.index: 1 for part in parts}, 0
         if self._layout.pp > 1:
-            counts, waiting = in_flight(self._config.parallelism, rank, self._micro_batches, kept)
+            counts, waiting = in_flight(
+                self._config.parallelism, rank, self._micro_batches, kept, whole_backward=self._mode != "none"
+            )
         activations = sum(counts[index] * size for index, size in kept.items())
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(

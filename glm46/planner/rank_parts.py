@@ -127,7 +127,7 @@ def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
 
 
 def in_flight(
-    parallelism: Parallelism, rank: int, micro_batches: int, weights: Mapping[int, float]
+    parallelism: Parallelism, rank: int, micro_batches: int, weights: Mapping[int, float], *, whole_backward: bool
 ) -> tuple[dict[int, int], int]:
     """For each stage of a pipeline rank, the micro-batches whose activations it holds, when the rank holds most: those
     whose forward has run and whose backward, of the weights too, has not. And how many of them wait for the gradients
@@ -138,6 +138,7 @@ def in_flight(
 
     Args:
         weights: by stage, what a micro-batch takes.
+        whole_backward: of schedules that split it, the first half does all of it, as with recomputation.
     """
     ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
     stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
@@ -153,10 +154,10 @@ def in_flight(
         case _:
             # Stages run in turns of so many micro-batches; a rank begins with backward after some turns.
             turn = micro_batches // max(micro_batches // ranks, 1)
-            total = (each - 1) * turn + (2 * ahead + 1 if name == "Interleaved1F1B" else ranks)
+            total = (each - 1) * turn + (2 * ahead + 1 if name == "Interleaved1F1B" else ranks - whole_backward * rank)
             last = max(min(total, each * turn) - (each - 1) * turn, 0)
             most = [2 * turn, *[max(turn, total - 2 * turn)] * (each - 2), last] if each > 1 else [total]
     counts = dict.fromkeys(stages, 0)
     for stage, count in sorted(zip(stages, most, strict=True), key=lambda pair: -weights[pair[0]]):
         counts[stage] = min(count, micro_batches, total - sum(counts.values()))
-    return counts, rank if name == "InterleavedZeroBubble" else 0
+    return counts, rank if name == "InterleavedZeroBubble" and not whole_backward else 0

@@ -154,10 +154,10 @@ class _Step:
     def _replicated_gradients(self, part: StagePart) -> Iterator[_Call]:
         """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""
         is_piped = self._layout.pp > 1
-        calls, width = (1, self._reduce) if is_piped else (self._micro_batches, self._width)
+        calls = 1 if is_piped else self._micro_batches
         for row in part.rows(self._shape):
             if row.tensor_dim is None and not row.is_expert and row.optimizer is not None:
-                size = row.numel(self._shape) * width
+                size = row.numel(self._shape) * self._reduce  # before torch 2.15 the compute type, but in a pipeline
                 yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls, size)
 
     def _around_block(self, block: Block) -> Iterator[_Call]:

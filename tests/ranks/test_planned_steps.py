@@ -4,6 +4,7 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+import torch
 
 from glm46.planner import activations
 from glm46.planner.activations import layer_bytes
@@ -11,8 +12,10 @@ from glm46.planner.memory import WIDTHS, rank_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import parts_of_ranks
 from glm46.planner.traffic import step_traffic
-from tests.ranks.planned_steps import CASES, rank_names
+from tests.ranks.planned_steps import BF16, CASES, rank_names
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+WHOLE = "all_reduce over tp"
 SEEN_KEYS = "all_to_all over cp"
 """Keys under a window: how many depends on the chunks of the row, which the plan does not cut."""
 
@@ -35,6 +38,11 @@ def test_planned_traffic_is_what_a_step_sends(measured):
         sums = planned.setdefault(f"{traffic.kind} over {row['axes'][traffic.axis]}", Counter())
         sums.update(calls=traffic.calls, nbytes=traffic.nbytes)
     planned, found = {key: [sums["calls"], sums["nbytes"]] for key, sums in planned.items()}, dict(row["traffic"])
+    layout, dtype = plan.layout, plan.config.training.mixed_precision_param
+    if TORCH < (2, 15) and layout.tp > 1 and layout.pp == 1 and dtype == BF16:
+        # Gradients of whole parameters are summed in the compute type there, and not in the reduce type.
+        (calls, nbytes), (found_calls, found_bytes) = planned.pop(WHOLE), found.pop(WHOLE)
+        assert calls == found_calls and 0.5 * nbytes <= found_bytes < 0.51 * nbytes
     if plan.shape.sliding_window:
         (calls, nbytes), (found_calls, found_bytes) = planned.pop(SEEN_KEYS), found.pop(SEEN_KEYS)
         assert calls == found_calls and found_bytes <= nbytes <= 1.2 * found_bytes
@@ -54,7 +62,21 @@ def test_planned_memory_is_what_a_rank_holds(measured):
     if plan.config.activation_checkpoint.mode == "none" and not plan.keys_travel(plan.shape, (1, 1)):
         kept += planned.gathered_keys
     # Tables, counts and masks do not grow with the width, which is small here.
-    assert kept == pytest.approx(row["activations"], rel=0.05)
+    if plan.layout.pp == 1 or TORCH < (2, 15):
+        assert kept == pytest.approx(row["activations"], rel=0.05)
+    else:  # buffers to receive in are planned for all micro-batches, and exist from some time before they are used
+        assert 0.95 * (kept - _received(plan, rank)) <= row["activations"] <= 1.05 * kept
+
+
+def _received(plan: Plan, rank: int) -> float:
+    """The buffers that the stages of a rank receive in, for all micro-batches, and gradients on their way."""
+    training, layout = plan.config.training, plan.layout
+    tokens = training.local_batch_size * training.seq_len / (layout.cp * layout.tp)
+    sent = tokens * (1 + plan.shape.num_nextn_predict_layers) * plan.shape.hidden_size
+    sent *= WIDTHS[training.mixed_precision_param]
+    parts = parts_of_ranks(plan.config.parallelism, plan.shape, training.seq_len)[rank]
+    borders = sum((not part.has_embedding) + (not part.has_head) for part in parts)
+    return sent * (plan.batches_of(0)[1] // plan.rows_per_micro_batch * borders + 1)
 
 
 def _recomputed(plan: Plan, rank: int) -> float:

@@ -175,8 +175,7 @@ def rows(folder: Path) -> list[dict]:
 
 def contents(folder: Path) -> dict[str, str]:
     """Hashes of the tensors of the last checkpoint."""
-    config = SimpleNamespace(job=SimpleNamespace(dump_folder=folder.parent))
-    return training_kills.contents(config, max(published_steps(folder)))
+    return training_kills.contents(SimpleNamespace(checkpoint_folder=folder), max(published_steps(folder)))
 
 
 def main() -> None:

@@ -19,19 +19,20 @@ CASES = [
 ]
 
 
-def held_by(order, rank: int, weights: dict[int, float]) -> tuple[int, float]:
+def held_by(order, rank: int, weights: dict[int, float], ends: str) -> tuple[int, float]:
     """Of a rank: the most micro-batches in flight, and the most that they weigh."""
     held, most, weight = Counter(), 0, 0.0
     for action in (action for block in order[rank] for action in block):
         held[action.stage] += action.kind == "forward"
         most = max(most, held.total())
         weight = max(weight, sum(weights[stage] * count for stage, count in held.items()))
-        held[action.stage] -= action.kind in ("backward", "weight gradient")
+        held[action.stage] -= action.kind in ("backward", ends)
     return most, weight
 
 
 @pytest.mark.parametrize(("name", "ranks", "each", "micro_batches"), CASES)
-def test_micro_batches_in_flight_are_those_of_the_order(name, ranks, each, micro_batches):
+@pytest.mark.parametrize("whole", [False, True])
+def test_micro_batches_in_flight_are_those_of_the_order(name, ranks, each, micro_batches, whole):
     parallelism = Parallelism(
         pipeline_parallel_degree=ranks, pipeline_parallel_schedule=name, pipeline_parallel_stages_per_rank=each
     )
@@ -39,8 +40,8 @@ def test_micro_batches_in_flight_are_those_of_the_order(name, ranks, each, micro
     for rank in range(ranks):
         stages = stages_of_rank(parallelism, rank)
         for weights in (dict.fromkeys(stages, 1.0), {stage: 1.0 + 0.2 * i for i, stage in enumerate(stages)}):
-            counts, _ = in_flight(parallelism, rank, micro_batches, weights)
-            most, weight = held_by(order, rank, weights)
+            counts, _ = in_flight(parallelism, rank, micro_batches, weights, whole_backward=whole)
+            most, weight = held_by(order, rank, weights, "input gradient" if whole else "weight gradient")
             assert sum(counts.values()) == most, (rank, counts)
             planned = sum(weights[stage] * count for stage, count in counts.items())
             assert weight <= planned * (1 + 1e-9) and planned <= 1.05 * weight, (rank, counts)
