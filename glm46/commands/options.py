@@ -2,7 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+
+from glm46.config.errors import UserError
 
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
@@ -80,6 +83,18 @@ def process_count(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected auto, or a number of at least 1")
     return int(text)
+
+
+def require_picture(verb: str, option: str, path: Path, suffixes: Sequence[str]) -> None:
+    """Refuse a picture that cannot be drawn, before the work for it.
+
+    Raises:
+        UserError: its name has another ending, or matplotlib is not installed.
+    """
+    if path.suffix not in suffixes:
+        raise UserError(f"{verb}: {option} {path}: end the name of the picture with {' or '.join(suffixes)}")
+    if find_spec("matplotlib") is None:
+        raise UserError(f"{verb}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
 
 
 class _KeysHelp(argparse.Action):

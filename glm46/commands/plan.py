@@ -3,10 +3,16 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count, verb_parser
+from glm46.commands.options import (
+    config_parser,
+    parse_with_overrides,
+    positive,
+    process_count,
+    require_picture,
+    verb_parser,
+)
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.parallelism import Parallelism
@@ -52,12 +58,7 @@ def plan_command(argv: Sequence[str]) -> int:
         help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
     )  # fmt: skip
     parser.add_argument("--price", type=_above_zero, metavar="DOLLARS", help="of one GPU for one hour")
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="efficiencies.json of scripts/gpu_report.sh; default: assumed ones",
-    )
+    _add_measured(parser)
     parser.add_argument(
         "--document-tokens", type=positive, metavar="N",
         help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
@@ -72,7 +73,7 @@ def plan_command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.picture is not None:
-        _require_picture(arguments.picture)
+        require_picture("plan", "--picture", arguments.picture, (".png", ".svg"))
     config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
     if arguments.search:
         from glm46.commands.search_layouts import print_search
@@ -99,13 +100,6 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
-def _require_picture(path: Path) -> None:
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"command line: --picture {path}: end the name of the picture with .png or .svg")
-    if find_spec("matplotlib") is None:
-        raise UserError("plan: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
-
-
 def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     try:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
@@ -127,7 +121,10 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _add_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="JSON file of measured efficiencies; default: assumed ones"
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="efficiencies that `benchmark rates --json` wrote; default: assumed ones",
     )
 
 

@@ -31,7 +31,7 @@ def draw_plan(run: RunPlan, output: Path) -> None:
 
     from matplotlib.figure import Figure
 
-    timeline = _longest_timeline(run)
+    timeline = None if run.cost is None else run.cost.longest.largest.timeline
     figure = Figure(figsize=(12, 8.5 if timeline else 4.5), dpi=110, layout="constrained")
     rows = figure.subplots(2 if timeline else 1, 1, squeeze=False)[:, 0]
     config = run.plan.config
@@ -43,12 +43,6 @@ def draw_plan(run: RunPlan, output: Path) -> None:
     picture = BytesIO()
     figure.savefig(picture, format=output.suffix[1:])
     replace_durably(output, [picture.getvalue()])
-
-
-def _longest_timeline(run: RunPlan):
-    if run.cost is None:
-        return None
-    return max(run.cost.stages, key=lambda stage: stage.seconds).largest.timeline
 
 
 def _draw_memory(axes: "Axes", ranks: list[MemoryPlan], run: RunPlan) -> None:

@@ -3,12 +3,11 @@ of TOML files."""
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from glm46.commands.options import verb_parser
+from glm46.commands.options import require_picture, verb_parser
 from glm46.commands.plot_curriculum import draw_curriculum, read_phases
 from glm46.config.errors import UserError
 from glm46.files.durable import replace_durably
@@ -72,10 +71,7 @@ def plot_command(argv: Sequence[str]) -> int:
     files = [path / ROWS_FILE if path.is_dir() else path for path in arguments.runs]
     output = arguments.output or (Path("curriculum.png") if is_curriculum else files[0].parent / "plot.png")
     kinds = [".png", ".svg"] if is_curriculum else [".png"]
-    if output.suffix not in kinds:
-        raise UserError(f"plot: --output {output}: end the name of the picture with {' or '.join(kinds)}")
-    if find_spec("matplotlib") is None:
-        raise UserError("plot: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+    require_picture("plot", "--output", output, kinds)
     try:
         if is_curriculum:
             draw_curriculum(read_phases(files), output)

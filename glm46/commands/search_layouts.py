@@ -62,7 +62,7 @@ def _layouts_table(candidates: list[Candidate]):
     for each in candidates:
         layout, config = each.plan.layout, each.plan.config
         schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
-        step = max(each.cost.stages, key=lambda stage: stage.seconds).largest
+        step = each.cost.longest.largest
         waits = {name.removeprefix("waiting for "): share for name, share in step.parts.items() if "waiting" in name}
         longest = max(waits, key=waits.__getitem__, default=None)
         table.add_row(

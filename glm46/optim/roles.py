@@ -56,7 +56,7 @@ def assign_roles(names: Sequence[str], config: Optimizer) -> list[Role]:
     return roles
 
 
-# Their weights are no matrices: rows of an embedding are looked up, filters of a convolution have more dimensions.
+# Their weights are not matrices: rows of an embedding are looked up, filters of a convolution have more dimensions.
 _NOT_MATRICES = (
     nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
     nn.ConvTranspose3d,

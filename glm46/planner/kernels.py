@@ -11,7 +11,7 @@ from glm46.config.model import ModelShape
 from glm46.planner.activations import with_key_copies
 from glm46.planner.flops import attention_flops
 from glm46.planner.layout import Layout
-from glm46.planner.memory import LOSS_CHUNK_TOKENS
+from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
 from glm46.planner.parameters import Parameter, dense_layer, dimensions, moe_layer, mtp_layer, part_rows
 
 Kind = Literal["products", "experts", "attention", "memory"]
@@ -91,7 +91,6 @@ _PER_LOGIT = {"bfloat16": 16, "float32": 20}
 _HEAD_KERNELS_PER_CHUNK = 38
 _ATTENTION_BACKWARD = 2.5
 """Products of attention in backward over those of forward: FlashAttention computes the scores again."""
-_WIDTH = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,9 @@ class MicroBatch:
     experts_fp8: bool = False
 
     @property
-    def width(self) -> int:
+    def width(self) -> float:
         """Bytes of an element."""
-        return _WIDTH[self.param_dtype]
+        return WIDTHS[self.param_dtype]
 
 
 def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str) -> PartWork:

@@ -200,7 +200,7 @@ class _Step:
     def _state_bytes(self, row: Parameter) -> int:
         """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""
         optimizer, sizes = self._config.optimizer, held_shape(row, self._shape, self._layout)
-        states = 1 if row.choose_optimizer(optimizer) == "muon" else 2
+        states = row.states(optimizer)
         if optimizer.state_dtype != "8bit":
             return states * prod(sizes) * WIDTHS[optimizer.state_dtype]
         if not row.is_matrix or row.numel(self._shape) < STATE_LEAST_ENTRIES:

@@ -93,6 +93,10 @@ class Parameter:
             return "adamw"
         return getattr(config, self.optimizer) if self.optimizer in ("router", "lm_head") else self.optimizer
 
+    def states(self, config: Optimizer) -> int:
+        """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
+        return 1 if self.choose_optimizer(config) == "muon" else 2
+
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Sizes of the dimensions that `Parameter.dims` names.

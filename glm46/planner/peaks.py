@@ -32,7 +32,7 @@ class Accelerator:
 
     @property
     def fp8_flops(self) -> float:
-        """Dense FP8 FLOP/s; those of BF16 if there are no products in FP8."""
+        """Dense FP8 FLOP/s; equal to `bf16_flops` on a GPU without FP8 products."""
         return self.bf16_flops * (2 if self.compute_capability >= _FP8_CAPABILITY else 1)
 
 
@@ -83,7 +83,7 @@ def find_accelerator(name: str) -> Accelerator | None:
 def accelerator_of(text: str) -> Accelerator:
     """The accelerator that a user names, or describes as ``NAME:bf16=TFLOP/s,memory=GiB,bandwidth=GB/s,link=GB/s``.
 
-    ``capability`` may be added; without it there are no products in FP8.
+    ``capability`` is optional; a GPU described without it is planned without FP8 products.
 
     Raises:
         ValueError: the name is unknown, or the description is wrong; says what is allowed.

@@ -10,7 +10,7 @@ from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.planner.parameters import count_parameters
 from glm46.planner.plan import Plan
 from glm46.planner.requirement import Verdict, judge, memory_lines
-from glm46.planner.run_cost import RunCost, checkpoint_size, run_cost
+from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
 from glm46.planner.step_time import OrderOf
 from glm46.planner.target_cluster import TargetCluster
 
@@ -100,7 +100,7 @@ def plan_numbers(run: RunPlan) -> dict:
             "tokens_per_second": cost.tokens_per_second,
             "mfu": cost.mfu,
             "stages": [
-                {"steps": stage.steps, "days": stage.seconds / 86_400, "step_seconds": stage.largest.seconds}
+                {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
                 | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
                 for stage in cost.stages
             ],
@@ -145,7 +145,7 @@ def _run_lines(plan: Plan) -> list[str]:
 
 def _time_sections(cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
     """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
-    longest = max(cost.stages, key=lambda stage: stage.seconds)
+    longest = cost.longest
     index, step = cost.stages.index(longest), longest.largest
     source = cluster.efficiencies.source
     low, high = UNCERTAINTY["assumed" if source == "assumed" else "measured"]

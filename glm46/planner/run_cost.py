@@ -10,7 +10,7 @@ from glm46.planner.schedule import batch_sequences
 from glm46.planner.step_time import OrderOf, StepTime, step_time
 from glm46.planner.target_cluster import TargetCluster
 
-_SECONDS_PER_DAY, _SECONDS_PER_HOUR = 86_400, 3_600
+SECONDS_PER_DAY = 86_400
 _HF_BYTES = 2
 """Of an element in a Hugging Face folder: BF16."""
 
@@ -36,16 +36,21 @@ class RunCost:
     """Of the whole run, as the model needs them."""
 
     @property
+    def longest(self) -> StageCost:
+        """The stage that takes most time."""
+        return max(self.stages, key=lambda stage: stage.seconds)
+
+    @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
 
     @property
     def days(self) -> float:
-        return sum(stage.seconds for stage in self.stages) / _SECONDS_PER_DAY
+        return sum(stage.seconds for stage in self.stages) / SECONDS_PER_DAY
 
     @property
     def gpu_hours(self) -> float:
-        return self.cluster.gpus * self.days * _SECONDS_PER_DAY / _SECONDS_PER_HOUR
+        return self.cluster.gpus * self.days * 24
 
     @property
     def dollars(self) -> float | None:
@@ -54,12 +59,12 @@ class RunCost:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / (self.days * _SECONDS_PER_DAY)
+        return self.tokens / (self.days * SECONDS_PER_DAY)
 
     @property
     def mfu(self) -> float:
         """Share of the BF16 peak of all GPUs over the whole run."""
-        return self.flops / (self.cluster.gpus * self.cluster.gpu.bf16_flops * self.days * _SECONDS_PER_DAY)
+        return self.flops / (self.cluster.gpus * self.cluster.gpu.bf16_flops * self.days * SECONDS_PER_DAY)
 
 
 def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> RunCost:
@@ -125,9 +130,9 @@ class CheckpointSize:
 def checkpoint_size(plan: Plan) -> CheckpointSize:
     """The size of each checkpoint of a run."""
     optimizer, rows = plan.config.optimizer, named_rows(plan.shape).values()
-    trained = [(row.numel(plan.shape), row.choose_optimizer(optimizer)) for row in rows if row.optimizer is not None]
+    trained = [(row.numel(plan.shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
     elements = sum(count for count, _ in trained)
-    states = sum(count * (1 if name == "muon" else 2) for count, name in trained)
+    states = sum(count * of_each for count, of_each in trained)
     return CheckpointSize(
         elements * WIDTHS[plan.config.training.dtype], states * WIDTHS[optimizer.state_dtype], elements * _HF_BYTES
     )

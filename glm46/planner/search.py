@@ -10,7 +10,7 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.planner.memory import largest_stage, stage_memory
+from glm46.planner.memory import largest_stage, plan_memory, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import usable_bytes
 from glm46.planner.run_cost import RunCost, checkpoint_size, run_cost
@@ -113,10 +113,8 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     for gpus in (count for count in _powers(_MOST_GPUS) if count >= least):
         for parallelism in _layouts(smaller, replace(cluster, gpus=gpus)):
             candidate = smaller.model_copy(update={"parallelism": parallelism})
-            if not find_faults(candidate, gpus):
-                plan = resolve_plan(candidate, gpus)
-                if largest_stage(stage_memory(plan)).total <= usable:
-                    return plan
+            if not find_faults(candidate, gpus) and plan_memory(candidate, gpus).total <= usable:
+                return resolve_plan(candidate, gpus)
     return None
 
 

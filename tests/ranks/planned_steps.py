@@ -332,7 +332,7 @@ def measure(name: str) -> dict:
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
     unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]
-    assert not unknown, f"groups that are no axis: {unknown}"
+    assert not unknown, f"groups that are not an axis: {unknown}"
     states = {name: state for name, state in network.optimizer.state_tensors().items() if not name.endswith(".step")}
     return {
         "name": name,

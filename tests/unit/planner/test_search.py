@@ -50,7 +50,7 @@ def test_all_that_is_found_fits_and_is_ranked():
         assert each.cost.days == run_cost(each.plan, cluster, pipeline_order).days
         assert each.plan.layout.tp <= 4  # a tensor-parallel group stays inside a node
     assert len({tuple(options_of(each.plan, config)) for each in found.best}) == len(found.best)
-    # Layouts that a user would try first are no better.
+    # Layouts that a user would try first are not faster.
     for parallelism in ({}, {"expert_parallel_degree": 8}, {"tensor_parallel_degree": 4}):
         plan = resolve_plan(run(parallelism=parallelism), 8)
         if largest_stage(stage_memory(plan)).total <= 0.92 * 3 * GIB:
