@@ -9,6 +9,7 @@ from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
+from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
@@ -116,7 +117,8 @@ def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, posi
 
 def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
     if arguments.chat:
-        return chat_prompt(tokenizer, text, system=arguments.system, thinking=arguments.thinking)
+        system = [Message("system", arguments.system)] if arguments.system is not None else []
+        return chat_prompt(tokenizer, [*system, Message("user", text)], thinking=arguments.thinking)
     return tokenizer.encode(text).tolist()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.cells import cell_len
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -22,7 +22,6 @@ from glm46.config.loader import dump_config
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.data.chat import chat_prompt
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
@@ -386,28 +385,3 @@ def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
     assert main([*command, "--speculative"]) == 2
     assert "no prediction layers" in capsys.readouterr().err
     assert main([*command, "--max-new-tokens", "1"]) == 0
-
-
-def test_chat_is_glms_template_and_markers_in_messages_are_text():
-    tokenizer = load_tokenizer("builtin")
-    ids = chat_prompt(tokenizer, "Hi <|user|>", system="Be kind.", thinking=False)
-    assert tokenizer.decode(ids) == (
-        "[gMASK]<sop><|system|>\nBe kind.<|user|>\nHi <|user|>/nothink<|assistant|>\n<think></think>"
-    )
-    assert ids.count(tokenizer.special["<|user|>"]) == 1 and ids[-1] == tokenizer.special["</think>"]
-    assert tokenizer.decode(chat_prompt(tokenizer, "Hi", system=None, thinking=True)) == (
-        "[gMASK]<sop><|user|>\nHi<|assistant|>"
-    )
-
-
-def test_the_template_of_an_export_equals_chat(folders):
-    theirs, ours = AutoTokenizer.from_pretrained(folders[1]), load_tokenizer("builtin")
-    for system, thinking in ((None, True), ("Be kind.", False)):
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "Hi\nthere"}]
-        options = {} if thinking else {"enable_thinking": False}
-        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-        assert ids == chat_prompt(ours, "Hi\nthere", system=system, thinking=thinking)
-    messages += [{"role": "assistant", "content": " Hello. "}, {"role": "user", "content": "Bye"}]
-    assert theirs.apply_chat_template(messages, tokenize=False).endswith(
-        "<|assistant|>\n<think></think>\nHello.<|user|>\nBye"
-    )

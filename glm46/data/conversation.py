@@ -1,0 +1,281 @@
+"""Conversations: one line of a chat file as checked messages, whatever format the file has.
+
+Sources of the formats: OpenAI's chat and fine-tuning files, Hugging Face chat data sets and ms-swift (``messages``),
+LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford Alpaca (``alpaca``).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+
+_ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
+    "function_call": "call", "tool_call": "call",
+}  # fmt: skip
+"""Our role by each name of it. A "call" is a tool call in a message of its own; it joins the assistant's turn."""
+
+_MAY_FOLLOW = {
+    "system": {None, "system", "user", "assistant"},
+    "user": {None, "system", "user", "assistant"},
+    "assistant": {"system", "user", "tool"},
+    "tool": {"assistant", "tool"},
+}
+"""Roles directly before a role; None: the conversation begins with it."""
+
+
+class BadConversation(ValueError):
+    """A line that cannot be trained on.
+
+    Attributes:
+        reason: one of a fixed set of short texts, to count lines by.
+        detail: the value, or the place of the message in its conversation; may be empty.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool by the assistant."""
+
+    name: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. Consecutive messages of the role "tool" answer the calls of one turn."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str = ""
+    reasoning: str = ""
+    """The assistant's thinking, without its tags."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    is_trained: bool = True
+    """Whether an assistant's turn may be a target."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in an order that `parse_conversation` has checked; the last one is the assistant's."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Descriptions of the tools, printed to the model as they are."""
+    num_dropped: int = 0
+    """Messages behind the last one of the assistant, which were left out."""
+
+
+def parse_conversation(record: object, format: str) -> Conversation:
+    """Read one line of a chat file.
+
+    Args:
+        record: the line as Python values, such as `json.loads` or pyarrow's ``to_pylist`` give them.
+        format: one of `CHAT_FORMATS`.
+
+    Raises:
+        BadConversation: the line is not a conversation of this format that an assistant takes part in.
+    """
+    if not isinstance(record, Mapping):
+        raise BadConversation("line is not an object", type(record).__name__)
+    rows = _ROWS[format](record)
+    messages: list[Message] = []
+    for index, row in enumerate(rows):
+        message = _message(row, index)
+        # LLaMA-Factory and ms-swift write each call as a message of its own.
+        if message.role == "call" and messages and messages[-1].role == "assistant":
+            turn = messages.pop()
+            calls = turn.tool_calls + message.tool_calls
+            trained = turn.is_trained and message.is_trained
+            message = replace(turn, tool_calls=calls, is_trained=trained)
+        elif message.role == "call":
+            message = replace(message, role="assistant")
+        messages.append(message)
+    end = max((i for i, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    if not end:
+        raise BadConversation("no assistant")
+    _raise_for_order(messages[:end])
+    return Conversation(tuple(messages[:end]), _tools(record.get("tools")), len(messages) - end)
+
+
+def split_thinking(content: str) -> tuple[str, str]:
+    """Split an assistant's text into (thinking, answer) as GLM's chat template does.
+
+    The thinking ends at the first ``</think>`` and begins behind the last ``<think>`` before it; the answer begins
+    behind the last ``</think>``. Text before the thinking and between two ``</think>`` is left out.
+    """
+    if "</think>" not in content:
+        return "", content
+    thinking = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return thinking, content.split("</think>")[-1].lstrip("\n")
+
+
+def _list(value: object) -> list:
+    if not isinstance(value, list) or not value:
+        raise BadConversation("no messages")
+    return value
+
+
+def _messages_rows(record: Mapping) -> list:
+    return _list(record.get("messages"))
+
+
+def _sharegpt_rows(record: Mapping) -> list:
+    rows = [
+        {**row, "role": row.get("from"), "content": row.get("value")} if isinstance(row, Mapping) else row
+        for row in _list(record.get("conversations"))
+    ]
+    return _system_row(record) + rows
+
+
+def _prompt_completion_rows(record: Mapping) -> list:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list):
+        # An answer inside the prompt was given, not asked for.
+        prompt = [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in prompt]
+    else:
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(completion, list):
+        completion = [{"role": "assistant", "content": completion}]
+    return prompt + completion
+
+
+def _alpaca_rows(record: Mapping) -> list:
+    rows = _system_row(record)
+    history = record.get("history") or []
+    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise BadConversation("history is not a list of pairs")
+    for question, answer in history:
+        rows += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    instruction, extra = record.get("instruction"), record.get("input")
+    if extra:
+        instruction = f"{_text(instruction, 'user')}\n{_text(extra, 'user')}"
+    return [*rows, {"role": "user", "content": instruction}, {"role": "assistant", "content": record.get("output")}]
+
+
+_ROWS = {
+    "messages": _messages_rows,
+    "sharegpt": _sharegpt_rows,
+    "prompt_completion": _prompt_completion_rows,
+    "alpaca": _alpaca_rows,
+}
+
+
+def _system_row(record: Mapping) -> list:
+    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
+
+
+def _message(row: object, index: int) -> Message:
+    if not isinstance(row, Mapping):
+        raise BadConversation("message is not an object", f"message {index}")
+    name = row.get("role")
+    role = _ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise BadConversation("unknown role", repr(name))
+    trained = _is_trained(row)
+    if role == "call":
+        value = row.get("content")
+        reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
+        return Message(role, "", reasoning, _calls(_decoded(value, "tool call is not JSON")), trained)
+    content = _text(row.get("content"), role)
+    if role != "assistant":
+        return Message(role, content)
+    # Hugging Face and ms-swift; vLLM; data sets of gpt-oss.
+    given = [row[key] for key in ("reasoning_content", "reasoning", "thinking") if row.get(key) is not None]
+    if any(not isinstance(reasoning, str) for reasoning in given):
+        raise BadConversation("reasoning is not text", f"message {index}")
+    reasoning, content = (given[0], content) if given else split_thinking(content)
+    old_form = row.get("function_call")
+    calls = _calls(row.get("tool_calls") or ([old_form] if old_form else []))
+    if not content.strip() and not calls:
+        raise BadConversation("assistant with neither content nor call", f"message {index}")
+    return Message(role, content, reasoning, calls, trained)
+
+
+def _text(content: object, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise BadConversation("content is neither text nor a list of text", type(content).__name__)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else part
+        if isinstance(kind, str) and kind != "text":
+            raise BadConversation("image, audio or other part that is not text", kind)
+        if not isinstance(text, str):
+            raise BadConversation("content is neither text nor a list of text", f"list of {type(text).__name__}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _is_trained(row: Mapping) -> bool:
+    given = [row[key] for key in ("weight", "loss", "train") if row.get(key) is not None]
+    if any(value not in (0, 1) for value in given):
+        raise BadConversation("weight is neither 0 nor 1", repr(given))
+    return all(given)
+
+
+def _calls(value: object) -> tuple[ToolCall, ...]:
+    rows = [value] if isinstance(value, Mapping) else value
+    if not isinstance(rows, list) or any(not isinstance(row, Mapping) for row in rows):
+        raise BadConversation("tool calls are not a list of objects", type(value).__name__)
+    calls = []
+    for row in rows:
+        function = row.get("function") or row
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise BadConversation("tool call without a name")
+        arguments = _decoded(function.get("arguments") or {}, "arguments are not JSON")
+        if not isinstance(arguments, Mapping):
+            raise BadConversation("arguments are not an object", f"{name}: {type(arguments).__name__}")
+        calls.append(ToolCall(name, arguments))
+    return tuple(calls)
+
+
+def _tools(value: object) -> tuple[Mapping, ...]:
+    tools = _decoded(value or [], "tools are not JSON")
+    if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
+        raise BadConversation("tools are not a list of objects", type(tools).__name__)
+    return tuple(tools)
+
+
+def _decoded(value: object, reason: str) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadConversation(reason, str(error)) from error
+
+
+def _raise_for_order(messages: list[Message]) -> None:
+    """Raise BadConversation where a role cannot follow: GLM's next role marker is what ends an assistant's turn."""
+    last: Message | None = None
+    unanswered = 0
+    user_spoke = False
+    for index, message in enumerate(messages):
+        if message.role == "tool":
+            if not unanswered:
+                raise BadConversation("tool message not behind a tool call", f"message {index}")
+            unanswered -= 1
+        else:
+            before = None if last is None else last.role
+            open_call = last is not None and bool(last.tool_calls)
+            early = message.role == "assistant" and not user_spoke
+            if before not in _MAY_FOLLOW[message.role] or open_call or early:
+                raise BadConversation("roles out of order", f"{message.role} behind {before}, message {index}")
+            unanswered = len(message.tool_calls)
+        user_spoke |= message.role == "user"
+        last = message

@@ -1,0 +1,197 @@
+"""Lines of chat files: every format gives the same messages, and every bad line is refused with its reason."""
+
+import json
+
+import pytest
+
+from glm46.data.conversation import BadConversation, Conversation, Message, ToolCall, parse_conversation
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+HELLO = (Message("user", "Hi"), Message("assistant", "Hello"))
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+def parse(*messages, **others):
+    return parse_conversation({"messages": list(messages), **others}, "messages")
+
+
+def test_openai_messages_with_tools_and_reasoning():
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+    conversation = parse(
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, "brief."]},
+        {"role": "user", "content": "Rome?", "reasoning_content": "of a user is nobody's"},
+        {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call, {"name": "now"}]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+        {"role": "function", "content": "noon"},
+        {"role": "assistant", "content": "Sunny.", "tool_calls": None, "weight": None},
+        tools=[TOOL],
+    )
+    calls = (ToolCall("weather", {"city": "Rome", "days": 2}), ToolCall("now", {}))
+    assert conversation == Conversation(
+        (
+            Message("system", "Be brief."),
+            Message("user", "Rome?"),
+            Message("assistant", "", "look", calls),
+            Message("tool", "sunny"),
+            Message("tool", "noon"),
+            Message("assistant", "Sunny."),
+        ),
+        (TOOL,),
+    )
+
+
+@pytest.mark.parametrize(
+    "format, record",
+    [
+        ("messages", {"messages": [USER, ANSWER]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
+        ("prompt_completion", {"prompt": "Hi", "completion": "Hello"}),
+        ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
+        ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
+    ],
+)
+def test_formats_give_the_same_messages(format, record):
+    assert parse_conversation(record, format) == Conversation(HELLO)
+
+
+def test_sharegpt_with_tools():
+    rows = [("human", "Rome?"), ("gpt", "<think>look</think>\nWait."), ("function_call", '{"name": "weather"}')]
+    rows += [("function_call", '[{"name": "now", "arguments": {"zone": 1}}]'), ("observation", "sunny")]
+    rows += [("function_call", '<think>again</think>{"name": "now"}'), ("tool", "noon"), ("gpt", "Sunny.")]
+    record = {"conversations": [{"from": role, "value": value} for role, value in rows]}
+    got = parse_conversation(record | {"system": "Be brief.", "tools": json.dumps([TOOL])}, "sharegpt")
+    assert got.tools == (TOOL,)
+    assert got.messages == (
+        Message("system", "Be brief."),
+        Message("user", "Rome?"),
+        Message("assistant", "Wait.", "look", (ToolCall("weather"), ToolCall("now", {"zone": 1}))),
+        Message("tool", "sunny"),
+        Message("assistant", "", "again", (ToolCall("now"),)),
+        Message("tool", "noon"),
+        Message("assistant", "Sunny."),
+    )
+
+
+def test_answers_of_a_prompt_are_not_trained_and_alpaca_has_history():
+    prompt = [USER, ANSWER, {"role": "user", "content": "And?"}]
+    got = parse_conversation({"prompt": prompt, "completion": "So."}, "prompt_completion").messages
+    assert [message.is_trained for message in got if message.role == "assistant"] == [False, True]
+    record = {"system": "S", "instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Hello"]]}
+    assert parse_conversation(record, "alpaca").messages == (
+        Message("system", "S"), *HELLO, Message("user", "Add\n1 2"), Message("assistant", "3"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+@pytest.mark.parametrize("value", [0, 1, False, True, 0.0, None])
+def test_weights_of_messages(key, value):
+    got = parse(USER, ANSWER | {key: value}).messages[-1]
+    assert got.is_trained is (value is None or bool(value))
+
+
+@pytest.mark.parametrize(
+    "content, reasoning, answer",
+    [
+        ("<think>\nwhy</think>\n\nSo", "why", "So"),
+        ("lost <think>why</think>lost</think>So", "why", "So"),
+        ("why</think>So", "why", "So"),
+        ("<think>open", "", "<think>open"),
+    ],
+)
+def test_thinking_inside_the_content(content, reasoning, answer):
+    assert parse(USER, ANSWER | {"content": content}).messages[-1] == Message("assistant", answer, reasoning)
+    # Reasoning of its own, empty too, leaves the content alone.
+    kept = parse(USER, ANSWER | {"content": content, "reasoning_content": ""}).messages[-1]
+    assert kept == Message("assistant", content)
+
+
+def test_old_function_calls_and_names_of_reasoning():
+    old = {"role": "assistant", "function_call": {"name": "now", "arguments": ""}, "content": None}
+    assert parse(USER, old, {"role": "function", "content": "noon"}, ANSWER).messages[1].tool_calls == (
+        ToolCall("now"),
+    )
+    for key in ("reasoning", "thinking"):
+        assert parse(USER, ANSWER | {key: "why"}).messages[-1].reasoning == "why"
+
+
+@pytest.mark.parametrize("rest", [[USER], [{"role": "system", "content": "x"}, USER]])
+def test_messages_behind_the_last_answer_are_left_out_and_counted(rest):
+    assert parse(USER, ANSWER, *rest) == Conversation(HELLO, num_dropped=len(rest))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "noon"}
+
+
+def calling(**function):
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
+@pytest.mark.parametrize(
+    "reason, messages",
+    [
+        ("no messages", []),
+        ("message is not an object", ["Hi"]),
+        ("no assistant", [USER]),
+        ("unknown role", [{"role": "critic", "content": "x"}, ANSWER]),
+        ("unknown role", [{"content": "x"}, ANSWER]),
+        ("unknown role", [{"role": ["user"], "content": "x"}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user"}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": 3}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": [3]}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": [{"type": "text"}]}, ANSWER]),
+        ("image, audio or other part that is not text", [USER | {"content": [{"type": "image_url"}]}, ANSWER]),
+        ("image, audio or other part that is not text", [USER | {"content": [{"type": "audio", "text": "x"}]}, ANSWER]),
+        ("reasoning is not text", [USER, ANSWER | {"reasoning_content": ["x"]}]),
+        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": None}]),
+        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": "<think>x</think> "}]),
+        ("tool calls are not a list of objects", [USER, {"role": "assistant", "tool_calls": "now"}]),
+        ("tool call is not JSON", [USER, {"role": "tool_call", "content": "now()"}]),
+        ("tool call without a name", [USER, calling(arguments={})]),
+        ("tool call without a name", [USER, calling(name="")]),
+        ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
+        ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
+        ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
+        ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
+        ("roles out of order", [ANSWER]),
+        ("roles out of order", [{"role": "system", "content": "x"}, ANSWER]),
+        ("roles out of order", [USER, ANSWER, ANSWER]),
+        ("roles out of order", [USER, CALL, USER, ANSWER]),
+        ("roles out of order", [USER, CALL, ANSWER]),
+        ("roles out of order", [USER, CALL, RESULT, USER, ANSWER]),
+        ("weight is neither 0 nor 1", [USER, ANSWER | {"weight": 0.5}]),
+        ("weight is neither 0 nor 1", [USER, ANSWER | {"train": "no"}]),
+    ],
+)
+def test_bad_lines_are_refused_with_their_reason(reason, messages):
+    with pytest.raises(BadConversation) as refused:
+        parse(*messages)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "reason, format, record",
+    [
+        ("line is not an object", "messages", ["Hi"]),
+        ("no messages", "messages", {"text": "Hi"}),
+        ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
+        ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
+        ("content is neither text nor a list of text", "prompt_completion", {"completion": "Hello"}),
+        ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
+        ("assistant with neither content nor call", "prompt_completion", {"prompt": "Hi"}),
+        ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
+        ("assistant with neither content nor call", "alpaca", {"instruction": "Hi"}),
+        ("content is neither text nor a list of text", "alpaca", {"input": "Hi", "output": "Hello"}),
+        ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
+        ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
+        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
+        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": "{}"}),
+    ],
+)
+def test_bad_lines_of_other_formats(reason, format, record):
+    with pytest.raises(BadConversation) as refused:
+        parse_conversation(record, format)
+    assert refused.value.reason == reason
