@@ -11,6 +11,7 @@ from pathlib import Path
 from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.float8_layers import FLOAT8_RULES
 from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.rules_adapter import adapter_is_possible
 from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
@@ -35,7 +36,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
     if config.model.flavor not in PRESETS:
         return faults
     shape = resolve_shape(config.model)
-    faults += [fault for rule in MODEL_RULES for fault in rule(config, shape)]
+    faults += [fault for rule in (*MODEL_RULES, adapter_is_possible) for fault in rule(config, shape)]
     rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES, *PROFILING_RULES)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from glm46.config.ablation import Ablation
+from glm46.config.adapter import Adapter
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
 from glm46.config.float8 import Float8
@@ -68,6 +69,7 @@ class RunConfig(Section):
     metrics: Metrics = Field(default_factory=Metrics)
     profiling: Profiling = Field(default_factory=Profiling)
     debug: Debug = Field(default_factory=Debug)
+    adapter: Adapter | None = None
     ablation: Ablation | None = None
 
     @property

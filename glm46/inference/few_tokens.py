@@ -1,7 +1,7 @@
 """CPU kernel of a decoder layer for the few tokens of a decoding step; equal to the layer's own forward.
 
-It reads weights directly, so it supports only modules whose products are the model's own (`is_plain`). An adapter or
-float8 replaces `Linear.product` or `Experts.product`; such a layer runs its own forward.
+It reads weights directly, so it supports only modules whose products are the model's own (`is_plain`). Adapters and
+float8 replace `Linear.product`, `Experts.product` or `Experts.project`; such a layer runs its own forward.
 
 With few rows, the time of a product is that of reading the weight. A large weight is read fastest from oneDNN's packed
 copy. Weights with the same input are concatenated, and so are the heads that one norm and one rotation serve. Routing
@@ -38,7 +38,8 @@ def is_for(x: Tensor) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether no `product` of a module or its submodules has been replaced."""
-    return all(getattr(part, "product", None) in (None, Linear.product, Experts.product) for part in module.modules())
+    products = (None, Linear.product, Experts.product)
+    return all(getattr(p, "product", None) in products and "project" not in vars(p) for p in module.modules())
 
 
 class Product:

@@ -126,13 +126,17 @@ class Experts(nn.Module):
         Returns:
             [N, D], dtype of `x_ND`.
         """
-        gate_up = self.product(x_ND, local_weight(self.gate_up), offsets)
-        return self.product(weighted_swiglu(gate_up, weights_N), local_weight(self.down), offsets)
+        gate_up = self.project("gate_up", x_ND, offsets)
+        return self.project("down", weighted_swiglu(gate_up, weights_N), offsets)
+
+    def project(self, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
+        """`product` with the weight of this name. Adapters, which differ by weight, replace this attribute."""
+        return self.product(x_NI, local_weight(getattr(self, name)), offsets)
 
     @staticmethod
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
         """Rows [offsets[e-1], offsets[e]) times the transpose of ``weight_EOI[e]``, [N, O].
 
-        The only product of `forward` with a weight. To compute it differently, set this attribute on a module.
+        The only product of `project` with a weight. To compute it differently, set this attribute on a module.
         """
         return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)

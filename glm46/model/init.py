@@ -45,6 +45,12 @@ def _stream_key(seed: int, name: str) -> int:
     return _signed(int.from_bytes(digest, "little"))
 
 
+def _uniform_bits(seed: int, name: str, index: Tensor) -> Tensor:
+    """Two independent 32-bit numbers for the given elements of a parameter, as one int64."""
+    bits = _splitmix64(index + _stream_key(seed, name))
+    return _splitmix64(bits)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
+
+
 def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal numbers for the given elements of a parameter.
 
@@ -54,28 +60,33 @@ def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
     Returns:
         FP32, shape of `index`. Box-Muller in FP64, so that devices agree after rounding except for rare last bits.
     """
-    bits = _splitmix64(index + _stream_key(seed, name))
-    bits = _splitmix64(bits)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
+    bits = _uniform_bits(seed, name, index)
     first = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
     second = (bits & 0xFFFFFFFF).double() * 2.0**-32
     return ((-2.0 * first.log()).sqrt() * (2.0 * math.pi * second).cos()).float()
+
+
+def uniform_at(seed: int, name: str, index: Tensor) -> Tensor:
+    """Numbers uniform in [-1, 1), FP32; arguments of `normal_at`."""
+    return (_shift_right(_uniform_bits(seed, name, index), 32).double() * 2.0**-31 - 1.0).float()
 
 
 @torch.no_grad()
 def fill_normal(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Fill `local`, a part of a parameter, with N(0, std).
+    """Fill a part of a parameter with N(0, std); arguments of `fill_parameter`."""
+    _fill_random(local, indices, global_shape, lambda index: normal_at(seed, name, index) * std)
 
-    Args:
-        local: the part, any strides.
-        indices: for each dimension of `local`, int64 [its size]: the global indices that it holds.
-    """
+
+def _fill_random(
+    local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], values: Callable[[Tensor], Tensor]
+) -> None:
     places, stride = [], 1
     for dim in reversed(range(len(global_shape))):
         places.insert(0, indices[dim].to(local.device) * stride)
         stride *= global_shape[dim]
-    _fill_box(local, places, lambda index: normal_at(seed, name, index) * std)
+    _fill_box(local, places, values)
 
 
 def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Tensor]) -> None:
@@ -100,11 +111,21 @@ def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Te
 def fill_parameter(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Fill in the initial value of a parameter or buffer of the model, as its row in `planner/parameters.py` says."""
+    """Fill in the initial value of a parameter or buffer of the model, as its row in `planner/parameters.py` says.
+
+    Args:
+        local: this rank's part of it, any strides.
+        indices: for each dimension of `local`, int64 [its size]: the global indices that it holds.
+        std: of normal values.
+    """
     initial = find_parameter(name).initial
     if initial == "ones":
         local.fill_(1.0)
     elif initial == "zeros":
         local.zero_()
+    elif initial == "uniform":
+        # The last dimension has a matrix's inputs, also where matrices of experts are stacked.
+        bound = global_shape[-1] ** -0.5
+        _fill_random(local, indices, global_shape, lambda index: uniform_at(seed, name, index) * bound)
     else:
         fill_normal(local, indices, global_shape, seed=seed, name=name, std=std)

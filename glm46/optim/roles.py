@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from glm46.config.errors import UserError
 from glm46.config.optimizer import Optimizer
-from glm46.planner.parameters import PARAMETERS, find_parameter
+from glm46.planner.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _role_of(parameter: Tensor, is_looked_up: bool) -> Role:
 def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: Optimizer) -> list[RoleRow]:
     """The table of the rules that have parameters here, in the order of ``PARAMETERS``; whole tensors, not shards."""
     rows = []
-    for rule in dict.fromkeys(row.group for row in PARAMETERS):
+    for rule in dict.fromkeys(row.group for row in (*PARAMETERS, *ADAPTER_PARAMETERS)):
         mine = [(tensor, role) for tensor, role in zip(tensors, roles, strict=True) if role.rule == rule]
         if mine:
             role = mine[0][1]

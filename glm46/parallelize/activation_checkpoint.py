@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
+from glm46.model.adapters import adapted_grouped_mm
 from glm46.model.attention_runs import block_attention
 from glm46.model.experts import grouped_mm
 from glm46.model.mtp import MTPLayer
@@ -23,6 +24,7 @@ _SAVED_OPERATORS = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     # Experts: most of the FLOPs of a layer.
     grouped_mm._opoverload,
+    adapted_grouped_mm._opoverload,
     _aten._scaled_grouped_mm.default,
     # Other ranks would have to send their rows again.
     compat.EXCHANGE_OPERATOR,

@@ -5,6 +5,7 @@ import torch
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Cluster
+from glm46.model.adapters import add_adapters
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint, compile, context, expert, float8, fsdp, tensor
@@ -22,7 +23,14 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         `parameter_offload`, in host memory, with initial values.
     """
     config, meshes = plan.config, cluster.meshes
-    model.cast(getattr(torch, config.training.dtype))  # before sharding: the shards are the master weights
+    trained_type = getattr(torch, config.training.dtype)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if config.adapter is None or not is_trained:
+        model.cast(trained_type)  # before sharding: the shards are the master weights
+    else:
+        # Before sharding, which divides adapters as their weights, and before FSDP2, which asks what is frozen.
+        model.cast(getattr(torch, config.training.mixed_precision_param))
+        add_adapters(model, config.adapter, trained_type)
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see the token dispatch
     if meshes.sequence is not None:

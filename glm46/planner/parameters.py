@@ -7,10 +7,11 @@ the model.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from glm46.config.adapter import Adapter, AdapterTarget
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import Optimizer
 
@@ -34,8 +35,8 @@ class Parameter:
     """Line of the printed table of optimizer roles."""
     optimizer: Literal["muon", "adamw", "router", "lm_head"] | None = "muon"
     """router, lm_head: the key of [optimizer] that decides. None: a buffer, which no optimizer updates."""
-    initial: Literal["normal", "ones", "zeros"] = "normal"
-    """normal: N(0, initializer_range)."""
+    initial: Literal["normal", "ones", "zeros", "uniform"] = "normal"
+    """normal: N(0, initializer_range). uniform: at most 1 / sqrt(the last dimension)."""
     tensor_dim: int | None = None
     """Dimension that tensor parallelism shards. None: every tensor-parallel rank holds it whole."""
     is_expert: bool = False
@@ -47,11 +48,13 @@ class Parameter:
     fp8_family: str | None = None
     """Pattern of the modules that inference servers fuse or multiply in sequence: such a family is in FP8 as a whole or
     not at all. None: never in FP8. In the main model the same rows are the targets of adapters."""
+    rank: int | None = None
+    """Of an adapter: the dimension r."""
 
     @property
     def is_decayed(self) -> bool:
-        """True if weight decay applies: to all but norms and biases."""
-        return self.initial == "normal"
+        """True if weight decay applies: to all but norms, biases and magnitudes."""
+        return self.initial in ("normal", "uniform") or self.group == "adapter B"
 
     @property
     def is_matrix(self) -> bool:
@@ -65,7 +68,7 @@ class Parameter:
 
     def shape(self, shape: ModelShape) -> tuple[int, ...]:
         """Shape of our whole tensor in a model of this shape."""
-        sizes = dimensions(shape)
+        sizes = dimensions(shape) | ({} if self.rank is None else {"r": self.rank})
         return tuple(sizes[dim] for dim in self.dims.split())
 
     def numel(self, shape: ModelShape) -> int:
@@ -197,14 +200,48 @@ PARAMETERS = (
     _same("mtp", "eh_proj.weight", "D 2D", "MTP projection"),
 )
 
+_TARGETS: dict[str, AdapterTarget] = {
+    "self_attn": "attention", "mlp": "dense", "mlp.shared_experts": "shared_experts", "mlp.experts": "experts"
+}  # fmt: skip
+_PEFT_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
+    """A, B and the magnitude of a weight W, in whose place ``W + scale * B A`` is; their Hugging Face names are PEFT's.
+
+    A has the columns of W, B and the magnitude have its rows, and are sharded as those are. The gate and the up matrix
+    of an expert share A.
+    """
+    outputs, inputs = row.dims.split()[-2:]
+    experts, separator = ("E ", "_") if row.is_expert else ("", ".")
+    sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
+
+    def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
+        name, *hf_names = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
+        hf_names = tuple(f"{hf_name}.{_PEFT_NAMES[key]}" for hf_name in hf_names)
+        name, options = f"{name}{separator}{key}", sharded | options
+        return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
+
+    a = {} if row.tensor_dim == 1 else {"tensor_dim": None}
+    b = {} if row.tensor_dim == 0 else {"tensor_dim": None}
+    return (
+        of("lora_A", f"r {inputs}", "adapter A", "uniform", **a),
+        of("lora_B", f"{outputs} r", "adapter B", "zeros", **b),
+        of("magnitude", outputs, "magnitude", "ones", **b),
+    )
+
+
+ADAPTER_PARAMETERS = tuple(adapter for row in PARAMETERS if row.fp8_family for adapter in _adapters_of(row))
+"""The adapters of every weight that can have them, as rows without their rank; see `adapter_rows`."""
+
 _PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
 _SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(("layer", "dense", "moe"), "layer")
 _SCOPES["mtp"] = "mtp"
-_BY_NAME = {(_SCOPES[row.part], row.name): row for row in PARAMETERS}
+_BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS)}
 
 
 def find_parameter(name: str) -> Parameter:
-    """The row of a parameter or buffer by its full name, such as ``layers.3.mlp.experts.down``.
+    """The row of a parameter, an adapter or a buffer by its full name, such as ``layers.3.mlp.experts.down``.
 
     Raises:
         KeyError: no row has this name.
@@ -252,6 +289,27 @@ def named_rows(shape: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[s
     for index in range(mtp):
         prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
+
+
+def adapter_layer(shape: ModelShape, adapter: Adapter, index: int) -> list[Parameter]:
+    """The rows of the adapters in one layer of the main model; magnitudes under DoRA only."""
+    if index not in adapter.layers_of(shape.num_hidden_layers):
+        return []
+    parts, rows = ("layer", "dense" if index < shape.first_k_dense_replace else "moe"), []
+    for row in ADAPTER_PARAMETERS:
+        module = row.name.rpartition(".")[0]
+        target = _TARGETS[module if row.is_expert else module.rpartition(".")[0]]
+        is_there = row.part in parts and (row.needs is None or getattr(shape, row.needs))
+        if is_there and target in adapter.targets and (row.group != "magnitude" or adapter.name == "dora"):
+            rank = adapter.rank if adapter.expert_rank is None or not row.is_expert else adapter.expert_rank
+            rows.append(replace(row, rank=rank))
+    return rows
+
+
+def adapter_rows(shape: ModelShape, adapter: Adapter) -> dict[str, Parameter]:
+    """Every parameter of the adapters by its full name, in the order of the layers."""
+    layers = adapter.layers_of(shape.num_hidden_layers)
+    return {f"layers.{i}.{row.name}": row for i in layers for row in adapter_layer(shape, adapter, i)}
 
 
 @dataclass(frozen=True)

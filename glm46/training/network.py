@@ -39,8 +39,10 @@ class Network:
     pipeline: Pipeline | None
     """None if this rank has all layers."""
     parameters: dict[str, nn.Parameter]
-    """This rank's shards by name, taken once after building: during a forward the model's attributes are the gathered
-    weights."""
+    """This rank's shards of what is trained by name, taken once after building: during a forward the model's attributes
+    are the gathered weights."""
+    frozen: dict[str, nn.Parameter]
+    """The same of what is not trained: the base of adapters, or all of a frozen network."""
     optimizer: OptimizerGroup | None
     """None if the network is frozen."""
     balance: ExpertBalance | None
@@ -61,11 +63,15 @@ class Network:
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
         buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
-        return {name: tensor.detach() for name, tensor in (self.parameters | buffers).items()}
+        return {name: tensor.detach() for name, tensor in (self.parameters | self.frozen | buffers).items()}
 
     def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """All tensors of a checkpoint by name, with this prefix. Writing into them loads a checkpoint."""
-        named = {f"model.{name}": tensor for name, tensor in self.weights().items()}
+        """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
+        Writing into them loads a checkpoint."""
+        weights = self.weights()
+        if self.parameters and self.frozen:
+            weights = {name: weights[name] for name in self.parameters}
+        named = {f"model.{name}": tensor for name, tensor in weights.items()}
         if self.optimizer is not None:
             named |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
         if self.balance is not None:
@@ -162,13 +168,15 @@ def build_network(
             models = [Transformer(plan.shape, head=head)]
     for model in models:
         parallelize(model.requires_grad_(trainable), plan, cluster)
-    parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return Network(
         plan=plan,
         cluster=cluster,
         models=models,
         pipeline=pipeline,
         parameters=parameters,
+        frozen={name: parameter for name, parameter in named.items() if name not in parameters},
         optimizer=(
             build_optimizers(list(parameters.items()), plan.config.optimizer, cluster.device) if trainable else None
         ),

@@ -153,3 +153,16 @@ def test_every_parameter_of_the_model_is_filled_by_its_kind(tiny_shape):
     tokens = torch.randint(0, 97, (4, 32))
     loss = model(tokens, labels=tokens.roll(-1, 1)).loss / tokens.numel()
     assert loss.item() == pytest.approx(math.log(97), abs=0.05)
+
+
+def test_a_of_an_adapter_is_uniform_in_the_inputs_of_its_matrix():
+    """Of each expert's matrix, not of the stack of them."""
+    shape = (6, 8, 100)
+    for name in ("layers.3.mlp.experts.down_lora_A", "layers.3.self_attn.q_proj.lora_A"):
+        tensor = torch.full(shape, torch.nan)
+        fill_parameter(tensor, [torch.arange(n) for n in shape], shape, seed=1, name=name, std=0.02)
+        assert 0.0998 < tensor.abs().max() <= 0.1 and abs(tensor.mean()) < 3e-3
+        assert tensor.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+        half = torch.empty(6, 4, 100)
+        fill_parameter(half, [torch.arange(6), torch.arange(4, 8), torch.arange(100)], shape, seed=1, name=name, std=1)
+        assert torch.equal(half, tensor[:, 4:])

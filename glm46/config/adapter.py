@@ -1,0 +1,48 @@
+"""The section [adapter]."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from glm46.config.section import Section
+
+AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
+
+
+class Adapter(Section):
+    """[adapter]: fine-tuning by low-rank adapters, ``W + scale * B A`` in place of each weight W that ``targets`` name.
+    All weights of the base are frozen, in training.mixed_precision_param; adapters are trained in training.dtype."""
+
+    name: Literal["lora", "dora"] = "lora"
+    """lora: arXiv 2106.09685. dora: each row of ``W + scale * B A`` is scaled to a trained magnitude (arXiv
+    2402.09353)."""
+
+    rank: int = Field(32, ge=1)
+    """Rows of A and columns of B."""
+
+    expert_rank: int | None = Field(None, ge=1)
+    """Rank in the routed experts. A token uses num_experts_per_tok of them, so ``rank`` divided by that many gives them
+    their share of the active parameters. Absent: ``rank``."""
+
+    alpha: float = Field(32.0, gt=0.0)
+    """The scale of all adapters, those of experts too, is alpha / rank."""
+
+    rank_stabilized: bool = False
+    """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
+
+    targets: tuple[AdapterTarget, ...] = ("attention", "dense", "shared_experts", "experts")
+    """What is adapted: the query, key, value and output projections of attention; the feed-forward networks of dense
+    layers; the shared experts; the routed experts. Router, embedding and output head never are."""
+
+    layers: tuple[int, int] | None = None
+    """First and last layer with adapters, counted from 0. Absent: all."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on ``B A``."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def layers_of(self, num_hidden_layers: int) -> range:
+        """The layers with adapters in a model of this many layers."""
+        first, last = self.layers or (0, num_hidden_layers - 1)
+        return range(first, last + 1)

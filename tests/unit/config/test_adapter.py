@@ -1,0 +1,90 @@
+"""What [adapter] refuses: each message has the key, its value and what to write instead."""
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+
+SOUND = """
+[model]
+flavor = "debug"
+num_nextn_predict_layers = 0
+[training]
+steps = 2
+seq_len = 16
+[optimizer]
+name = "AdamW"
+[moe]
+balance = "none"
+sequence_aux_loss_weight = 0.0
+[checkpoint]
+initial_load_path = "base"
+[[data.sources]]
+name = "a"
+path = "data/a"
+[adapter]
+rank = 8
+"""
+# Old and new text, or text for the end of [adapter]; what the message says.
+BAD = {
+    "no base": (('initial_load_path = "base"', ""), ["checkpoint.initial_load_path", "absent", "name the checkpoint"]),
+    "Muon": (('name = "AdamW"', 'name = "Muon"'), ["optimizer.name", '"Muon"', 'set it to "AdamW"']),
+    "moving bias": (('balance = "none"', ""), ["moe.bias_update_rate = 0.001", 'moe.balance = "none"']),
+    "balance loss": (
+        ("sequence_aux_loss_weight = 0.0", "sequence_aux_loss_weight = [[0, 0.1], [9, 0.0]]"),
+        ["moe.sequence_aux_loss_weight = [[0, 0.1], [9, 0.0]]", "set it to 0"],
+    ),
+    "z-loss": (('balance = "none"', 'balance = "none"\nz_loss_weight = 0.1'), ["moe.z_loss_weight = 0.1", "to 0"]),
+    "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
+    "FP8": (("[adapter]", '[float8]\nrecipe_name = "rowwise"\n[adapter]'), ["float8.recipe_name", "remove [float8]"]),
+    "no such layer": ("layers = [0, 99]", ["adapter.layers = [0, 99]", "num_hidden_layers = 4"]),
+    "layers backwards": ("layers = [2, 1]", ["adapter.layers = [2, 1]", "first <= last"]),
+    "no dense layer": (
+        'layers = [1, 3]\ntargets = ["dense"]', ['adapter.targets = ["dense"]', "1 to 3", 'remove "dense"'],
+    ),
+    "no experts": ('layers = [0, 0]\ntargets = ["experts"]', ["adapter.targets", "0 to 0", 'remove "experts"']),
+    "no shared experts": (
+        ("num_nextn_predict_layers = 0\n", "num_nextn_predict_layers = 0\nn_shared_experts = 0\n"),
+        [],
+    ),
+    "unknown target": ('targets = ["router"]', ["adapter.targets[0]", '"router"', "'attention'"]),
+    "no target": ("targets = []", ["adapter.targets = []"]),
+    "twice": ('targets = ["attention", "attention"]', ["adapter.targets", "twice"]),
+    "expert_rank in vain": (
+        'targets = ["attention"]\nexpert_rank = 8', ["adapter.expert_rank = 8", "no effect", 'without "experts"'],
+    ),
+    "rank of experts": (("rank = 8", "rank = 12"), ["adapter.rank = 12", "multiple of 8", "bfloat16", "take 16"]),
+    "expert_rank": ("expert_rank = 4", ["adapter.expert_rank = 4", "multiple of 8", "take 8"]),
+    "dropout": ("dropout = 0.1", ["adapter.dropout", "unknown key"]),
+}  # fmt: skip
+
+
+def load(text: str, folder):
+    path = folder / "run.toml"
+    path.write_text(text)
+    return load_config(path)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
+    change, said = BAD[name]
+    text = SOUND.replace(*change) if isinstance(change, tuple) else SOUND + change + "\n"
+    if not said:
+        assert load(text, tmp_path)  # what is adapted by default may be missing
+        return
+    with pytest.raises(UserError) as caught:
+        load(text, tmp_path)
+    (fault,) = caught.value.faults
+    assert all(part in fault for part in said), fault
+
+
+@pytest.mark.parametrize("extra", ["", "expert_rank = 16", 'targets = ["attention"]\nlayers = [3, 3]'])
+def test_sound_adapter_is_taken(extra, tmp_path):
+    assert load(SOUND + extra + "\n", tmp_path).adapter.rank == 8
+    fp32 = (SOUND + "expert_rank = 4\n").replace("[training]", '[training]\nmixed_precision_param = "float32"')
+    assert load(fp32, tmp_path).adapter.expert_rank == 4
+
+
+def test_the_scale_is_that_of_rank(tmp_path):
+    adapter = load(SOUND + "expert_rank = 16\nalpha = 4.0\n", tmp_path).adapter
+    assert adapter.scale == 0.5 and adapter.model_copy(update={"rank_stabilized": True}).scale == 4 / 8**0.5
