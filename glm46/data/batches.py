@@ -6,6 +6,8 @@ B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tok
 import numpy as np
 import torch
 
+from glm46.data.shards import NOT_A_TARGET
+
 IGNORE = -100  # Label of a position that has no target. Source: the default of torch.nn.functional.cross_entropy.
 
 
@@ -33,7 +35,7 @@ class BatchBuilder:
         self.mtp_labels = np.empty((rows, depth, length), np.int64)
         self.sample_numbers = np.empty(rows, np.int64)
 
-    def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray]) -> None:
+    def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray], *, is_marked: bool = False) -> None:
         """Append one row.
 
         Args:
@@ -41,15 +43,20 @@ class BatchBuilder:
             row: int64 [S + 1 + K]; modified.
             used: tokens in it. If fewer than its length, a document ends there.
             ends: exclusive ends of documents, ascending, as a list of arrays (`TokenStream.read`).
+            is_marked: the tokens that are no label have the bit `NOT_A_TARGET`.
         """
         length, b = self.seq_len, self._filled
         row[used:] = self._eos_id
+        targets = row
+        if is_marked:
+            targets = np.where(row < NOT_A_TARGET, row, IGNORE)
+            row &= ~NOT_A_TARGET
         self.sample_numbers[b] = number
         self.input_ids[b] = row[:length]
-        self.labels[b] = row[1 : length + 1]
+        self.labels[b] = targets[1 : length + 1]
         for k in range(1, self.mtp_depth + 1):
             self.mtp_input_ids[b, k - 1] = row[k : length + k]
-            self.mtp_labels[b, k - 1] = row[k + 1 : length + k + 1]
+            self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
         ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
         self._mask_targets(b, ends)
         self._number_documents(b, ends[: np.searchsorted(ends, length)])

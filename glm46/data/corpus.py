@@ -49,9 +49,7 @@ def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Toke
         try:
             manifests[source.name] = load_manifest(Path(source.path))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
-            held_out = manifests[source.name].splits["validation"]
-            # The first token of a document is not a target.
-            if config.validation.enable and held_out.tokens <= held_out.documents:
+            if config.validation.enable and not manifests[source.name].splits["validation"].labels:
                 faults.append(
                     f"{source.path}: validation.enable = true, but no text to predict is held out; set "
                     "validation.enable = false, or remove the folder and prepare it with held_out above 0"

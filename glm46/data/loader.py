@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from glm46.compat import quiet_libraries
 from glm46.config.errors import UserError
 from glm46.data.batches import BatchBuilder
+from glm46.data.best_fit import concatenate, plan_groups
 from glm46.data.manifest import Manifest
 from glm46.data.mixing import integer_weights, order, permute
 from glm46.data.pack_plans import plan_of
@@ -163,8 +164,8 @@ class _TrainIterator:
             if stop is not None and first + j >= stop:
                 self._builder.add_padding()
                 continue
-            used, ends = self._sources[source].read(sample, self._row)
-            self._builder.add(first + j, self._row, used, ends)
+            rows = self._sources[source]
+            self._builder.add(first + j, self._row, *rows.read(sample, self._row), is_marked=rows.is_marked)
         self._next += self._stride
         return self._builder.finish()
 
@@ -178,10 +179,19 @@ class _TrainIterator:
         self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
 
 
-def validation_rows(manifest: Manifest, seq_len: int) -> list[int]:
-    """The rows of a source's held-out text in the order of validation; row i has the tokens from i * seq_len on."""
-    rows = -(-manifest.splits["validation"].tokens // seq_len)
-    return permute(np.arange(rows), rows, "validation").tolist()
+def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows | PackedRows, list[int]]:
+    """The rows of a source's held-out text, and their numbers in the order of validation.
+
+    Rows of chats hold whole documents, whatever the packing: the rest of a cut document has lost its prompt.
+    """
+    split = manifest.splits["validation"]
+    tokens = open_tokens(manifest.folder, split, WHOLE_RUN.documents, manifest.vocab_size)
+    if split.targets is None:
+        rows, count = ConcatenatedRows(tokens, seq_len), -(-split.tokens // seq_len)
+    else:
+        plan = concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
+        rows, count = PackedRows(tokens, seq_len, plan), len(plan.row_starts) - 1
+    return rows, permute(np.arange(count), count, "validation").tolist()
 
 
 class ValidationStream(IterableDataset):
@@ -189,8 +199,8 @@ class ValidationStream(IterableDataset):
 
     def __init__(self, manifest: Manifest, layout: BatchLayout, max_batches: int | None):
         self.manifest, self.layout = manifest, layout
-        self.rows = -(-manifest.splits["validation"].tokens // layout.seq_len)
-        batches = -(-self.rows // layout.global_rows)
+        self._rows, self._order = validation_rows(manifest, layout.seq_len)
+        batches = -(-len(self._order) // layout.global_rows)
         self.batches = batches if max_batches is None else min(batches, max_batches)
 
     def __len__(self) -> int:
@@ -199,16 +209,14 @@ class ValidationStream(IterableDataset):
 
     def __iter__(self):
         layout = self.layout
-        tokens = TokenStream(self.manifest.folder, self.manifest.splits["validation"], self.manifest.vocab_size)
         builder = layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
-        rows = validation_rows(self.manifest, layout.seq_len)
         for batch in range(self.batches):
             first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
             for place in range(first, first + layout.local_batch_size):
-                if place < self.rows:
-                    used, ends = tokens.read(rows[place] * layout.seq_len, buffer)
-                    builder.add(rows[place], buffer, used, ends)
+                if place < len(self._order):
+                    row = self._order[place]
+                    builder.add(row, buffer, *self._rows.read(row, buffer), is_marked=self._rows.is_marked)
                 else:
                     builder.add_padding()
             yield builder.finish()

@@ -23,13 +23,14 @@ _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard: its file name, its counts, and the SHA-256 of the file."""
+    """One shard: its file name, its counts, and the SHA-256 of the file. ``targets``: tokens to learn, of chats."""
 
     file: str
     documents: int
     tokens: int
     text_bytes: int
     sha256: str
+    targets: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Split:
     tokens: int
     text_bytes: int
     shards: tuple[ShardEntry, ...]
+    targets: int | None = None
+    """Tokens to learn, of chats; None for text, whose tokens are all labels but the first of each document."""
+
+    @property
+    def labels(self) -> int:
+        """Tokens that are labels."""
+        return self.tokens - self.documents if self.targets is None else self.targets
 
     @staticmethod
     def of(shards: "tuple[ShardEntry, ...]") -> "Split":
@@ -49,6 +57,7 @@ class Split:
             tokens=sum(s.tokens for s in shards),
             text_bytes=sum(s.text_bytes for s in shards),
             shards=tuple(shards),
+            targets=sum(s.targets or 0 for s in shards) if any(s.targets is not None for s in shards) else None,
         )
 
 
@@ -87,7 +96,9 @@ class Manifest:
 
 def save_manifest(manifest: Manifest) -> None:
     """Write ``manifest.json`` into the folder atomically."""
-    content = {"format": FORMAT} | {k: v for k, v in asdict(manifest).items() if k != "folder"}
+    # Without the ``targets`` of text.
+    fields = asdict(manifest, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
+    content = {"format": FORMAT} | {key: value for key, value in fields.items() if key != "folder"}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     replace_durably(manifest.folder / FILE_NAME, [text.encode()])
 
@@ -111,10 +122,12 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
         except UserError as error:
             faults += error.faults
             continue
-        if (len(opened.tokens), len(opened.doc_ends)) != (shard.tokens, shard.documents):
+        targets = opened.metadata.get("targets", "None")
+        if (len(opened.tokens), len(opened.doc_ends), targets) != (shard.tokens, shard.documents, str(shard.targets)):
             faults.append(
-                f"{folder / shard.file}: holds {len(opened.tokens)} tokens in {len(opened.doc_ends)} documents where "
-                f"the manifest says {shard.tokens} in {shard.documents}; {_REMEDY}"
+                f"{folder / shard.file}: holds {len(opened.tokens)} tokens in {len(opened.doc_ends)} documents, "
+                f"targets {targets}, where the manifest says {shard.tokens} in {shard.documents}, targets "
+                f"{shard.targets}; {_REMEDY}"
             )
         elif opened.metadata.get("tokenizer") != manifest.tokenizer:
             faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")

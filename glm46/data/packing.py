@@ -15,6 +15,7 @@ import numpy as np
 from glm46.data.best_fit import PackPlan
 from glm46.data.manifest import Split
 from glm46.data.mixing import MIX_1, MIX_2
+from glm46.data.shards import NOT_A_TARGET
 from glm46.data.verified import VerifiedShard
 
 # Each open shard is an open file, and a process may have about a thousand. Reopening one costs microseconds.
@@ -22,10 +23,16 @@ _MAX_OPEN_SHARDS = 64
 
 
 class TokenStream:
-    """The tokens of one split as one sequence over all its shards. Every read is verified (`VerifiedShard`)."""
+    """The tokens of one split as one sequence over all its shards. Every read is verified (`VerifiedShard`).
 
-    def __init__(self, folder: Path, split: Split, vocab_size: int):
+    With ``marked``, the tokens of chats that are no target have the bit `NOT_A_TARGET`, for `BatchBuilder`; else all
+    are ids.
+    """
+
+    def __init__(self, folder: Path, split: Split, vocab_size: int, *, marked: bool = False):
         self.length = split.tokens
+        self.is_marked = split.targets is not None and marked
+        self._unmark = split.targets is not None and not marked
         self._vocab_size = vocab_size
         self._files = [folder / entry.file for entry in split.shards]
         self._shards: dict[int, VerifiedShard] = {}
@@ -61,6 +68,8 @@ class TokenStream:
             ends.append(shard.ends_in(low, high) + (done - low))
             done += high - low
             number += 1
+        if self._unmark:
+            out[:done] &= ~NOT_A_TARGET
         return done, ends
 
     def _shard(self, number: int) -> VerifiedShard:
@@ -90,7 +99,7 @@ class SelectedTokens:
         ends = stream.doc_ends()
         chosen = falls_into(len(ends), share)
         lengths = np.diff(ends, prepend=0)[chosen]
-        self._stream, self._ends = stream, np.cumsum(lengths)
+        self._stream, self._ends, self.is_marked = stream, np.cumsum(lengths), stream.is_marked
         # Offset from a position in this sequence to the position in the split.
         self._shifts = ends[chosen] - self._ends
         self.length = int(lengths.sum())
@@ -125,8 +134,8 @@ def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
 def open_tokens(
     folder: Path, split: Split, share: tuple[float, float], vocab_size: int
 ) -> TokenStream | SelectedTokens:
-    """Open the tokens of a split, or those of its documents in a range of shares."""
-    stream = TokenStream(folder, split, vocab_size)
+    """Open the tokens of a split, or those of its documents in a range of shares, marked (`TokenStream`)."""
+    stream = TokenStream(folder, split, vocab_size, marked=True)
     return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
 
 
@@ -134,7 +143,7 @@ class ConcatenatedRows:
     """Row i holds the tokens from i * seq_len on, across document boundaries."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int):
-        self._stream, self._seq_len = stream, seq_len
+        self._stream, self._seq_len, self.is_marked = stream, seq_len, stream.is_marked
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""
@@ -145,7 +154,7 @@ class PackedRows:
     """Row i holds the pieces that a plan assigns to it; the rest of the row is padding."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int, plan: PackPlan):
-        self._stream, self._seq_len, self._plan = stream, seq_len, plan
+        self._stream, self._seq_len, self._plan, self.is_marked = stream, seq_len, plan, stream.is_marked
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""

@@ -3,6 +3,8 @@
 ``doc_ends`` I64 [documents] holds the exclusive end of each document, whose last token is ``<|endoftext|>``; ``tokens``
 U32 [tokens] the ids; ``checksums`` U32 the CRC-32 of each block of `BLOCK_BYTES`, first of ``doc_ends``, then of
 ``tokens``. Any safetensors reader opens it. ``__metadata__`` holds the format, the source and the counts.
+
+A shard of chats has ``targets`` in its metadata: the number of tokens to learn. All others have `NOT_A_TARGET` set.
 """
 
 import zlib
@@ -19,6 +21,10 @@ FORMAT = "glm46-shard-2"
 BLOCK_BYTES = 4096
 """Bytes per checksum. Reads verify whole blocks, so smaller blocks make short reads cheaper."""
 
+NOT_A_TARGET = 1 << 31
+"""Bit of a token that is no label at any prediction depth. The other bits are its id. Text has none: each token but the
+first of a document is a label."""
+
 SHARD_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 
@@ -27,7 +33,7 @@ class Shard:
     """Memory maps of one shard.
 
     Attributes:
-        tokens: uint32 [tokens].
+        tokens: uint32 [tokens], with the bit `NOT_A_TARGET` where the metadata has ``targets``.
         doc_ends: int64 [documents], ascending; the last one equals the number of tokens.
         metadata: the strings of the header.
         checksums: uint32, CRC-32 of each block of ``doc_ends``, then of ``tokens``.

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.data.shards import BLOCK_BYTES, open_shard
+from glm46.data.shards import BLOCK_BYTES, NOT_A_TARGET, open_shard
 
 _REMEDY = (
     "these bytes were not trained on; restore the file, or remove the folder and prepare it again; the same command "
@@ -33,7 +33,7 @@ class VerifiedShard:
 
     def __init__(self, file: Path, vocab_size: int):
         shard = open_shard(file)
-        self._file, self._vocab_size = file, vocab_size
+        self._file, self._vocab_size, self._is_marked = file, vocab_size, "targets" in shard.metadata
         self._handle: BinaryIO | None = None
         self._close: Callable[[], object] = lambda: None
         self._tokens = _Blocks(shard.tokens, shard.places["tokens"])
@@ -48,13 +48,12 @@ class VerifiedShard:
         self._handle = None
 
     def tokens(self, low: int, high: int) -> np.ndarray:
-        """Read the tokens of a range, uint32 [high - low]."""
+        """Read the tokens of a range, uint32 [high - low], with the bit `NOT_A_TARGET` in a shard of chats."""
         tokens = self._read(self._tokens, low, high)
-        if len(tokens) and tokens.max() >= self._vocab_size:
-            at = int(np.argmax(tokens >= self._vocab_size))
-            self._refuse(
-                self._tokens.place + 4 * (low + at), 4, f"token id {tokens[at]} is not below {self._vocab_size}"
-            )
+        ids = tokens & ~np.uint32(NOT_A_TARGET) if self._is_marked else tokens
+        if len(ids) and ids.max() >= self._vocab_size:
+            at = int(np.argmax(ids >= self._vocab_size))
+            self._refuse(self._tokens.place + 4 * (low + at), 4, f"token id {ids[at]} is not below {self._vocab_size}")
         return tokens
 
     def ends_in(self, low: int, high: int) -> np.ndarray:

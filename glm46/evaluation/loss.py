@@ -10,7 +10,7 @@ import numpy as np
 from glm46.data.batches import IGNORE
 from glm46.data.loader import BatchLayout, validation_rows
 from glm46.data.manifest import Manifest
-from glm46.data.packing import TokenStream
+from glm46.data.packing import ConcatenatedRows, PackedRows
 from glm46.data.tokenizer import Tokenizer
 from glm46.evaluation.rows import Batch, Figures, Row, held_out
 
@@ -55,17 +55,18 @@ class Loss:
         self._keys: dict[str, list[str]] = {}
         self.rows = []
         for name, manifest in manifests.items():
-            stream = held_out(manifest)
+            held_out(manifest)
+            source, order = validation_rows(manifest, length)
             rows = [
-                Row(f"loss/{length}/{name}/{row}", length, partial(self._row, stream, manifest.eos_id, row))
-                for row in validation_rows(manifest, length)[:samples]
+                Row(f"loss/{length}/{name}/{row}", length, partial(self._row, source, manifest.eos_id, row))
+                for row in order[:samples]
             ]
             self._keys[name] = [row.key for row in rows]
             self.rows += rows
 
-    def _row(self, stream: TokenStream, eos_id: int, row: int) -> Batch:
+    def _row(self, source: ConcatenatedRows | PackedRows, eos_id: int, row: int) -> Batch:
         builder, buffer = self._layout.builder(eos_id), np.empty(self._layout.seq_len + 1, np.int64)
-        builder.add(row, buffer, *stream.read(row * self._layout.seq_len, buffer))
+        builder.add(row, buffer, *source.read(row, buffer), is_marked=source.is_marked)
         return builder.finish()
 
     def figures(self, labels_S: np.ndarray, logprobs_S: np.ndarray, predictions_S: np.ndarray) -> list[float]:

@@ -95,7 +95,7 @@ def one_document(tokens: np.ndarray, eos_id: int) -> Batch:
 def held_out(manifest: Manifest) -> TokenStream:
     """The validation split of a source. Raises UserError if it has nothing to predict."""
     split = manifest.splits["validation"]
-    if split.tokens <= split.documents:  # the first token of a document is not a target
+    if not split.labels:
         raise UserError(
             f"{manifest.folder}: no text to predict is held out; prepare it with held_out above 0, or take another"
         )
