@@ -9,6 +9,7 @@ from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
+from glm46.data.chat_template import raise_for_template
 from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
 from glm46.huggingface.tokenizer_files import stop_ids
@@ -30,6 +31,8 @@ def generate_command(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
     model, tokenizer = load_model(arguments)
+    if arguments.chat:
+        raise_for_template(tokenizer)
     if arguments.speculative and not model.mtp:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     window, scaling = describe_attention(model.shape)

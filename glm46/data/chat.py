@@ -1,7 +1,8 @@
 """The chat format of GLM-4.5 and 4.6: training documents with their targets, and prompts of generation.
 
 Source of the format: GLM-4.6's chat template, as in llama.cpp's models/templates/GLM-4.6.jinja; the tests compare the
-ids. Special tokens are written by id, and text is encoded as text: a marker inside a message is ordinary characters.
+ids. Special tokens are written by id, and text is encoded as text: a marker inside a message is ordinary characters,
+except for ``/nothink`` at the end of a user's message, which is GLM's switch.
 
 The format has no token that ends a turn: a turn ends where the model samples the marker of the next role.
 """
@@ -139,10 +140,14 @@ def chat_prompt(
     return _encode([*pieces, *((piece, False) for piece in turn)], tokenizer).ids.tolist()
 
 
-def raise_for_tokenizer(tokenizer: Tokenizer) -> None:
+def missing_markers(tokenizer: Tokenizer) -> list[str]:
+    """Special tokens of the chat format that a tokenizer lacks."""
+    return sorted(_MARKERS - tokenizer.special.keys())
+
+
+def raise_for_markers(tokenizer: Tokenizer) -> None:
     """Raise UserError if a tokenizer lacks one of the special tokens of the chat format."""
-    missing = sorted(_MARKERS - tokenizer.special.keys())
-    if missing:
+    if missing := missing_markers(tokenizer):
         raise UserError(
             f"tokenizer '{tokenizer.path}': has no {', '.join(missing)}; chats need GLM's special tokens: use the "
             "tokenizer of a GLM-4.5 or 4.6 folder, or 'builtin'"
@@ -182,9 +187,9 @@ def _pieces(
         before = messages[index - 1].role if index else None
         sampled = sampled and before == "assistant"
         if message.role == "user":
-            text, switch = message.content, []
-            if not thinking:
-                text, switch = text.removesuffix(_NO_THINK), [(_NO_THINK, False)]
+            # The one marker that a user may type: GLM's switch at the end of a message.
+            text = message.content.removesuffix(_NO_THINK)
+            switch = [] if thinking and text == message.content else [(_NO_THINK, False)]
             pieces += [(_USER, sampled), (f"\n{text}", False), *switch]
         elif message.role == "system":
             # The model cannot be asked to stop here: only a user or a tool follows what it samples.
@@ -232,7 +237,7 @@ def _tools(tools: Sequence[Mapping]) -> list[str]:
 
 def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDocument:
     """Markers by id; adjacent texts as one text, as if the whole document were one string."""
-    raise_for_tokenizer(tokenizer)
+    raise_for_markers(tokenizer)
     ids, flags = [], []
     for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece[0], _Marker), piece[1])):
         texts = [text for text, _ in group]

@@ -3,6 +3,8 @@
 import json
 
 from glm46.config.errors import UserError
+from glm46.data.chat import missing_markers
+from glm46.data.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
 from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer, tokenizer_file
 from glm46.data.tokenizer_hf import byte_characters, parts_below
 
@@ -15,29 +17,10 @@ _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 _COPIED = (
-    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja",
+    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE,
     "generation_config.json",
 )  # fmt: skip
 """Files of a tokenizer folder that are copied unchanged."""
-
-CHAT_TEMPLATE = """\
-[gMASK]<sop>
-{%- for message in messages -%}
-{%- if message.role == 'system' -%}<|system|>{{ '\\n' + message.content }}
-{%- elif message.role == 'user' -%}<|user|>{{ '\\n' + message.content }}
-{%- if enable_thinking is defined and not enable_thinking and not message.content.endswith('/nothink') -%}
-/nothink
-{%- endif -%}
-{%- elif message.role == 'assistant' -%}<|assistant|>{{ '\\n<think></think>\\n' + message.content.strip() }}
-{%- else -%}{{ raise_exception('no role of this template: ' + message.role) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>
-{%- if enable_thinking is defined and not enable_thinking -%}{{ '\\n<think></think>' }}{%- endif -%}
-{%- endif -%}
-"""
-"""GLM-4.6's chat template for system, user and assistant messages, without tools; equal to `glm46 generate --chat`.
-A tokenizer that was loaded from a folder keeps the template of that folder instead."""
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
@@ -89,8 +72,8 @@ def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         "padding_side": "left",
     }
     files = {TOKENIZER_CONFIG: _json(config)}
-    if {"[gMASK]", "<sop>", "<|user|>", "<|assistant|>"} <= set(tokenizer.special):
-        files["chat_template.jinja"] = CHAT_TEMPLATE.encode()
+    if not missing_markers(tokenizer):
+        files[TEMPLATE_FILE] = CHAT_TEMPLATE.encode()
     return files
 
 

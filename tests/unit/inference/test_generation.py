@@ -385,3 +385,13 @@ def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
     assert main([*command, "--speculative"]) == 2
     assert "no prediction layers" in capsys.readouterr().err
     assert main([*command, "--max-new-tokens", "1"]) == 0
+
+
+def test_chat_refuses_a_folder_with_the_template_of_another_model(folders, tmp_path, capsys):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folders[1] / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    command = ["generate", "--model", str(folders[1]), "--tokenizer", str(tmp_path), "--prompt", "x"]
+    assert main([*command, "--max-new-tokens", "1"]) == 0
+    assert main([*command, "--chat"]) == 2
+    assert "chat_template.jinja: this chat template is not that of GLM-4.5" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""The chat format as a Jinja template, which servers read; and the check that a folder's template is this format.
+
+A trained model is served through the template of its folder. If that template renders another format than the one the
+model was trained in, nothing fails and answers are bad: so both are compared before work starts.
+"""
+
+import json
+from pathlib import Path
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from glm46.config.errors import UserError
+from glm46.data.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt
+from glm46.data.conversation import Message, ToolCall
+from glm46.data.tokenizer import Tokenizer, tokenizer_file
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+
+CHAT_TEMPLATE = (
+    r"""
+{%- macro text(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for part in content or [] -%}
+{%- if part is string -%}{{ part }}
+{%- elif part.type == 'text' -%}{{ part.text }}
+{%- else -%}{{ raise_exception('a part of a message is not text') }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- set no_thinking = enable_thinking is defined and not enable_thinking -%}
+{%- set users = namespace(all=0, seen=0) -%}
+{%- for message in messages if message.role == 'user' -%}{%- set users.all = loop.index -%}{%- endfor -%}
+[gMASK]<sop>
+{%- if tools -%}<|system|>{{ HEAD }}
+{%- for tool in tools -%}{{ tool | tojson(ensure_ascii=False) + '\n' }}{%- endfor -%}
+{{ TAIL }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role in ['system', 'developer'] -%}<|system|>{{ '\n' + text(message.content) }}
+{%- elif message.role == 'user' -%}
+{%- set users.seen = users.seen + 1 -%}
+<|user|>{{ '\n' + text(message.content) }}
+{%- if no_thinking and not text(message.content).endswith('/nothink') -%}/nothink{%- endif -%}
+{%- elif message.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|observation|>{%- endif -%}
+{{ '\n<tool_response>\n' + text(message.content) + '\n</tool_response>' }}
+{%- elif message.role == 'assistant' -%}
+{%- set content = text(message.content) -%}
+{%- set thought = message.reasoning_content -%}
+{%- if thought is not string -%}
+{%- set thought = '' -%}
+{%- if '</think>' in content -%}
+{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\n') -%}
+{%- endif -%}
+{%- endif -%}
+<|assistant|>{{ '\n<think>' }}
+{%- if users.seen == users.all -%}{{ thought.strip() }}{%- endif -%}
+</think>
+{%- if content.strip() -%}{{ '\n' + content.strip() }}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{{ '\n<tool_call>' + function.name + '\n' }}
+{%- for key, value in (function.arguments or {}).items() -%}
+{%- set value = value if value is string else value | tojson(ensure_ascii=False) -%}
+{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>\n' }}
+{%- endfor -%}
+</tool_call>
+{%- endfor -%}
+{%- else -%}{{ raise_exception('no role of GLM: ' + message.role) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{{ '\n<think></think>' if no_thinking else '' }}{%- endif -%}
+""".lstrip()
+    .replace("HEAD", json.dumps(TOOLS_HEAD))
+    .replace("TAIL", json.dumps(TOOLS_TAIL))
+)
+"""For an export whose tokenizer has no template of its own. It gives the text of `render` and `chat_prompt`."""
+
+_TOOLS = ({"type": "function", "function": {"name": "now", "parameters": {"zone": "é"}}},)
+_PROBE = (
+    Message("system", "Be brief."),
+    Message("user", "Hi"),
+    Message("assistant", "Hello", "old"),
+    Message("user", "When?"),
+    Message("assistant", "Wait.", "look", (ToolCall("now", {"zone": "é", "deep": [1, True]}), ToolCall("now"))),
+    Message("tool", "1"),
+    Message("tool", "2"),
+)
+"""A prompt in which the formats of GLM-4, 4.5, 4.7 and 5 and of other models differ."""
+
+
+def raise_for_template(tokenizer: Tokenizer) -> None:
+    """Raise UserError if the chat template beside a tokenizer is not the chat format of GLM-4.5 and 4.6.
+
+    The template runs in Jinja's sandbox, with what transformers gives it. A tokenizer without a template passes.
+    """
+    found = _template_beside(tokenizer_file(tokenizer.path))
+    if found is None:
+        return
+    file, template = found
+    remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or remove the template"
+    for thinking in (True, False):
+        want = tokenizer.decode(chat_prompt(tokenizer, _PROBE, tools=_TOOLS, thinking=thinking))
+        try:
+            got = _rendered(template, {} if thinking else {"enable_thinking": False})
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise UserError(f"{file}: chat template fails ({error}); {remedy}") from error
+        if got != want:
+            at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
+            raise UserError(
+                f"{file}: this chat template is not that of GLM-4.5 and 4.6: it renders {got[at : at + 30]!r} where "
+                f"they render {want[at : at + 30]!r}; {remedy}"
+            )
+
+
+def _template_beside(file: Path) -> tuple[Path, str] | None:
+    beside, config = file.with_name(TEMPLATE_FILE), file.with_name(CONFIG_FILE)
+    if file.suffix != ".json":
+        return None
+    if beside.is_file():
+        return beside, beside.read_text(encoding="utf-8")
+    if not config.is_file():
+        return None
+    try:
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{config}: damaged ({type(error).__name__}: {error}); copy it anew") from error
+    return None if template is None else (config, template)
+
+
+def _rendered(template: str, options: dict) -> str:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, ensure_ascii=False: json.dumps(value, ensure_ascii=ensure_ascii)
+    messages = [
+        {
+            "role": message.role,
+            "content": message.content,
+            "reasoning_content": message.reasoning,
+            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls],
+        }
+        for message in _PROBE
+    ]
+    given = {"messages": messages, "tools": list(_TOOLS), "add_generation_prompt": True}
+    return environment.from_string(template).render(**given, **options)
