@@ -208,7 +208,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
     if nodes.rank == 0:
-        _refuse_start(config)
+        _refuse_start(config, typed)
     return _Ready(plan, nodes, machine, nproc, typed)
 
 
@@ -232,12 +232,19 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
     return code
 
 
-def _refuse_start(config: RunConfig) -> None:
-    """Raise the faults of the run's folders that every rank would raise at its start."""
+def _refuse_start(config: RunConfig, typed: Start) -> None:
+    """Raise the faults of the run's folders that every rank would raise at its start. Weights that another shipped run
+    makes are named with its command."""
     from glm46.reliability.run_lock import writing
     from glm46.training.origin import refuse_origin
 
-    refuse_origin(config)
+    try:
+        refuse_origin(config)
+    except UserError as error:
+        path = config.checkpoint.initial_load_path
+        maker = None if path is None or Path(path).exists() else typed.command_that_makes(Path(path))
+        hint = f"; this one is made by: {maker}" if maker else ""
+        raise UserError(*(fault + hint for fault in error.faults)) from error
     for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with writing(folder, key=key), tempfile.TemporaryFile(dir=there) as file:

@@ -14,6 +14,7 @@ from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.rules_adapter import adapter_is_possible
 from glm46.config.rules_data import DATA_RULES
 from glm46.config.rules_effect import stated_keys_have_an_effect
+from glm46.config.rules_finetune import FINETUNE_RULES
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
@@ -209,6 +210,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     flavor_is_a_preset,
     budget_is_given_once,
     *DATA_RULES,
+    *FINETUNE_RULES,
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,

@@ -4,9 +4,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+import tomli
 
 import glm46
 from glm46.config.overrides import ALTERNATIVES
@@ -61,12 +64,27 @@ class Start:
 
     def small_command(self) -> str:
         """The command that trains the debug config."""
+        file, init = Path("train_configs/debug.toml"), ""
+        if self.script is None and (ROOT / file).is_file():
+            file = ROOT / file
+        elif self.script is None:
+            init = f"{module_command()} init && "
+        return init + self._other(file)
+
+    def command_that_makes(self, path: Path) -> str | None:
+        """The command that trains the first config beside this one whose dump folder holds a path, if there is one."""
+        for file in sorted(self.config.parent.glob("*.toml")):
+            with suppress(OSError, ValueError, LookupError, TypeError):  # any file may lie there
+                folder = Path(tomli.loads(file.read_text(encoding="utf-8"))["job"]["dump_folder"])
+                if path.absolute().is_relative_to(folder.absolute()) and not file.samefile(self.config):
+                    return self._other(file)
+        return None
+
+    def _other(self, file: Path) -> str:
+        """The command that trains another config as it is."""
         if self.script is not None:
-            return f"CONFIG_FILE=train_configs/debug.toml {shlex.split(self.script)[-1]}"
-        file, init = ROOT / "train_configs" / "debug.toml", ""
-        if not file.is_file():
-            file, init = Path("train_configs/debug.toml"), f"{module_command()} init && "
-        return f"{init}{module_command()} launch --config {shlex.quote(short(file))}"
+            return f"CONFIG_FILE={shlex.quote(str(file))} {shlex.split(self.script)[-1]}"
+        return f"{module_command()} launch --config {shlex.quote(short(file))}"
 
     def _module(self, verb: str, options: Sequence[str], overrides: Sequence[str]) -> str:
         return f"{module_command()} {shlex.join([verb, '--config', str(self.config), *options, *overrides])}"

@@ -10,6 +10,7 @@ from glm46.config.ablation import Ablation
 from glm46.config.adapter import Adapter
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
+from glm46.config.finetune import FineTune
 from glm46.config.float8 import Float8
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
@@ -69,6 +70,7 @@ class RunConfig(Section):
     metrics: Metrics = Field(default_factory=Metrics)
     profiling: Profiling = Field(default_factory=Profiling)
     debug: Debug = Field(default_factory=Debug)
+    finetune: FineTune | None = None
     adapter: Adapter | None = None
     ablation: Ablation | None = None
 

@@ -98,7 +98,7 @@ class Pretraining:
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: a continuation of [inference] prompt."""
         config = self.plan.config
-        if not config.inference.prompt:
+        if not config.inference.prompt or not progress.step:
             return []
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)
         if self.plan.layout.non_dp_degree > 1:

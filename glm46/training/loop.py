@@ -48,6 +48,8 @@ def train(task: Task, services: Services, progress: Progress) -> int:
     with metrics.throughput.excluded():
         if config.validation.enable and progress.step == 0:
             validation = validate(task, services, progress)
+        if progress.step == 0 and (lines := task.sample(services.stop, progress)):
+            services.report.message("\n".join(lines))
         gc.collect()
         services.profiler.step_begins(progress.step + 1)
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead

@@ -128,5 +128,5 @@ class Task(Protocol):
         ...
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
-        """Lines of the final report that show what the model does. Collective."""
+        """Lines that show what the model does: before the first step, and in the final report. Collective."""
         ...

@@ -23,28 +23,29 @@ LAYERS = {
     "inference": 6,
     "training": 7, "evaluation": 7,
     "pretrain": 8, "benchmark": 8, "ablation": 8,
-    "commands": 9,
-    "cli": 10,
-    "__main__": 11,
+    "finetune": 9,
+    "commands": 10,
+    "cli": 11,
+    "__main__": 12,
 }  # fmt: skip
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 700, "checkpoint": 2350, "cli": 105,
-    "commands": 3850, "compat": 310, "config": 3200, "data": 2640,
-    "distributed": 1000, "evaluation": 635, "files": 645, "huggingface": 1400, "inference": 845,
+    "commands": 3850, "compat": 310, "config": 3280, "data": 2640,
+    "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 1400, "inference": 845,
     "model": 2200, "observe": 1175, "optim": 1940, "parallelize": 1350,
     "planner": 4000, "prepare": 1625, "pretrain": 540, "reliability": 880,
     "training": 2200,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
-_UNLISTED = 12  # a room that is not in the table may be imported by nobody
+_UNLISTED = 13  # a room that is not in the table may be imported by nobody
 
 ROOT_CONFIG = "glm46.config.run_config"
 ROOT_CONFIG_ROOMS = {"config", "planner", "commands"}
 # What starts a rank and makes its Plan; and what compares a config with that of a checkpoint, key by key.
-ROOT_CONFIG_MODULES = {"glm46.training.build", "glm46.pretrain.task", "glm46.training.origin"}
+ROOT_CONFIG_MODULES = {"glm46.training.build", "glm46.pretrain.task", "glm46.finetune.task", "glm46.training.origin"}
 
 ENVIRONMENT_READER = "glm46.distributed.environment"
 TORCH_INTERNALS = "glm46.compat"

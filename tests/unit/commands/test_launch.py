@@ -94,6 +94,7 @@ def test_refusal_of_a_large_run_shows_needs_and_machine():
 
 def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp_path):
     (tmp_path / "file").touch()
+    typed = Start(tmp_path / "run.toml", ())
     for tables, key in (
         ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere'"),
         ({"checkpoint": {"load_step": 3}}, "checkpoint.load_step = 3"),
@@ -103,10 +104,25 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
     ):
         config = make_config(**tables)
         with pytest.raises(UserError, match=re.escape(key)):
-            _refuse_start(config)
+            _refuse_start(config, typed)
         assert not Path(config.job.dump_folder).exists()
-    _refuse_start(make_config())
+    _refuse_start(make_config(), typed)
     assert not Path(make_config().job.dump_folder).exists()
+
+
+def test_weights_that_another_config_makes_are_named_with_its_command(make_config, tmp_path):
+    (tmp_path / "broken.toml").write_text("[job")
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.toml").write_text(f'[job]\ndump_folder = "{tmp_path / name}"\n')
+    path = tmp_path / "first/huggingface/step-000100"
+    config = make_config(checkpoint={"initial_load_path": str(path), "initial_load_in_hf": True})
+    typed = Start(tmp_path / "second.toml", (), script="CONFIG_FILE=second.toml ./run_train.sh")
+    with pytest.raises(UserError, match="no such folder") as refusal:
+        _refuse_start(config, typed)
+    assert str(refusal.value).endswith(f"made by: CONFIG_FILE={tmp_path / 'first.toml'} ./run_train.sh")
+    own = make_config(checkpoint={"initial_load_path": str(tmp_path / "second/checkpoint/step-000100")})
+    with pytest.raises(UserError, match="give a step folder$"):
+        _refuse_start(own, typed)
 
 
 @pytest.mark.slow

@@ -1,0 +1,62 @@
+"""Fine-tuning starts from trained weights and shows greedy answers before and after."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.config.check import check_config
+from glm46.config.errors import UserError
+from glm46.data.chat import chat_prompt
+from glm46.data.conversation import Message
+from glm46.finetune.task import train
+from glm46.huggingface.tokenizer_files import stop_ids
+from glm46.inference.generation import Generation
+from glm46.inference.loading import load_for_inference
+from glm46.inference.sampling import Sampling
+from glm46.pretrain.task import train as pretrain
+
+MESSAGES = ["function_3", "return"]
+
+
+@pytest.fixture
+def base(make_config, tmp_path) -> str:
+    """A step folder to start from."""
+    assert pretrain(make_config(job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})) == 0
+    return str(tmp_path / "base/checkpoint/step-000002")
+
+
+def tuned(make_config, base: str, **tables):
+    start = {"initial_load_path": base, "initial_load_model_only": True, **tables.pop("checkpoint", {})}
+    samples = {"samples": MESSAGES, "max_new_tokens": 5}
+    return make_config(**{"checkpoint": start, "finetune": samples, "model": {"max_position_embeddings": 40}} | tables)
+
+
+def test_the_answers_before_and_after_are_those_of_the_generator(make_config, base, tokenizer, tmp_path, capsys):
+    assert train(tuned(make_config, base)) == 0
+    said = capsys.readouterr().out
+    before, after = said.index("Greedy answers after step 0;"), said.index("Greedy answers after step 4;")
+    assert before < said.index("step       1") < after
+    prompts = [chat_prompt(tokenizer, [Message("user", message)], thinking=False) for message in MESSAGES]
+    for folder, text in ((Path(base), said[before:after]), (tmp_path / "out/checkpoint/step-000004", said[after:])):
+        model, _ = load_for_inference(folder, tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))
+        stop = frozenset(stop_ids(tokenizer))
+        settings = {"sampling": Sampling(0.0), "stop": stop, "vocab_size": tokenizer.vocab_size}
+        rounds = list(Generation(model, prompts, max_new_tokens=5, **settings))
+        for number, message in enumerate(MESSAGES):
+            answer = tokenizer.decode([token for new in rounds for token in new[number]])
+            assert f"user: {message}\nassistant: {answer.strip()}" in text
+
+
+def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
+    config = tuned(make_config, base, finetune={"samples": ["word " * 30], "max_new_tokens": 16})
+    with pytest.raises(UserError, match=r"finetune.max_new_tokens = 16: .* 40 positions .* lower it"):
+        train(config)
+
+
+def test_faults_name_key_and_remedy(make_config):
+    (fault,) = check_config(make_config(finetune={}), world_size=1)
+    assert fault.startswith("[finetune]: checkpoint.initial_load_path is absent; name the trained weights")
+    config = tuned(make_config, "base", inference={"prompt": "def"})
+    (fault,) = check_config(config, world_size=1)
+    assert fault.startswith('inference.prompt = "def": ') and "finetune.samples" in fault
