@@ -7,18 +7,17 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from glm46.optim.compact_state import local_state, make_state
 from glm46.optim.muon_exchange import make_groups
 from glm46.optim.muon_layout import local_matrices, tensor_layout
-from glm46.optim.muon_plan import MuonPlan, Request, make_plan
 from glm46.optim.muon_step import MuonStep
 from glm46.optim.muon_update import Orthogonalizer, update_scale
 from glm46.optim.state_file import StateFile
 from glm46.optim.state_offload import StatePlace, zeros_at
 from glm46.planner.flops import newton_schulz_flops
+from glm46.planner.muon_plan import MuonPlan, Request, TensorLayout, make_plan
 
 
 class Muon(torch.optim.Optimizer):
@@ -128,13 +127,18 @@ class Muon(torch.optim.Optimizer):
         """Make the states, the plan and the process groups. Collective."""
         entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []
+        layouts: dict[tuple, TensorLayout] = {}  # that of a tensor on thousands of ranks takes a tenth of a second
         for parameter, (group, index) in zip(parameters, entries, strict=True):
             name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
-            requests.append(_request(name, parameter, group["row_blocks"]))
+            mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            key = parameter.shape, mesh
+            if key not in layouts:
+                layouts[key] = tensor_layout(parameter)
+            requests.append(_request(name, layouts[key], group["row_blocks"]))
             tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, zeros_at(place))
             self.state[parameter] = {f"momentum_buffer{end}": tensor for end, tensor in tensors.items()}
             momenta.append(local_state(tensors, True, local_matrices))
-        self._plan = make_plan(requests, self._settings)
+        self._plan = make_plan(requests, self._settings.steps, self._settings.dtype.itemsize)
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
         # In the order of the parameters, not of a set: of two groups with the same ranks all must take the same one.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
@@ -142,8 +146,7 @@ class Muon(torch.optim.Optimizer):
         self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place, device)
 
 
-def _request(name: str, parameter: Tensor, row_blocks: tuple[int, ...] | None) -> Request:
-    layout = tensor_layout(parameter)
+def _request(name: str, layout: TensorLayout, row_blocks: tuple[int, ...] | None) -> Request:
     blocks = tuple(row_blocks or (layout.shape[1],))
     if sum(blocks) != layout.shape[1] or min(blocks) < 1:
         raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.optim.muon_plan import Bucket, Unit
 from glm46.optim.muon_update import Orthogonalizer, Piece
+from glm46.planner.muon_plan import Bucket, Unit
 
 
 def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
@@ -37,7 +37,7 @@ class BucketExchange:
         members = range(len(bucket.ranks))
         # (peer, unit) in the order in which parts are packed: by peer, then by unit.
         foreign = sorted((unit for unit in bucket.units if unit.owner != self._me), key=lambda unit: unit.owner)
-        self._leaving = [(unit.owner, unit) for unit in foreign if self._me in unit.senders]
+        self._leaving = [(unit.owner, unit) for unit in foreign if unit.sends(self._me)]
         self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]

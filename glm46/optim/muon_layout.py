@@ -2,41 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46.compat import StridedShard, wrap_local
-from glm46.distributed.local_tensor import global_indices, local_tensor
-
-Bounds = tuple[int, int]
-"""Start and stop of consecutive indices."""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """The part of a tensor [matrices, rows, columns] that one rank holds: consecutive indices of each dimension."""
-
-    batch: Bounds
-    rows: Bounds
-    columns: Bounds
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """The part of one parameter that each rank of its mesh holds.
-
-    ``ranks`` are the ranks, ascending, that hold parts of the same matrices as this rank, replicas included. A plain
-    tensor has none.
-    """
-
-    shape: tuple[int, int, int]
-    mine: Holding
-    holdings: dict[int, Holding]
-    ranks: tuple[int, ...]
+from glm46.distributed.local_tensor import local_tensor
+from glm46.planner.muon_plan import Cut, Holding, TensorLayout, mesh_layout, whole_layout
 
 
 def is_sharding(placement) -> bool:
@@ -53,31 +27,36 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
     """
     if tensor.ndim < 2:
         raise ValueError(f"Muon takes matrices and batches of matrices, not a tensor of shape {tuple(tensor.shape)}")
-    shape = (math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
-    whole = Holding(*((0, length) for length in shape))
+    *leading, rows, columns = tensor.shape
     if not isinstance(tensor, DTensor):
-        return TensorLayout(shape, whole, {}, ())
-    mesh, placements = tensor.device_mesh, tensor.placements
-    for placement in placements:
+        return whole_layout((math.prod(leading), rows, columns))
+    mesh = tensor.device_mesh
+    layout = mesh_layout(
+        ((leading or [1])[0], rows, columns), math.prod(leading[1:]), mesh.shape, mesh.mesh.flatten().tolist(),
+        _cuts(tensor), dist.get_rank(),
+    )  # fmt: skip
+    _check_local_shape(tensor, layout.mine)
+    return layout
+
+
+def _cuts(tensor: DTensor) -> list[Cut]:
+    """The divisions of a tensor in their order: from the outermost axis inwards, and strided shards, which divide what
+    the inner axes leave, after those."""
+    strided, plain = [], []
+    for axis, placement in enumerate(tensor.placements):
+        rest = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
         if not is_sharding(placement) and not isinstance(placement, Replicate):
             raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
-        if is_sharding(placement) and 0 < placement.dim < tensor.ndim - 2:
-            raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
-    inner = math.prod(tensor.shape[1:-2])
-    holdings: dict[int, Holding] = {}
-    for coordinate in product(*(range(size) for size in mesh.shape)):
-        *leading, rows, columns = (_span(index) for index in global_indices(tensor, coordinate))
-        batch = (leading[0][0] * inner, leading[0][1] * inner) if leading else (0, 1)
-        holdings[int(mesh.mesh[coordinate])] = Holding(batch, rows, columns)
-    mine = holdings[int(mesh.mesh[tuple(mesh.get_coordinate())])]
-    _check_local_shape(tensor, mine)
-    ranks = tuple(sorted(rank for rank, holding in holdings.items() if holding.batch == mine.batch))
-    return TensorLayout(shape, mine, holdings, ranks)
-
-
-def _span(index: Tensor) -> Bounds:
-    """Start and stop of ascending indices without a gap, which FSDP over tensor parallelism gives too."""
-    return (int(index[0]), int(index[-1]) + 1) if index.numel() else (0, 0)
+        if is_sharding(placement):
+            if 0 < placement.dim < tensor.ndim - 2:
+                raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
+            from_end = placement.dim - tensor.ndim
+            cut = axis, 3 + from_end if from_end >= -2 else 0
+            (strided if isinstance(placement, StridedShard) else plain).append(cut)
+            inner = math.prod(s for s, p in rest if is_sharding(p) and p.dim == placement.dim)
+            if isinstance(placement, StridedShard) and placement.split_factor != inner:
+                raise ValueError(f"Muon takes strided shards of what the inner axes leave, not {placement}")
+    return [*plain, *reversed(strided)]
 
 
 def _check_local_shape(tensor: DTensor, holding: Holding) -> None:

@@ -4,7 +4,9 @@ The first buckets are sent to their owners. Meanwhile the rank orthogonalises th
 each bucket as it arrives. Momenta in host memory are copied in the same order. The order is made once.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -14,13 +16,16 @@ from torch import Tensor
 
 from glm46.optim.compact_state import State
 from glm46.optim.muon_exchange import BucketExchange
-from glm46.optim.muon_layout import Bounds, local_gradient, local_matrices
-from glm46.optim.muon_plan import LocalTask, MuonPlan, Request, Unit, stack_tasks
+from glm46.optim.muon_layout import local_gradient, local_matrices
 from glm46.optim.muon_update import Orthogonalizer, Piece, update_whole
+from glm46.optim.newton_schulz import stack_limit
 from glm46.optim.state_offload import StatePlace, StateStream
+from glm46.planner.muon_plan import Bounds, LocalTask, MuonPlan, Request, Unit
 
 # Buckets that travel while another one is orthogonalised; more would only hold more memory.
 BUCKETS_IN_FLIGHT = 2
+WORKSPACE_BYTES = 1 << 30
+"""Bound on the memory of one stacked iteration."""
 
 Slice = tuple[int, Bounds, Bounds]
 """The number of a parameter, and some of its matrices and rows on this rank."""
@@ -138,6 +143,33 @@ class MuonStep:
             ]
             if pieces:
                 update_whole(pieces, self._settings)
+
+
+def stack_tasks(
+    tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device]
+) -> list[list[LocalTask]]:
+    """Tasks of one canonical shape, in chunks whose iteration fits the workspace; ``devices`` of the parameters."""
+    alike: dict[tuple, list[LocalTask]] = defaultdict(list)
+    for task in tasks:
+        rows = task.rows[1] - task.rows[0]
+        alike[min(rows, task.columns), max(rows, task.columns), devices[task.parameter]].append(task)
+    chunks: list[list[LocalTask]] = []
+    for (short, long, device), same in alike.items():
+        # The stack, its normalised copy and two results in turn; two short x short products.
+        limit = max(1, WORKSPACE_BYTES // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
+        if device.type == "cpu":
+            limit = min(limit, stack_limit(short, long, settings.dtype))
+        room = 0
+        for task in same:
+            first, stop = task.matrices
+            while first < stop:
+                if not room:
+                    chunks.append([])
+                    room = limit
+                last = min(stop, first + room)
+                chunks[-1].append(replace(task, matrices=(first, last)))
+                first, room = last, room - (last - first)
+    return chunks
 
 
 def _local_views(parameter: Tensor) -> tuple[Tensor, Tensor | None]:

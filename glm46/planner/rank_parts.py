@@ -4,7 +4,7 @@ A rank here is the first one of its stage: under uneven shards FSDP2, like torch
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -27,6 +27,15 @@ class StagePart:
     """In the order of forward."""
     has_embedding: bool
     has_head: bool
+    first_layer: int
+    """Number of the first decoder layer."""
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of the parameters of each block begin with."""
+        layers = len(self.blocks) - self.blocks.count("mtp")
+        names = [f"layers.{self.first_layer + index}." for index in range(layers)]
+        return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
         """The parameters and buffers of the stage, once for each block that has them."""
@@ -53,12 +62,12 @@ def parts_of_ranks(parallelism: Parallelism, shape: ModelShape, seq_len: int) ->
     is_whole = parallelism.pipeline_parallel_degree == 1
     split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, seq_len)
     stages = [
-        StagePart(index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds))
+        StagePart(index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start)
         for index, layers in enumerate(split)
     ]
     prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
     last = stages[-1]
-    stages[-1] = StagePart(last.index, last.blocks + prediction, last.has_embedding, has_head=True)
+    stages[-1] = replace(last, blocks=last.blocks + prediction, has_head=True)
     if is_whole:
         return [stages]
     ranks = range(parallelism.pipeline_parallel_degree)
@@ -73,6 +82,8 @@ class FsdpUnit:
     is_root: bool
     has_own_mesh: bool
     """True for experts whose shards are not those of other parameters."""
+    prefix: str
+    """What the names of its parameters begin with; empty for the root."""
 
     def whole(self, shape: ModelShape, layout: Layout) -> int:
         """Elements that the first rank computes with."""
@@ -86,14 +97,14 @@ class FsdpUnit:
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
     """The units of a stage that `parallelize/fsdp.py` makes, in the order of forward, the root last."""
     units = []
-    for block in part.blocks:
+    for block, prefix in zip(part.blocks, part.prefixes, strict=True):
         rows = _trained(block_rows(shape, block))
         experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
-        units.append(FsdpUnit(tuple(row for row in rows if row not in experts), False, False))
+        units.append(FsdpUnit(tuple(row for row in rows if row not in experts), False, False, prefix))
         if experts:
-            units.append(FsdpUnit(experts, False, True))
+            units.append(FsdpUnit(experts, False, True, prefix))
     root = _trained(part.root_rows(shape))
-    return [*units, FsdpUnit(tuple(root), True, False)] if root else units
+    return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
 
 
 def _trained(rows: Sequence[Parameter]) -> list[Parameter]:
@@ -110,13 +121,17 @@ def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int,
     return tuple(sizes)
 
 
+def sharded_dim(row: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """The dimension that FSDP2 shards, as `expert_placement` chooses it: whole experts, or a part of each."""
+    return 1 if row.is_expert and local_shape(row, shape, layout)[0] % layout.expert_shards else 0
+
+
 def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
     """Shape of what the first rank holds of a tensor between steps: FSDP2's largest shard. Buffers are not sharded."""
     sizes = list(local_shape(row, shape, layout))
     if row.optimizer is not None:
         shards = layout.expert_shards if row.is_expert else layout.dense_shards
-        # `expert_placement`: whole experts, or a part of each.
-        dim = 1 if row.is_expert and sizes[0] % shards else 0
+        dim = sharded_dim(row, shape, layout)
         sizes[dim] = -(-sizes[dim] // shards)
     return tuple(sizes)
 

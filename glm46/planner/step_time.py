@@ -9,17 +9,17 @@ expert runs beside the first exchange of tokens; all other collectives cost thei
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 
 from glm46.config.parallelism import Parallelism
-from glm46.planner.flops import newton_schulz_flops, training_flops_per_token
+from glm46.planner.flops import training_flops_per_token
 from glm46.planner.kernels import MicroBatch, Work, part_work
+from glm46.planner.muon_cost import muon_cost
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
 from glm46.planner.stages import bubble
 from glm46.planner.target_cluster import TargetCluster, groups
 from glm46.planner.timeline import Order, Timeline, simulate
-from glm46.planner.traffic import Traffic, step_traffic
+from glm46.planner.traffic import MUON, Traffic, step_traffic
 
 OrderOf = Callable[[Parallelism, int], Order]
 """The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
@@ -98,16 +98,23 @@ class Roofline:
         computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
 
-    def update(self, elements: dict[str, float], products: float) -> _Cost:
-        """Seconds of the optimizer: elements by optimizer, and FLOPs of Newton-Schulz iterations in BF16."""
+    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic]) -> _Cost:
+        """Seconds of the optimizer: elements by optimizer, and FLOPs of Newton-Schulz iterations in BF16.
+
+        Muon's products hide its exchanges, but for the first one of matrices and the last one of updates
+        (`optim/muon_step.py`): with few buckets that is most of them.
+        """
         moved = sum(_UPDATE_BYTES[name] * count for name, count in elements.items()) / self._memory
-        return _Cost({"optimizer": moved + products / (self._bf16 * self._share.products)})
+        computed, sent = products / (self._bf16 * self._share.products), sum(map(self.traffic, exchanges))
+        calls = sum(each.calls for each in exchanges)
+        waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
+        return _Cost({"optimizer": moved + computed} | ({"waiting for Muon's matrices": waited} if waited else {}))
 
     def traffic(self, traffic: Traffic) -> float:
         """Seconds of the collectives of one kind."""
         link, others = self._links[traffic.axis], traffic.ranks - 1
         calls = traffic.calls * self._call
-        if traffic.kind == "send":
+        if traffic.kind == "send" or traffic.what == MUON:
             return calls + traffic.nbytes / link.exchange_bytes_per_second
         sent = traffic.nbytes * others / traffic.ranks
         if traffic.kind == "all_to_all":
@@ -203,11 +210,12 @@ def _rank(
             backward[stage.index].update(roofline.kernels(costs[name].backward))
             again = roofline.kernels(costs[name].recomputed).seconds
             backward[stage.index].update({"recomputation": again} if again else {})
-    once = roofline.update(*_updated(plan, stages))
+    muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
+    once = roofline.update(_updated(plan, stages), muon.flops, [each for each in traffic if each.what == MUON])
     beside = Counter()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)
-    for each in traffic:
+    for each in (each for each in traffic if each.what != MUON):
         seconds = roofline.traffic(each)
         if each.axis in _OVERLAPPED:
             beside[each.kind] += seconds
@@ -251,19 +259,12 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
     )
 
 
-def _updated(plan: Plan, stages: list[StagePart]) -> tuple[dict[str, float], float]:
-    """Elements that one rank of a pipeline rank updates, by optimizer, and FLOPs of its Newton-Schulz iterations, which
-    all ranks of its stage share evenly (`optim/muon_plan.py`)."""
-    layout, shape, optimizer = plan.layout, plan.shape, plan.config.optimizer
-    elements, products = {"muon": 0.0, "adamw": 0.0}, 0.0
-    for row in (row for stage in stages for row in stage.rows(shape) if row.optimizer is not None):
-        name = row.choose_optimizer(optimizer)
-        elements[name] += held_elements(row, shape, layout)
-        if name == "muon":
-            *matrices, rows, columns = row.shape(shape)
-            of_one = newton_schulz_flops(rows // row.row_blocks, columns, optimizer.ns_steps)
-            products += prod(matrices) * row.row_blocks * of_one
-    return elements, products / (layout.world_size / layout.pp)
+def _updated(plan: Plan, stages: list[StagePart]) -> dict[str, float]:
+    """Elements that one rank of a pipeline rank updates, by optimizer."""
+    elements = {"muon": 0.0, "adamw": 0.0}
+    for row in (row for stage in stages for row in stage.rows(plan.shape) if row.optimizer is not None):
+        elements[row.choose_optimizer(plan.config.optimizer)] += held_elements(row, plan.shape, plan.layout)
+    return elements
 
 
 def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:

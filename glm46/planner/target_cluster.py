@@ -111,5 +111,7 @@ def groups(layout: Layout, key_heads: int) -> dict[str, tuple[int, int]]:
         "efsdp": (layout.ep, layout.expert_shards),
         "dp_replicate": (layout.tp * shards, layout.dp_replicate),
         "pp": (layout.world_size // layout.pp, layout.pp),
+        "stage": (1, layout.world_size // layout.pp),
+        "stage_experts": (layout.ep, layout.dp_replicate * layout.expert_shards),
         "world": (1, layout.world_size),
     }

@@ -9,16 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from glm46.config.float8_layers import linear_layers
 from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
 from glm46.planner.activations import FP32, INDEX, attended_keys
 from glm46.planner.layout import Layout
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
+from glm46.planner.muon_cost import muon_cost
+from glm46.planner.parameters import Parameter
 from glm46.planner.plan import Plan
-from glm46.planner.rank_parts import Block, StagePart, fsdp_units, parts_of_ranks
+from glm46.planner.rank_parts import Block, FsdpUnit, StagePart, fsdp_units, held_elements, parts_of_ranks
 from glm46.planner.stages import rank_of_stage
 
 _FP64 = 8
+
+MUON = "matrices of Muon"
+"""`Traffic.what` of the exchange of sharded matrices, of which no rank sends itself a part."""
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -29,7 +35,8 @@ class Traffic:
 
     axis: str
     """Mesh axis as `distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep, cp, tp,
-    pp; "tp_head" for the ranks of tp that share a key head; "world" for all ranks."""
+    pp; "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage, "stage_experts"
+    for those that share experts; "world" for all ranks."""
     kind: Kind
     ranks: int
     """Ranks of the group."""
@@ -57,9 +64,9 @@ class _Call(NamedTuple):
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
     """What the first rank of each pipeline rank sends and receives in `train_step`.
 
-    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as are the
-    agreement on a step before it, and the optimizer. Calls and bytes are exact, but for the keys that context-parallel
-    ranks exchange under a sliding window: those are of rows that are one document.
+    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as is the
+    agreement on a step before it. Calls and bytes are exact, but for the keys that context-parallel ranks exchange under
+    a sliding window: those are of rows that are one document.
 
     Args:
         stage_index: of `Plan.text_stages`.
@@ -69,7 +76,13 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
     count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
     step = _Step(plan, stage.shape, stage.seq_len, count)
     parts = parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len)
-    return [_merged(step.of_rank(rank, of_rank)) for rank, of_rank in enumerate(parts)]
+    return [[*_merged(step.of_rank(rank, of_rank)), *_of_muon(plan, of_rank)] for rank, of_rank in enumerate(parts)]
+
+
+def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
+    """Sharded matrices to their owners, and their updates back."""
+    exchanges = muon_cost(parts, plan.shape, plan.layout, plan.config.optimizer).exchanges
+    return [Traffic(each.axis, "all_to_all", each.ranks, 2 * each.buckets, each.nbytes, MUON) for each in exchanges]
 
 
 def _merged(calls: Iterator[_Call]) -> list[Traffic]:
@@ -96,8 +109,12 @@ class _Step:
         self._mode = plan.config.activation_checkpoint.mode
         self._width = int(WIDTHS[training.mixed_precision_param])
         self._reduce = int(WIDTHS[training.mixed_precision_reduce])
+        self._master = int(WIDTHS[training.dtype])
         # Without a cast FSDP2 gathers the masters as they are.
-        self._gathered = self._width if training.mixed_precision_param != "float32" else int(WIDTHS[training.dtype])
+        self._gathered = self._width if training.mixed_precision_param != "float32" else self._master
+        float8 = plan.config.float8
+        layers = linear_layers(shape, float8, plan.layout.tp) if float8.enable_fsdp_float8_all_gather else ()
+        self._in_fp8 = {f"{layer.name}.weight" for layer in layers if layer.excluded_by is None}
         self._depths = shape.num_nextn_predict_layers
         self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
         self._hidden = self._tokens * shape.hidden_size * self._width
@@ -146,10 +163,19 @@ class _Step:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1
-            yield _Call(axis, "all_gather", shards, "weights", gathers, shard * shards * self._gathered)
+            in_fp8 = [held_elements(row, self._shape, layout) for row in self._gathered_in_fp8(unit)]
+            nbytes = shard * self._gathered - sum(in_fp8) * (self._gathered - 1)
+            yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
+            yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
             yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shard * shards * self._reduce)
             replicas = layout.dp_replicate
             yield _Call("dp_replicate", "all_reduce", replicas, "gradients", reduces, shard * self._reduce)
+
+    def _gathered_in_fp8(self, unit: FsdpUnit) -> list[Parameter]:
+        """The rows of a unit whose weights FSDP2 gathers in FP8, with one scale for all shards."""
+        is_prediction = unit.prefix.startswith("mtp.")
+        inner = {row: "block." if is_prediction and row.part != "mtp" else "" for row in unit.rows}
+        return [row for row in unit.rows if f"{unit.prefix}{inner[row]}{row.name}" in self._in_fp8]
 
     def _replicated_gradients(self, part: StagePart) -> Iterator[_Call]:
         """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46.compat import StridedShard
-from glm46.optim import muon_layout, muon_plan
+from glm46.optim import muon_layout, muon_step
 from glm46.optim.muon import Muon
 from glm46.optim.state_file import StateFile
+from glm46.planner import muon_plan
 from tests.unit.optim.muon_reference import entries_per_rank
 
 STEPS = 3
@@ -230,7 +231,8 @@ def run_mixed(chosen: list[Case], meshes: dict, **extra) -> dict:
         parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, torch.float32, 0)]
         groups.append({"params": parameters, "row_blocks": case.row_blocks})
         everything.append((case, mesh, parameters))
-    with mock.patch.multiple(muon_plan, BUCKET_BYTES=70_000, WORKSPACE_BYTES=200_000):
+    buckets = mock.patch.object(muon_plan, "BUCKET_BYTES", 70_000)
+    with buckets, mock.patch.object(muon_step, "WORKSPACE_BYTES", 200_000):
         optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32, **extra)
     for step in range(1, STEPS + 1):
         for case, mesh, parameters in everything:
@@ -348,18 +350,14 @@ def run_blind_planners(case: Case, mesh: DeviceMesh) -> dict:
     """
     sees_none = mock.patch.object(muon_layout, "is_sharding", lambda placement: placement.is_shard())
 
-    def in_mesh_order(tensor, coordinate):
-        indices = [torch.arange(size) for size in tensor.shape]
-        for axis, placement in enumerate(tensor.placements):
-            if muon_layout.is_sharding(placement):
-                parts = indices[placement.dim].tensor_split(mesh.size(axis))
-                indices[placement.dim] = parts[coordinate[axis]]
-        return indices
+    def in_mesh_order(tensor):
+        placements = enumerate(tensor.placements)
+        return [(axis, 3 + p.dim - tensor.ndim) for axis, p in placements if muon_layout.is_sharding(p)]
 
     figures = {}
     for name, blindness in {
         "is_shard": sees_none,
-        "plain": mock.patch.object(muon_layout, "global_indices", in_mesh_order),
+        "plain": mock.patch.object(muon_layout, "_cuts", in_mesh_order),
     }.items():
         with blindness:
             try:

@@ -6,9 +6,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from glm46.optim.muon_plan import Bucket, MuonPlan
 from glm46.optim.muon_update import update_scale
 from glm46.optim.newton_schulz import COEFFICIENTS
+from glm46.planner.muon_plan import Bucket, MuonPlan
 
 
 def reference_update(

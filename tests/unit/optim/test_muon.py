@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from glm46.optim import muon_plan
+from glm46.optim import muon_step
 from glm46.optim.muon import Muon
 from glm46.optim.muon_update import update_scale
 from glm46.optim.newton_schulz import orthogonalize
@@ -73,7 +73,7 @@ def test_equals_torch_in_bfloat16_within_its_rounding():
 
 @pytest.mark.parametrize("workspace_bytes", [1, 100_000, 1 << 30])
 def test_batches_and_row_blocks_equal_the_reference(monkeypatch, workspace_bytes):
-    monkeypatch.setattr(muon_plan, "WORKSPACE_BYTES", workspace_bytes)
+    monkeypatch.setattr(muon_step, "WORKSPACE_BYTES", workspace_bytes)
     shapes = [(6, 32, 48), (6, 48, 16), (2, 3, 20, 30), (40, 24), (200, 100)]
     blocks = [(16, 16), None, (5, 15), None, (100, 100)]
     mine, gradients = parameters_with_gradients(shapes)

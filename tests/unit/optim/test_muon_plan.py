@@ -12,14 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from glm46.compat import StridedShard
 from glm46.config.presets import PRESETS
 from glm46.optim.muon_layout import tensor_layout
-from glm46.optim.muon_plan import Request, make_plan
-from glm46.optim.muon_update import Orthogonalizer
 from glm46.planner.flops import newton_schulz_flops
+from glm46.planner.muon_plan import Request, make_plan
 from tests.unit.optim.muon_reference import entries_per_rank, entries_received
 
 WORLD, TP, EP, LAYERS = 512, 8, 32, 6
 GLM = PRESETS["GLM-4.6"]
-SETTINGS = Orthogonalizer(5, torch.bfloat16)
 
 
 def meta(shape, mesh, placements):
@@ -49,7 +47,7 @@ def stage_requests():
         "gate_up": meta((experts, 2 * narrow, width), sparse, inside),
         "down": meta((experts, width, narrow), sparse, inside),
     }
-    layouts = {name: tensor_layout(tensor) for name, tensor in tensors.items()}  # a second each, the same in all layers
+    layouts = {name: tensor_layout(tensor) for name, tensor in tensors.items()}  # the same in all layers
     blocks = {name: (tensor.shape[-2],) for name, tensor in tensors.items()} | {"gate_up": (narrow, narrow)}
     return [Request(f"{layer}.{name}", layouts[name], blocks[name]) for layer in range(LAYERS) for name in tensors]
 
@@ -57,7 +55,7 @@ def stage_requests():
 def plan_of(rank):
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        return make_plan(stage_requests(), SETTINGS)
+        return make_plan(stage_requests(), steps=5, width=2)
     finally:
         dist.destroy_process_group()
 
@@ -105,6 +103,8 @@ def test_total_bytes_are_the_lower_bound(plans):
         assert {len(ranks) for ranks, _ in chosen} == {bucket_ranks}
         buckets = [bucket for bucket in plans[0].buckets if len(bucket.ranks) == bucket_ranks]
         total = sum(entries_received(bucket, member) for bucket in buckets for member in range(bucket_ranks))
+        counted = [way for bucket in buckets for member in range(bucket_ranks) for way in bucket.exchanged(member)]
+        assert sum(sent for sent, _ in counted) == sum(received for _, received in counted) == total
         held = sum(unit.size(unit.owner) for _, unit in chosen)
         whole = sum(unit.shape[0] * unit.shape[1] for _, unit in chosen)
         assert total == 2 * (whole - held)
