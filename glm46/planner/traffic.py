@@ -64,9 +64,9 @@ class _Call(NamedTuple):
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
     """What the first rank of each pipeline rank sends and receives in `train_step`.
 
-    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as is the
-    agreement on a step before it. Calls and bytes are exact, but for the keys that context-parallel ranks exchange under
-    a sliding window: those are of rows that are one document.
+    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as is the agreement
+    on a step before it. Calls and bytes are exact, but for the keys that context-parallel ranks exchange under a
+    sliding window: those are of rows that are one document.
 
     Args:
         stage_index: of `Plan.text_stages`.

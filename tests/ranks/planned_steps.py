@@ -7,6 +7,8 @@ JSON object per case.
 import collections
 import json
 import os
+import resource
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,16 +25,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
 from glm46.distributed.local_tensor import local_tensor
+from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process
 from glm46.model.router import Router
 from glm46.planner import activations
 from glm46.planner.layout import Layout
-from glm46.planner.plan import Plan
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.training.network import build_network
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases
+from tests.ranks.server import ROOT
 from tests.ranks.sharded_layouts import build_job, schedule_here
 
 SHAPE = {
@@ -241,9 +247,7 @@ class LiveMemory(TorchDispatchMode):
         self.activations = self.gradients = 0
         """The most of what is neither gathered weight nor gradient, after the forward of a stage; and the most of the
         gradients of whole weights."""
-        modules = (module for model in models for module in model.modules() if isinstance(module, FSDPModule))
-        groups = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
-        self._parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        self._parameters = fsdp_parameters(models)
         for model in models:
             model.register_forward_hook(lambda *_: self._look())
 
@@ -280,6 +284,13 @@ class LiveMemory(TorchDispatchMode):
         for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad):
             if gradient is not None:  # looked at without an operator, which would be dispatched
                 yield gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def fsdp_parameters(models: list[nn.Module]) -> list[Any]:
+    """What FSDP2 has of each parameter."""
+    modules = (module for model in models for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _sizes(tensors: Iterator[Tensor]) -> int:
@@ -376,3 +387,35 @@ def main(*names: str) -> None:
         os._exit(0)
     _, status = os.waitpid(half, 0)
     assert status == 0, status
+
+
+FULL_SCALE = "train_configs/glm46_phase1.toml"
+
+
+def build_full_scale(name: str) -> dict[str, Any]:
+    """Build the first rank of a pipeline rank of the 8,192, and say what it holds and exchanges."""
+    started, plan = time.process_time(), resolve_plan(load_config(ROOT / FULL_SCALE))
+    world, rank = plan.layout.world_size, int(name) * (plan.layout.world_size // plan.layout.pp)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    network = build_network(plan, build_cluster(plan.layout, Process(rank, world, torch.device("cpu"))))
+    reduced = getattr(torch, plan.config.training.mixed_precision_reduce).itemsize
+    muon, states = network.optimizer.muon, network.optimizer.state_tensors()
+    exchanges = [way for bucket in muon.plan().buckets for way in bucket.exchanged(bucket.ranks.index(rank))]
+    return {
+        "name": name,
+        "weights": _sizes(map(local_tensor, network.weights().values())),
+        # FSDP2 keeps one of each whole parameter, in the reduce type, until the last micro-batch.
+        "gradients": sum(parameter._orig_size.numel() * reduced for parameter in fsdp_parameters(network.models)),
+        "states": _sizes(local_tensor(state) for key, state in states.items() if not key.endswith(".step")),
+        "exchanged": [
+            len(exchanges),
+            sum(map(max, exchanges)) * getattr(torch, plan.config.optimizer.ns_dtype).itemsize,
+        ],
+        "seconds": time.process_time() - started,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def full_scale(*names: str) -> None:
+    """Build these pipeline ranks, each in a process of its own."""
+    run_cases(1, list(names), lambda some: print(json.dumps(build_full_scale(*some)), flush=True), at_once=1)

@@ -6,13 +6,15 @@ from unittest import mock
 import pytest
 import torch
 
+from glm46.config.loader import load_config
 from glm46.planner import activations
 from glm46.planner.activations import layer_bytes
 from glm46.planner.memory import WIDTHS, rank_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import parts_of_ranks
-from glm46.planner.traffic import step_traffic
-from tests.ranks.planned_steps import BF16, CASES, rank_names
+from glm46.planner.traffic import MUON, step_traffic
+from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
+from tests.ranks.server import ROOT
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WHOLE = "all_reduce over tp"
@@ -66,6 +68,19 @@ def test_planned_memory_is_what_a_rank_holds(measured):
         assert kept == pytest.approx(row["activations"], rel=0.05)
     else:  # buffers to receive in are planned for all micro-batches, and exist from some time before they are used
         assert 0.95 * (kept - _received(plan, rank)) <= row["activations"] <= 1.05 * kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["0", "7", "15"])
+def test_8192_ranks_are_planned_to_the_byte(case_row, case):
+    """The recipe of phase 1, in its own sizes: a first, a middle and the last stage."""
+    plan, rank = resolve_plan(load_config(ROOT / FULL_SCALE)), int(case)
+    assert plan.layout.world_size == 8192 and plan.layout.pp == 16
+    planned, row = rank_memory(plan)[rank], case_row("planned_steps.full_scale", case=case, seconds=300)
+    assert (planned.weights, planned.gradients, planned.optimizer) == (row["weights"], row["gradients"], row["states"])
+    of_muon = [traffic for traffic in step_traffic(plan)[rank] if traffic.what == MUON]
+    assert row["exchanged"] == [sum(each.calls for each in of_muon), sum(each.nbytes for each in of_muon)]
+    assert row["seconds"] < 30 and row["peak"] < 4e9
 
 
 def _received(plan: Plan, rank: int) -> float:
