@@ -105,9 +105,9 @@ class HFNames:
         missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
         unknown = sorted(name for name in found if name not in self.places)
         if missing:
-            faults.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
+            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
         if unknown:
-            faults.append(f"{len(unknown)} tensors are not part of this model: {_listed(unknown)}")
+            faults.append(f"{len(unknown)} tensors are not part of this model: {listed(unknown)}")
         return faults
 
 
@@ -126,7 +126,8 @@ def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names, and the number of the others."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
