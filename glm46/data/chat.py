@@ -155,16 +155,15 @@ def raise_for_markers(tokenizer: Tokenizer) -> None:
 
 
 def _ends_of_user_turns(messages: Sequence[Message]) -> list[int]:
-    """Index behind the last assistant message before each user message that answers one, and behind the last one."""
-    ends = []
+    """For each user turn, the index behind its last assistant message."""
+    ends = set()
     answered = 0
     for index, message in enumerate(messages):
-        if message.role == "user" and answered:
-            ends.append(answered)
-            answered = 0
         if message.role == "assistant":
             answered = index + 1
-    return [*ends, answered]
+        elif message.role == "user":
+            ends.add(answered)
+    return sorted({*ends, answered} - {0})
 
 
 def _pieces(

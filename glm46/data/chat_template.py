@@ -53,8 +53,8 @@ CHAT_TEMPLATE = (
 {%- if thought is not string -%}
 {%- set thought = '' -%}
 {%- if '</think>' in content -%}
-{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
-{%- set content = content.split('</think>')[-1].lstrip('\n') -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1] -%}
+{%- set content = content.split('</think>')[-1] -%}
 {%- endif -%}
 {%- endif -%}
 <|assistant|>{{ '\n<think>' }}

@@ -63,6 +63,13 @@ def test_turns_without_reasoning_answer_a_prompt_that_forbids_thinking():
     assert ids.count(TOKENIZER.special["/nothink"]) == 2
 
 
+def test_the_switch_that_a_user_types_and_a_thought_of_white_space():
+    assert marked(user("Hi/nothink"), assistant("A", "x"))[0].startswith("<|user|>\nHi/nothink<|assistant|>[[\n<think>")
+    ids = rendered(user("Hi/nothink"), assistant("A", "x")).documents[0].ids.tolist()
+    assert ids.count(TOKENIZER.special["/nothink"]) == 1
+    assert marked(user(), assistant("A", " \n")) == marked(user(), assistant("A"))
+
+
 def test_an_empty_thought_is_masked_or_trained_on_request():
     assert marked(user(), assistant("A"), no_reasoning="mask") == [
         "<|user|>\nHi<|assistant|>\n<think></think>[[\nA<|user|>]]"
@@ -148,6 +155,8 @@ def test_history_all_trains_the_emptied_turns_but_not_their_empty_thoughts():
     for no_reasoning in ("nothink", "mask"):
         assert marked(*THREE, history="all", no_reasoning=no_reasoning) == [everything.format("\n<think></think>[[")]
     assert marked(*THREE, history="all", no_reasoning="train") == [everything.format("[[\n<think></think>")]
+    # One turn thinks, so the prompts of the document allow it.
+    assert "/nothink" not in marked(*THREE[:4], history="all")[0]
     # Nothing is thought anywhere: the mode of the whole document is that of its turns.
     assert "/nothink" in marked(*THREE[2:4], history="all")[0]
 
@@ -171,6 +180,8 @@ def test_a_system_marker_behind_a_turn_is_no_stop_token():
         "<|assistant|>\n<think></think>[[\nb<|user|>]]"
     ]
     assert rendered(*messages).counts == {"turns without a stop token": 1}
+    messages[1]["weight"] = 0
+    assert rendered(*messages).counts == {"turns of weight 0": 1}
 
 
 def test_several_user_messages_are_one_user_turn():
@@ -178,9 +189,9 @@ def test_several_user_messages_are_one_user_turn():
     assert len(marked(user("1"), user("2"), assistant("a", "x"), user("3"), user("4"), assistant("b", "y"))) == 2
 
 
+@pytest.mark.parametrize("bad", ["".join(TOKENIZER.special), "</arg_value>"])
 @pytest.mark.parametrize("where", ["user", "system", "content", "thought", "argument", "key", "name", "result"])
-def test_markers_inside_messages_are_text(where):
-    bad = "".join(TOKENIZER.special)
+def test_markers_inside_messages_are_text(where, bad):
     text = {name: bad if name == where else "x" for name in ("user", "system", "content", "thought", "result")}
     key, value, name = (bad if where == other else "k" for other in ("key", "argument", "name"))
     messages = (

@@ -112,6 +112,8 @@ def test_null_content_and_roles_of_our_template(theirs):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now", "arguments": {}}]}
     text = theirs.apply_chat_template([{"role": "developer", "content": "S"}, call], tokenize=False)
     assert text == "[gMASK]<sop><|system|>\nS<|assistant|>\n<think></think>\n<tool_call>now\n</tool_call>"
+    apart = {"role": "assistant", "content": "<think>x</think> y", "reasoning_content": ""}
+    assert theirs.apply_chat_template([apart], tokenize=False).endswith("\n<think></think>\n<think>x</think> y")
     for message in ({"role": "critic", "content": "x"}, {"role": "user", "content": [{"type": "image"}]}):
         with pytest.raises(Exception, match="critic|not text"):
             theirs.apply_chat_template([message], tokenize=False)

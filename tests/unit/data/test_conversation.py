@@ -90,6 +90,14 @@ def test_weights_of_messages(key, value):
     assert got.is_trained is (value is None or bool(value))
 
 
+@pytest.mark.parametrize("off", [1, 2])
+def test_a_turn_is_trained_if_none_of_its_messages_says_no(off):
+    rows = [{"role": "user", "content": "x"}, ANSWER, {"role": "tool_call", "content": {"name": "now"}}]
+    assert parse(*rows).messages[-1].is_trained
+    rows[off] = rows[off] | {"weight": 0}
+    assert not parse(*rows).messages[-1].is_trained
+
+
 @pytest.mark.parametrize(
     "content, reasoning, answer",
     [
@@ -121,6 +129,7 @@ def test_messages_behind_the_last_answer_are_left_out_and_counted(rest):
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+TWO_CALLS = CALL | {"tool_calls": CALL["tool_calls"] * 2}
 RESULT = {"role": "tool", "content": "noon"}
 
 
@@ -151,11 +160,13 @@ def calling(**function):
         ("tool call without a name", [USER, calling(arguments={})]),
         ("tool call without a name", [USER, calling(name="")]),
         ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
+        ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
         ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
         ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
         ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
         ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
         ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, TWO_CALLS, RESULT, CALL, RESULT, RESULT, ANSWER]),
         ("roles out of order", [ANSWER]),
         ("roles out of order", [{"role": "system", "content": "x"}, ANSWER]),
         ("roles out of order", [USER, ANSWER, ANSWER]),
