@@ -168,7 +168,8 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
 def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
     """A run continues another one, or begins a new clock with its weights."""
     continued, initial = config.checkpoint.load_path, config.checkpoint.initial_load_path
-    if continued is not None and initial is not None:
+    # Under adapters initial_load_path is read at every start, and has no clock.
+    if continued is not None and initial is not None and config.adapter is None:
         yield Fault(
             ("checkpoint.load_path", "checkpoint.initial_load_path"),
             f"checkpoint.load_path = {show(continued)}, checkpoint.initial_load_path = {show(initial)}: both given; "

@@ -45,7 +45,7 @@ class Checkpoint(Section):
 
     initial_load_path: LocalPath | None = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
-    previous phase."""
+    previous phase. Under [adapter]: the base, of which every start reads the weights and nothing else."""
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
     """Load only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""

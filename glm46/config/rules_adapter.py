@@ -19,6 +19,17 @@ def adapter_has_a_base(config: RunConfig, adapter: Adapter, shape: ModelShape) -
         )
 
 
+def base_is_loaded_whole(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+    """The base of adapters has all of its weights."""
+    for name in ("initial_load_include", "initial_load_exclude"):
+        if patterns := getattr(config.checkpoint, name):
+            yield Fault(
+                (f"checkpoint.{name}", "adapter"),
+                f"checkpoint.{name} = {show(patterns)}: is not possible under [adapter], whose base is loaded whole; "
+                f"remove checkpoint.{name}",
+            )
+
+
 def base_stays_as_it_is(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
     """Nothing but adapters is trained: routers and their selection biases belong to the base."""
     moe = config.moe
@@ -111,6 +122,7 @@ def expert_ranks_are_aligned(config: RunConfig, adapter: Adapter, shape: ModelSh
 
 _RULES: tuple[Callable[[RunConfig, Adapter, ModelShape], Faults], ...] = (
     adapter_has_a_base,
+    base_is_loaded_whole,
     base_stays_as_it_is,
     adapters_are_under_adamw,
     base_is_in_full_precision,

@@ -7,7 +7,8 @@ from glm46.config.run_config import RunConfig
 def fine_tuning_has_a_base(config: RunConfig) -> Faults:
     """Fine-tuning starts from trained weights."""
     key = "checkpoint.initial_load_path"
-    if config.finetune is not None and config.checkpoint.initial_load_path is None:
+    is_new = config.checkpoint.load_path is None and config.adapter is None  # a rule of [adapter] asks for the base
+    if config.finetune is not None and is_new and config.checkpoint.initial_load_path is None:
         yield Fault(
             ("finetune", key),
             f"[finetune]: {key} is absent; name the trained weights to start from: a step folder with "

@@ -17,12 +17,12 @@ from glm46.training.state import Progress
 
 
 def load_weights(network: Network, folder: Path) -> None:
-    """Load weights and expert biases from a Hugging Face folder, on any mesh. Collective.
+    """Load weights and expert biases, those of adapters excepted, from a Hugging Face folder, on any mesh. Collective.
 
     Raises:
         UserError: the folder is corrupt or belongs to another model.
     """
-    tensors, shape = network.weights(), network.plan.shape
+    tensors, shape = network.pretrained(), network.plan.shape
     if not network.cluster.process.is_main:
         import_weights(folder, shape, tensors)
         return

@@ -1,7 +1,7 @@
 """One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,8 @@ class Network:
     """None if the network is frozen."""
     balance: ExpertBalance | None
     """None if the network is frozen."""
+    frozen_files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the files, by name, that the weights under adapters were read from; see `frozen_weights`."""
 
     @property
     def shape(self) -> ModelShape:
@@ -60,6 +62,15 @@ class Network:
             own = {"sliding_window": shape.sliding_window, "rope_scaling": shape.rope_scaling}
             model.shape = model.shape.model_copy(update=own)
 
+    @property
+    def is_adapted(self) -> bool:
+        """True if only adapters are trained; a stage of the pipeline may have none."""
+        return self.plan.config.adapter is not None and self.optimizer is not None
+
+    def pretrained(self) -> dict[str, Tensor]:
+        """Those of `weights` that trained weights may give: all but adapters."""
+        return {name: w for name, w in self.weights().items() if not (self.is_adapted and name in self.parameters)}
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
         buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
@@ -69,7 +80,7 @@ class Network:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
         Writing into them loads a checkpoint."""
         weights = self.weights()
-        if self.parameters and self.frozen:
+        if self.is_adapted:
             weights = {name: weights[name] for name in self.parameters}
         named = {f"model.{name}": tensor for name, tensor in weights.items()}
         if self.optimizer is not None:

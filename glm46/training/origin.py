@@ -26,6 +26,7 @@ SHAPE_KEYS = (*(f"model.{name}" for name in _SHAPE), "training.dtype")
 """Keys that determine the weights of a checkpoint."""
 TENSOR_KEYS = (
     *SHAPE_KEYS, "moe.balance", "optimizer.name", "optimizer.router", "optimizer.lm_head", "optimizer.state_dtype",
+    "adapter.name", "adapter.rank", "adapter.expert_rank", "adapter.targets", "adapter.layers",
 )  # fmt: skip
 """Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
 
@@ -42,6 +43,8 @@ def refuse_origin(config: RunConfig) -> None:
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
+    if config.adapter is not None:
+        _refuse_initial(config, Path(checkpoint.initial_load_path))
     _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:
@@ -57,7 +60,7 @@ def refuse_origin(config: RunConfig) -> None:
         return
     if checkpoint.load_path is not None:
         _refuse_continued(config, Path(checkpoint.load_path))
-    if checkpoint.initial_load_path is not None:
+    if checkpoint.initial_load_path is not None and config.adapter is None:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
 
 
@@ -128,9 +131,9 @@ def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[
         return []
     ours, theirs = _values(config), _values(saved)
     return [
-        f"{key} = {_shown(ours[key])}: {folder} was saved with {_shown(theirs[key])}"
+        f"{key} = {_shown(ours.get(key))}: {folder} was saved with {_shown(theirs.get(key))}"
         for key in keys
-        if ours[key] != theirs[key]
+        if ours.get(key) != theirs.get(key)
     ]
 
 

@@ -21,11 +21,14 @@ from glm46.config.loader import dump_config
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.distributed.process import Process
 from glm46.reliability.stop import Diverged
+from glm46.training.frozen_weights import base_fault, load_frozen
 from glm46.training.origin import CONTINUE_REMEDY, TENSOR_KEYS, differences
 from glm46.training.state import Progress
 from glm46.training.task import Task
 
 _FAULTS_SHOWN = 3
+_BASES = "bases"
+"""Key of a checkpoint's meta: `Network.frozen_files` of each network with adapters."""
 
 
 def checkpoint_tensors(task: Task) -> dict[str, Tensor]:
@@ -54,12 +57,14 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
         SHAPE_KEY: task.plan.stage_after(progress.samples).shape.model_dump(),
         "stream": task.fingerprint(),
         "validation": validation,
+        _BASES: {name: network.frozen_files for name, network in task.networks.items() if network.is_adapted},
         **task.state(progress),
     }
 
 
 def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the state that the run starts from. Collective.
+    """Load the state that the run starts from. With adapters, the frozen weights under them are read first, from
+    checkpoint.initial_load_path, at every start. Collective.
 
     Returns:
         The progress, and the metadata of the checkpoint; None if the run starts from initial or imported weights.
@@ -69,15 +74,23 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     """
     config = task.plan.config.checkpoint
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
+    adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
+    of_base = [load_frozen(network, checkpoints) for network in adapted.values()]
     if config.enable:
         source = checkpoints.newest() if config.load_step == -1 else config.load_step
         if source is None and config.load_path is not None:
             source = Path(config.load_path).resolve()
         if source is not None:
             meta = _load(task, checkpoints, source)
+            folder = _folder_of(source, checkpoints)
+            for name, network in adapted.items():
+                if (fault := base_fault(network, folder, meta[_BASES][name])) is not None:
+                    raise UserError(*on_first_rank(fault))
             if meta["stream"] != task.fingerprint():
-                raise UserError(*on_first_rank(_other_text(task, _folder_of(source, checkpoints))))
+                raise UserError(*on_first_rank(_other_text(task, folder)))
             return Progress(**meta["progress"]), meta
+    if adapted:
+        return fresh, of_base[0]
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)

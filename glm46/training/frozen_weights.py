@@ -1,0 +1,102 @@
+"""The frozen weights under adapters: every start reads them from trained weights, and no checkpoint holds them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.checkpoint.integrity import MANIFEST
+from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.metadata import read_metadata
+from glm46.checkpoint.step_tensors import MODEL_PREFIX
+from glm46.checkpoint.stored_values import StoredTensor
+from glm46.distributed.local_tensor import global_indices, local_tensor
+from glm46.distributed.ranks import Ranks
+from glm46.files.durable import hash_file
+from glm46.huggingface.boxes import intervals_of, overlaps
+from glm46.huggingface.config_json import CONFIG
+from glm46.huggingface.import_weights import find_tensors
+from glm46.huggingface.names import HFPart, raise_if
+from glm46.training.hf_weights import load_weights
+from glm46.training.network import Network
+
+_FAULTS_SHOWN = 10
+
+
+def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, Any] | None:
+    """Fill the frozen weights and selection biases of a network with adapters from checkpoint.initial_load_path, on
+    any mesh and in any type, and note in `Network.frozen_files` what they were read from. Collective.
+
+    Returns:
+        The metadata of the checkpoint; None of a Hugging Face folder.
+
+    Raises:
+        UserError: on all ranks; the folder is damaged or of another model.
+    """
+    config, ranks = network.plan.config.checkpoint, Ranks.of_this_run()
+    folder = Path(config.initial_load_path).resolve()
+    if config.initial_load_in_hf:
+        meta = None
+        load_weights(network, folder)
+        files = sorted({folder / CONFIG, *(path for path, _ in find_tensors(folder).values())})
+    else:
+        meta = checkpoints.load_from(folder, {}, ignored=("",))  # verifies all files; nothing is loaded yet
+        with ranks.stage(f"reading {folder}") as stage:
+            stage.value = _fill_from_step(folder, network.pretrained())
+        faults = sorted({fault for faults in stage.values for fault in faults})
+        raise_if(faults[:_FAULTS_SHOWN])
+        files = [folder / MANIFEST]  # it has the hashes of the others
+    network.frozen_files.update(_hashes(files, ranks))
+    return meta
+
+
+def _hashes(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:
+    """SHA-256 of each file by its name; each rank reads its share. Collective."""
+    with ranks.stage(f"hashing {files[0].parent}") as stage:
+        stage.value = {file.name: hash_file(file).sha256 for file in files[ranks.rank :: ranks.size]}
+    return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
+
+
+@torch.no_grad()
+def _fill_from_step(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
+    """Fill this rank's parts from a verified step folder; returns the faults, with which nothing is filled. Weights of
+    the folder that the network lacks, such as prediction layers, are not read."""
+    metadata, faults = read_metadata(folder)
+    if faults:
+        return faults
+    known = metadata.state_dict_metadata
+    for name, tensor in tensors.items():
+        stored = known.get(MODEL_PREFIX + name)
+        if stored is None:
+            faults.append(f"{folder}: lacks {name}")
+        elif tuple(stored.size) != tuple(tensor.shape):
+            faults.append(f"{folder}: {name} has shape {list(stored.size)}, the model's {list(tensor.shape)}")
+    if faults:
+        return faults
+    for name, tensor in tensors.items():
+        stored, local = StoredTensor(folder, metadata, MODEL_PREFIX + name), local_tensor(tensor)
+        whole = HFPart(name, stored.shape, (0,) * len(stored.shape))
+        for part in overlaps(whole, [intervals_of(index) for index in global_indices(tensor)]):
+            local[part.local].copy_(stored[tuple(slice(first, first + length) for first, length in part.box)])
+    return []
+
+
+def base_fault(network: Network, folder: Path, saved: Mapping[str, str]) -> str | None:
+    """The fault of adapters that were saved in a step folder over other frozen weights than those that were read.
+
+    Args:
+        saved: `Network.frozen_files` at the save.
+    """
+    read = network.frozen_files
+    changed = sorted(name for name in {*saved, *read} if saved.get(name) != read.get(name))
+    if not changed:
+        return None
+    path = network.plan.config.checkpoint.initial_load_path
+    more = [f"{len(changed) - _FAULTS_SHOWN} more files"] if len(changed) > _FAULTS_SHOWN else []
+    what = ", ".join([*changed[:_FAULTS_SHOWN], *more])
+    return (
+        f"checkpoint.initial_load_path = {path!r}: {what} changed since {folder} was saved, and its adapters belong "
+        "to the weights of then; restore them, or begin new adapters with another job.dump_folder"
+    )

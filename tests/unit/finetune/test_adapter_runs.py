@@ -1,0 +1,111 @@
+"""Runs that train adapters: every start reads the base, and checkpoints hold no weight of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.checkpoint.step_tensors import StepTensors
+from glm46.config.check import check_config
+from glm46.config.errors import UserError
+from glm46.finetune.task import train
+from glm46.pretrain.task import train as pretrain
+from glm46.training.origin import refuse_origin
+
+NO_BALANCE = {"balance": "none", "sequence_aux_loss_weight": 0.0}
+
+
+@pytest.fixture(scope="module")
+def base(source_folder, tmp_path_factory) -> Path:
+    """A run whose step folder and Hugging Face folder hold the same weights, of two steps."""
+    from tests.small_run import small_config
+
+    folder = tmp_path_factory.mktemp("base")
+    config = small_config(
+        source_folder, folder, training={"steps": 2}, validation={"enable": True},
+        checkpoint={"last_save_in_hf": True}, model={"num_nextn_predict_layers": 0},
+        moe={"bias_update_rate": 0.05},
+    )  # fmt: skip
+    assert pretrain(config) == 0
+    return folder
+
+
+def adapted(make_config, base: Path, *, in_hf: bool = False, name: str = "lora", **tables):
+    path = base / ("huggingface/step-000002" if in_hf else "checkpoint/step-000002")
+    start = {"initial_load_path": str(path), "initial_load_in_hf": in_hf, "async_mode": "disabled", "interval": 2}
+    usual = {
+        "checkpoint": start | tables.pop("checkpoint", {}), "finetune": {}, "moe": NO_BALANCE,
+        "adapter": {"name": name, "rank": 8, "expert_rank": 4}, "model": {"num_nextn_predict_layers": 0},
+        "validation": {"enable": True, "freq": 2},
+    }  # fmt: skip
+    return make_config(**usual | tables)
+
+
+def losses(folder: Path) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["validation_loss"] for row in rows if "validation_loss" in row]
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(StepTensors(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora"])
+def test_adapters_begin_as_the_base_and_their_checkpoints_hold_nothing_else(make_config, base, tmp_path, name):
+    assert train(adapted(make_config, base, name=name)) == 0
+    before, *_, after = losses(tmp_path / "out")
+    assert before == losses(base)[-1] and after < before
+    step = tmp_path / "out/checkpoint/step-000004"
+    held = contents(step)
+    assert held and all("lora_" in name or "magnitude" in name for name in held)
+    numbers = sum(tensor.numel() for tensor in held.values())
+    size = sum(file.stat().st_size for file in step.iterdir())
+    # An adapter and both AdamW states in FP32, and some KB for each tensor.
+    assert 12 * numbers < size < 12 * numbers + 4096 * 3 * len(held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_hf", [False, True])
+def test_a_resume_reads_the_base_again_and_changes_no_bit(make_config, base, tmp_path, in_hf):
+    config, step = adapted(make_config, base, in_hf=in_hf), tmp_path / "out/checkpoint/step-000004"
+    assert train(config) == 0
+    whole, rows = contents(step), losses(tmp_path / "out")
+    shutil.rmtree(step)
+    assert train(config) == 0
+    resumed = contents(step)
+    assert whole.keys() == resumed.keys() and losses(tmp_path / "out") == rows
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+def test_another_base_is_refused_with_what_changed(make_config, base, tmp_path):
+    mine = tmp_path / "base"
+    shutil.copytree(base, mine)
+    assert train(adapted(make_config, mine, in_hf=True, training={"steps": 2})) == 0
+    other = adapted(make_config, mine, training={"steps": 4})
+    with pytest.raises(UserError, match=r"initial_load_path = .*config.json, manifest.json, model.*restore them, or"):
+        train(other)
+    config = mine / "huggingface/step-000002/config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(UserError, match=r"initial_load_path = .*: config.json changed since .*step-000002 was saved"):
+        train(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
+    shutil.rmtree(mine / "huggingface")
+    with pytest.raises(UserError, match="no such folder"):
+        refuse_origin(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
+
+
+@pytest.mark.slow
+def test_another_rank_is_explained_by_its_key(make_config, base):
+    assert train(adapted(make_config, base, training={"steps": 2})) == 0
+    with pytest.raises(UserError, match=r"adapter.rank = 4: .* was saved with 8; restore it"):
+        train(adapted(make_config, base, adapter={"name": "lora", "rank": 4, "expert_rank": 4}))
+
+
+def test_patterns_for_the_base_are_refused(make_config, base):
+    config = adapted(make_config, base, checkpoint={"initial_load_exclude": ["model.norm.weight"]})
+    print(check_config(config, world_size=1))
+    (fault,) = check_config(config, world_size=1)
+    assert fault.startswith('checkpoint.initial_load_exclude = ["model.norm.weight"]') and "remove" in fault
