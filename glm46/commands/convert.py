@@ -1,4 +1,4 @@
-"""``python -m glm46 convert``: a checkpoint to a Hugging Face folder and back, without a model in memory."""
+"""``python -m glm46 convert``: checkpoints, Hugging Face folders and adapters, without a model in memory."""
 
 import argparse
 import json
@@ -27,13 +27,17 @@ from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
-from glm46.huggingface.import_weights import FolderReader, stored_shape
+from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
+from glm46.huggingface.merge_adapter import MERGE_ERRORS, merge_adapter
 from glm46.huggingface.names import HFNames, raise_if
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
 
 _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
+
+_MOST_LOST = 0.5
+"""Norm of the rounding error over that of an adapter's change, from which on `merge` warns."""
 
 
 def convert_command(argv: Sequence[str]) -> int:
@@ -53,7 +57,7 @@ def convert_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("convert")
-    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf|merge", required=True)
     export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder")
     export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     export.add_argument("--output", type=Path, required=True, help="new folder")
@@ -70,6 +74,13 @@ def _parser() -> VerbParser:
     load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
     load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
     load.set_defaults(run=_from_hf)
+    merge = kinds.add_parser("merge", help="a Hugging Face folder with an adapter added to its weights")
+    merge.add_argument("--base", type=Path, required=True, help="Hugging Face folder that the adapter was trained on")
+    merge.add_argument("--adapter", type=Path, required=True, help="PEFT folder, of LoRA or DoRA")
+    merge.add_argument("--output", type=Path, required=True, help="new folder")
+    types = "type of the changed weights; fp8-…: of all projections; default: as in the base"
+    merge.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], help=types)
+    merge.set_defaults(run=_merge)
     return parser
 
 
@@ -132,6 +143,24 @@ def _from_hf(arguments: argparse.Namespace) -> int:
         meta = {"config": dump_config(RunConfig(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    target = None if arguments.dtype is None else SCHEMES.get(arguments.dtype) or getattr(torch, arguments.dtype)
+    total = sum(record.nbytes for _, record in find_tensors(arguments.base).values())
+    with bytes_progress("merging", total, _report) as report:
+        errors = merge_adapter(arguments.base, arguments.adapter, arguments.output, target=target, report=report)
+    changes = sorted(of["change"] for of in errors.values())
+    print(f"{arguments.output}: {len(errors)} weights changed, by {changes[0]:.1e} to {changes[-1]:.1e} of their norm")
+    worst = max(errors, key=lambda name: errors[name]["rounding"])
+    lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]
+    print(f"rounding is at most {errors[worst]['rounding']:.3f} of the change, of {worst}; all: {MERGE_ERRORS}")
+    if lost:
+        _report(
+            f"warning: in {len(lost)} weights rounding is over {_MOST_LOST} of the change: the merged model is not "
+            "the trained one; merge with --dtype float32, or serve the adapter beside the base"
+        )
     return 0
 
 

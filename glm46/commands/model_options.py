@@ -7,6 +7,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer
+from glm46.huggingface.peft_folder import AdapterFolder
 from glm46.inference.loading import load_for_inference
 from glm46.model.transformer import Transformer
 
@@ -21,16 +22,23 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
 
 
-def load_model(arguments: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
+def load_model(arguments: argparse.Namespace, adapter: Path | None = None) -> tuple[Transformer, Tokenizer]:
     """The model of these options, in evaluation mode, and its tokenizer.
 
+    Args:
+        adapter: PEFT folder of LoRA or DoRA that is added to the weights, with one rounding.
+
     Raises:
-        UserError: the device does not exist, or the folder cannot be used.
+        UserError: the device does not exist, or a folder cannot be used.
     """
     device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     folder = arguments.model or arguments.checkpoint
-    return load_for_inference(folder, tokenizer=arguments.tokenizer, dtype=dtype, device=device)
+    model, tokenizer = load_for_inference(folder, tokenizer=arguments.tokenizer, dtype=dtype, device=device)
+    if adapter is not None:
+        with AdapterFolder(adapter, model.shape) as products, torch.no_grad():
+            products.merge_into(dict(model.named_parameters()))
+    return model, tokenizer
 
 
 def _device(name: str) -> torch.device:

@@ -198,15 +198,20 @@ def import_weights(
 class FolderReader:
     """Fills local parts of our tensors from a folder. It checks the folder first, and opens each file on first use.
 
+    Attributes:
+        names: of the folder's tensors that the model has.
+        found: Hugging Face name -> file and record, scales included.
+        scheme: of its FP8 weights, or None.
+
     Raises:
         UserError: see `check_folder`.
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
-        self._names, self._found = check_folder(folder, shape)
-        self._scheme = scheme_of(read_config(folder), str(folder / CONFIG))
+        self.names, self.found = check_folder(folder, shape)
+        self.scheme = scheme_of(read_config(folder), str(folder / CONFIG))
         self._records: dict[Path, dict[str, Record]] = {}
-        for name, (path, record) in self._found.items():
+        for name, (path, record) in self.found.items():
             self._records.setdefault(path, {})[name] = record
         self._open: dict[Path, TensorFile] = {}
 
@@ -232,16 +237,16 @@ class FolderReader:
         """
         intervals = [intervals_of(index) for index in held]
         filled, faults = 0, []
-        for part in self._names.entries[name].parts:
+        for part in self.names.entries[name].parts:
             differs, finite = False, True
-            if part.is_repeat and part.hf_name not in self._found:
+            if part.is_repeat and part.hf_name not in self.found:
                 continue
             for overlap in overlaps(part, intervals):
                 target = local[overlap.local]
                 if part.is_repeat:
                     differs |= not self._equals(part.hf_name, overlap.box, target)
                 else:
-                    self._fill(part.hf_name, overlap.box, target)
+                    self.read(part.hf_name, overlap.box, target)
                     finite &= is_finite(target)
                     filled += target.numel()
             if not finite:
@@ -251,9 +256,9 @@ class FolderReader:
         assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
         return faults
 
-    def _fill(self, hf_name: str, box: Box, target: Tensor) -> None:
+    def read(self, hf_name: str, box: Box, target: Tensor) -> None:
         """Read a box of a weight into memory of any type; FP8 is converted through FP32."""
-        if self._found[hf_name][1].dtype == torch.float8_e4m3fn:
+        if self.found[hf_name][1].dtype == torch.float8_e4m3fn:
             values = self._file(hf_name).read(hf_name, box)
             target.copy_(dequantise(values, *self._scales(hf_name, box)))
         else:
@@ -267,12 +272,12 @@ class FolderReader:
         return matches(target.float().cpu(), values, *self._scales(hf_name, box))
 
     def _scales(self, hf_name: str, box: Box) -> tuple[Tensor, Scheme, int, Box]:
-        assert self._scheme is not None
-        columns, name = self._found[hf_name][1].shape[1], hf_name + self._scheme.suffix
-        return self._file(name).read(name, scales_of_box(self._scheme, columns, box)), self._scheme, columns, box
+        assert self.scheme is not None
+        columns, name = self.found[hf_name][1].shape[1], hf_name + self.scheme.suffix
+        return self._file(name).read(name, scales_of_box(self.scheme, columns, box)), self.scheme, columns, box
 
     def _file(self, hf_name: str) -> TensorFile:
-        path = self._found[hf_name][0]
+        path = self.found[hf_name][0]
         if path not in self._open:
             self._open[path] = TensorFile(path, self._records[path])
         return self._open[path]

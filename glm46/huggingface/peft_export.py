@@ -25,10 +25,11 @@ from glm46.files.tensor_file import lay_out
 from glm46.huggingface.import_weights import ReportBytes
 from glm46.huggingface.names import HFEntry, HFNames, HFPart
 from glm46.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
+from glm46.planner.parameters import PEFT_NAMES
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-SUFFIXES = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
+SUFFIXES = {kind: f".{name}" for kind, name in PEFT_NAMES.items()}
 """Kind of an adapter's tensor -> what PEFT's name has behind the module's."""
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

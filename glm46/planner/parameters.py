@@ -203,7 +203,8 @@ PARAMETERS = (
 _TARGETS: dict[str, AdapterTarget] = {
     "self_attn": "attention", "mlp": "dense", "mlp.shared_experts": "shared_experts", "mlp.experts": "experts"
 }  # fmt: skip
-_PEFT_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+PEFT_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+"""Last part of the name of an adapter's tensor -> what PEFT has in its place."""
 
 
 def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
@@ -218,7 +219,7 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
 
     def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
         name, *hf_names = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
-        hf_names = tuple(f"{hf_name}.{_PEFT_NAMES[key]}" for hf_name in hf_names)
+        hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in hf_names)
         name, options = f"{name}{separator}{key}", sharded | options
         return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
 

@@ -1,6 +1,7 @@
 """Four gloo ranks read and write one Hugging Face folder on many meshes: equal bytes, and no byte read needlessly."""
 
 import json
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +18,17 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
+from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.distributed.ranks import CheckpointError
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import import_weights
+from glm46.huggingface.merge_adapter import merge_adapter
 from glm46.huggingface.names import HFNames
+from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.peft_import import import_adapter
 from glm46.model.transformer import Transformer
 from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
@@ -206,6 +211,11 @@ FOR_OTHERS = (
     "training, V-shaped pipeline and expert parallel",
 )
 """Meshes for the kinds that differ only in names and shapes."""
+FOR_ADAPTERS = (
+    "all plain", "rows of experts", "two replicas", "fsdp over tensor parallel", "training, tensor and expert parallel",
+    "training, V-shaped pipeline and expert parallel",
+)  # fmt: skip
+RANK = 3
 SHARDED_EVENLY = ("rows", "rows twice", "columns")
 
 
@@ -269,6 +279,73 @@ def other_kinds(folder: Path) -> None:
             check_export(folder / f"{name} {number}", kind, tensors, expected, f"{name}, {case}")
 
 
+def adapters_on(case: str) -> dict[str, torch.Tensor]:
+    """Adapters with random values that are equal on all meshes, sharded like the weights of a mesh.
+
+    B and magnitudes have the rows of their weight, A its columns; a dimension that they lack is replicated.
+    """
+    tensors = {}
+    for name, weight in MESHES[case](GLM_45.shape).items():
+        if "_proj.weight" not in name and ".experts." not in name or name.startswith("mtp."):
+            continue
+        stem = name.removesuffix("weight") if name.endswith("weight") else name + "_"
+        *experts, rows, columns = weight.shape
+        lacks = {"lora_A": weight.ndim - 2, "lora_B": weight.ndim - 1, "magnitude": weight.ndim - 1}
+        sizes = {"lora_A": (RANK, columns), "lora_B": (rows, RANK), "magnitude": (rows,)}
+        for kind, size in sizes.items():
+            generator = torch.Generator().manual_seed(zlib.crc32((stem + kind).encode()))
+            whole = torch.randn(*experts, *size, generator=generator)
+            if not hasattr(weight, "placements"):
+                tensors[stem + kind] = whole
+                continue
+            placements = [
+                Replicate() if isinstance(p, (Shard, compat.StridedShard)) and p.dim == lacks[kind] else p
+                for p in weight.placements
+            ]
+            plain = [Shard(p.dim) if isinstance(p, compat.StridedShard) else p for p in placements]
+            tensors[stem + kind] = distribute_tensor(whole, weight.device_mesh, plain)
+    return tensors
+
+
+def adapters_round_trip(folder: Path) -> None:
+    """Adapters of every mesh become the same bytes, and are filled from them again."""
+    for number, case in enumerate(FOR_ADAPTERS):
+        tensors = adapters_on(case)
+        out = folder / f"adapter{number}"
+        export_adapter(out, GLM_45.shape, tensors, scale=1.5, base="base")
+        again = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        import_adapter(out, GLM_45.shape, again, scale=1.5)
+        for name, tensor in tensors.items():
+            assert torch.equal(local_tensor(again[name]), local_tensor(tensor)), (case, name)
+
+
+def merge_on_all_ranks(folder: Path) -> None:
+    """Ranks that each write some files give the folder that one writes."""
+    if dist.get_rank() == 0:
+        GLM_45.publish(folder / "single", GLM_45.published())
+    dist.barrier()
+    tensors = MESHES["rows"](GLM_45.shape)
+    import_weights(folder / "single", GLM_45.shape, tensors)
+    options = ExportOptions(repeat_shared=True, max_file_bytes=SMALL_FILES)
+    export_weights(folder / "base", GLM_45.shape, GLM_45.config, tensors, options=options)
+    errors = merge_adapter(folder / "base", folder / "adapter0", folder / "merged")
+    assert len(errors) == len(json.loads((folder / "merged/merge_errors.json").read_text())) > 50
+    # A value of the adapter is not finite: the rank that merges it fails, and so do all.
+    bad = adapters_on("rows")
+    if dist.get_rank() == 0:
+        file = folder / "adapter1/adapter_model.safetensors"
+        saved = safetensors.torch.load_file(file)
+        saved["base_model.model.model.layers.2.mlp.experts.5.up_proj.lora_B.weight"][3, 1] = torch.inf
+        safetensors.torch.save_file(saved, file, {"format": "pt"})
+    dist.barrier()
+    for action in (
+        lambda: merge_adapter(folder / "base", folder / "adapter1", folder / "never"),
+        lambda: import_adapter(folder / "adapter1", GLM_45.shape, bad, scale=1.5),
+    ):
+        assert "experts.5.up_proj.lora_B" in str(error_of(action))
+    assert not list(folder.glob("never*"))
+
+
 def error_of(action) -> Exception:
     try:
         action()
@@ -303,12 +380,30 @@ def faults_reach_every_rank(folder: Path) -> None:
 
 
 def on_rank(part: str, folder: str, *arguments: int) -> None:
-    """One of the three functions above."""
+    """One of the functions above."""
     join(120)
-    {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}[part](
-        Path(folder), *arguments
-    )
+    parts = {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}
+    parts |= {"adapters": adapters_round_trip, "merge": merge_on_all_ranks}
+    parts[part](Path(folder), *arguments)
     leave()
+
+
+def test_every_mesh_writes_and_reads_the_same_adapters_and_merges_them(server, tmp_path):
+    for part in ("adapters", "merge"):
+        server.text("test_hf_ranks.on_rank", part, str(tmp_path), ranks=WORLD, seconds=300)
+    files = sorted(tmp_path.glob("adapter*/adapter_model.safetensors"))
+    written = {number: safetensors.torch.load_file(file) for number, file in enumerate(files)}
+    assert len(written) == len(FOR_ADAPTERS)
+    for number, tensors in written.items():
+        same = {name: torch.equal(tensor, written[0][name]) for name, tensor in tensors.items() if name in written[0]}
+        different = [name for name, is_same in same.items() if not is_same]
+        damaged = ["base_model.model.model.layers.2.mlp.experts.5.up_proj.lora_B.weight"] if number == 1 else []
+        assert different == damaged and len(same) == len(tensors)
+    alone = merge_adapter(tmp_path / "base", tmp_path / "adapter0", tmp_path / "alone")
+    assert alone == json.loads((tmp_path / "merged/merge_errors.json").read_text())
+    for file in sorted((tmp_path / "alone").iterdir()):
+        if file.suffix == ".safetensors":
+            assert file.read_bytes() == (tmp_path / "merged" / file.name).read_bytes(), file.name
 
 
 def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):

@@ -25,12 +25,14 @@ from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.inference import display, few_tokens
 from glm46.inference.decoder import Decoder
 from glm46.inference.generation import Generation, continue_tokens
 from glm46.inference.sampling import Sampling, draw_again, probabilities
 from glm46.model.transformer import Transformer
+from tests.unit.huggingface.adapters import adapters
 
 TABLE = dict(
     flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
@@ -269,6 +271,19 @@ def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders,
     assert texts[0] == texts[1] and texts[0].strip()
     assert main(["generate", *source, "--prompt", "def f(", "--prompt", "x", "--max-new-tokens", "12", *options]) == 0
     assert texts[0].strip("\n") in capsys.readouterr().out
+
+
+def test_an_adapter_in_memory_gives_the_text_of_the_merged_folder(folders, tmp_path, capsys):
+    step, hf, model = folders
+    adapter, out = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    export_adapter(tmp_path / "adapter", model.shape, adapters(shape=model.shape, dora=True), scale=1.0, base=str(hf))
+    assert main(["convert", "merge", "--base", str(hf), "--adapter", adapter, "--output", out]) == 0
+    capsys.readouterr()
+    texts = []
+    for source in (["--model", out], ["--checkpoint", str(step), "--adapter", adapter], ["--model", str(hf)]):
+        assert main(["generate", *source, "--prompt", "def f(", "--max-new-tokens", "6"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
 
 
 class Terminal(io.StringIO):
