@@ -3,8 +3,21 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from glm46.data.conversation import BadConversation, Conversation, Message, ToolCall, parse_conversation
+from glm46.data.chat import ChatOptions, render
+from glm46.data.conversation import (
+    CHAT_FORMATS,
+    BadConversation,
+    Conversation,
+    Message,
+    ToolCall,
+    parse_conversation,
+)
+from glm46.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer("builtin")
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -206,3 +219,30 @@ def test_bad_lines_of_other_formats(reason, format, record):
     with pytest.raises(BadConversation) as refused:
         parse_conversation(record, format)
     assert refused.value.reason == reason
+
+
+KEYS = ["messages", "conversations", "prompt", "completion", "instruction", "output", "history", "system", "tools"]
+KEYS += ["role", "content", "from", "value", "tool_calls", "function_call", "function", "name", "arguments", "type"]
+KEYS += ["text", "weight", "reasoning_content"]
+TEXTS = st.sampled_from(["user", "assistant", "tool", "tool_call", "text", "x", "", "{}", '[{"name": "f"}]', "\ud800"])
+SCALARS = st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | TEXTS
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+)
+MESSAGES = st.lists(
+    st.sampled_from([USER, ANSWER, CALL, RESULT]) | st.fixed_dictionaries({"role": TEXTS, "content": ANYTHING}),
+    max_size=4,
+)
+RECORDS = ANYTHING | st.dictionaries(st.sampled_from(KEYS[:9]), ANYTHING | MESSAGES, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(record=RECORDS, format=st.sampled_from(CHAT_FORMATS))
+def test_any_line_is_a_conversation_that_can_be_rendered_or_refused(record, format):
+    try:
+        conversation = parse_conversation(record, format)
+    except BadConversation as refused:
+        assert len(refused.reason) < 60
+        return
+    for document in render(conversation, TOKENIZER, ChatOptions()).documents:
+        assert document.is_target.any() and not document.is_target[:3].any()
