@@ -15,6 +15,7 @@ from torch import Tensor
 from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.commands.options import VerbParser, verb_parser
+from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.model import Model, ModelShape
@@ -30,6 +31,7 @@ from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_sc
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
 from glm46.huggingface.merge_adapter import MERGE_ERRORS, merge_adapter
 from glm46.huggingface.names import HFNames, raise_if
+from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
 
@@ -57,7 +59,7 @@ def convert_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("convert")
-    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf|merge", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf|adapter-to-hf|merge", required=True)
     export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder")
     export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     export.add_argument("--output", type=Path, required=True, help="new folder")
@@ -74,6 +76,10 @@ def _parser() -> VerbParser:
     load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
     load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
     load.set_defaults(run=_from_hf)
+    adapter = kinds.add_parser("adapter-to-hf", help="a step folder of adapters as a PEFT folder")
+    adapter.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
+    adapter.add_argument("--output", type=Path, required=True, help="new folder")
+    adapter.set_defaults(run=_adapter_to_hf)
     merge = kinds.add_parser("merge", help="a Hugging Face folder with an adapter added to its weights")
     merge.add_argument("--base", type=Path, required=True, help="Hugging Face folder that the adapter was trained on")
     merge.add_argument("--adapter", type=Path, required=True, help="PEFT folder, of LoRA or DoRA")
@@ -88,7 +94,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.max_file_gb < inf:
         raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     tensors = StepTensors(arguments.checkpoint)
-    table, shape = tomli.loads(tensors.meta["config"])["model"], tensors.shape
+    config_table, shape = tomli.loads(tensors.meta["config"]), tensors.shape
+    table = config_table["model"]
+    if "adapter" in config_table:
+        raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
     names = HFNames(shape, repeat_shared=arguments.mtp_copies)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = tokenizer_of_checkpoint(
@@ -143,6 +152,22 @@ def _from_hf(arguments: argparse.Namespace) -> int:
         meta = {"config": dump_config(RunConfig(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
+    return 0
+
+
+def _adapter_to_hf(arguments: argparse.Namespace) -> int:
+    tensors = StepTensors(arguments.checkpoint)
+    config = tomli.loads(tensors.meta["config"])
+    if "adapter" not in config:
+        raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
+    adapter, base = Adapter.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
+    stored = {name: tensors.stored(name) for name in tensors}
+    total = sum(tensor.nbytes for tensor in stored.values())
+    with bytes_progress("writing adapters", total, _report) as report:
+        size = export_adapter(arguments.output, tensors.shape, stored, scale=adapter.scale, base=base, report=report)
+    print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
+    if adapter.name == "dora":
+        print("DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge")
     return 0
 
 

@@ -37,6 +37,10 @@ class Adapter(Section):
     layers: tuple[int, int] | None = None
     """First and last layer with adapters, counted from 0. Absent: all."""
 
+    initial_load_path: str | None = None
+    """A PEFT folder whose adapters training goes on from, with a new optimizer: of the same kind, targets and layers,
+    and of these ranks. Its alpha may differ; B is then scaled. Absent: new adapters, which change nothing."""
+
     @property
     def scale(self) -> float:
         """Factor on ``B A``."""

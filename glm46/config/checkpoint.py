@@ -67,7 +67,7 @@ class Checkpoint(Section):
 
     last_save_in_hf: bool = False
     """When the budget is spent, write the BF16 weights as a Hugging Face folder too, under
-    job.dump_folder/huggingface."""
+    job.dump_folder/huggingface; with [adapter] the adapters alone, as a PEFT folder."""
 
 
 class Metrics(Section):

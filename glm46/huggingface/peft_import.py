@@ -40,7 +40,7 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
     ours = {name for of_rank in stage.values for name in of_rank}
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
-            _, error = catch_user_error(lambda: _require_same(folder, shape, ours))
+            _, error = catch_user_error(lambda: check_adapter(folder, shape, ours))
             stage.value = error and error.faults
     raise_if(stage.values[0] or [])
     with ranks.stage(f"reading {folder}") as stage, AdapterFolder(folder, shape) as adapter:
@@ -77,8 +77,15 @@ def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> No
         (local[place] if is_stacked else local).copy_(values)
 
 
-def _require_same(folder: Path, shape: ModelShape, ours: set[str]) -> None:
-    """Raise a UserError unless the folder adapts exactly these weights, in the same way."""
+def check_adapter(folder: Path, shape: ModelShape, ours: set[str]) -> None:
+    """Check a folder without reading its values.
+
+    Args:
+        ours: names of all our adapters.
+
+    Raises:
+        UserError: the folder is damaged, or does not adapt exactly these weights in the same way.
+    """
     with AdapterFolder(folder, shape) as adapter:
         wanted, found = {split_name(name)[0] for name in ours}, set(adapter.weights)
         faults, remedy = [], "change adapter.targets, layers or expert_rank"

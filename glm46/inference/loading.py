@@ -59,7 +59,13 @@ def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -
 @torch.no_grad()
 def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
     tensors = StepTensors(folder)
-    table, shape = tomli.loads(tensors.meta["config"])["model"], tensors.shape
+    config, shape = tomli.loads(tensors.meta["config"]), tensors.shape
+    if "adapter" in config:
+        raise UserError(
+            f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
+            "with adapter-to-hf, then give the base, and the new folder with --adapter"
+        )
+    table = config["model"]
     raise_if(_alignment_faults(folder, shape, dtype))
     model = _empty(shape, dtype, device)
     own = dict(model.named_parameters()) | dict(model.named_buffers())

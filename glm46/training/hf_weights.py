@@ -11,6 +11,8 @@ from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
 from glm46.huggingface.names import has_repeats
+from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.peft_import import import_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.training.network import Network
 from glm46.training.state import Progress
@@ -31,8 +33,21 @@ def load_weights(network: Network, folder: Path) -> None:
         import_weights(folder, shape, tensors, report=report)
 
 
+def load_adapters(network: Network) -> None:
+    """Load adapters from adapter.initial_load_path, if it is set, on any mesh. Collective.
+
+    Raises:
+        UserError: on all ranks; the folder is corrupt, or has other adapters than this network.
+    """
+    config = network.plan.config.adapter
+    if config.initial_load_path is not None:
+        folder = Path(config.initial_load_path).resolve()
+        import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
+
+
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> Path:
-    """Save the model as a Hugging Face folder under job.dump_folder. Collective.
+    """Save the model as a Hugging Face folder under job.dump_folder; of a network with adapters these alone, as a PEFT
+    folder. Collective.
 
     A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
     folder does.
@@ -42,6 +57,10 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     """
     config, shape = network.plan.config, network.shape
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
+    if config.adapter is not None:
+        base, adapters = config.checkpoint.initial_load_path, network.parameters
+        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base)
+        return folder
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
         origin = Path(config.checkpoint.initial_load_path)

@@ -12,6 +12,7 @@ from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
+from glm46.planner.parameters import adapter_rows
 from glm46.reliability.run_lock import outer_run
 
 CONTINUE_REMEDY = "restore it, or take what matches, with new clocks, through checkpoint.initial_load_path instead"
@@ -62,6 +63,8 @@ def refuse_origin(config: RunConfig) -> None:
         _refuse_continued(config, Path(checkpoint.load_path))
     if checkpoint.initial_load_path is not None and config.adapter is None:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
+    if config.adapter is not None and config.adapter.initial_load_path is not None:
+        _refuse_adapter(config, Path(config.adapter.initial_load_path))
 
 
 def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
@@ -95,6 +98,16 @@ def _refuse_continued(config: RunConfig, path: Path) -> None:
         raise UserError(*(f"{key}: {fault}; {remedy}" for fault in faults))
     if changed := differences(SHAPE_KEYS, config, folder):
         raise UserError(*(f"{key}: {line}; {CONTINUE_REMEDY}" for line in changed))
+
+
+def _refuse_adapter(config: RunConfig, path: Path) -> None:
+    from glm46.huggingface.peft_import import check_adapter  # imports torch, which the other checks do not need
+
+    shape = resolve_shape(config.model)
+    try:
+        check_adapter(path, shape, set(adapter_rows(shape, config.adapter)))
+    except UserError as error:
+        raise UserError(*(f"adapter.initial_load_path = {str(path)!r}: {fault}" for fault in error.faults)) from error
 
 
 def _refuse_initial(config: RunConfig, path: Path) -> None:

@@ -22,6 +22,7 @@ from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.distributed.process import Process
 from glm46.reliability.stop import Diverged
 from glm46.training.frozen_weights import base_fault, load_frozen
+from glm46.training.hf_weights import load_adapters
 from glm46.training.origin import CONTINUE_REMEDY, TENSOR_KEYS, differences
 from glm46.training.state import Progress
 from glm46.training.task import Task
@@ -90,6 +91,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
                 raise UserError(*on_first_rank(_other_text(task, folder)))
             return Progress(**meta["progress"]), meta
     if adapted:
+        for network in adapted.values():
+            load_adapters(network)
         return fresh, of_base[0]
     if config.initial_load_path is None:
         return fresh, None

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from glm46.checkpoint.step_tensors import StepTensors
+from glm46.cli import main
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
+from glm46.config.presets import resolve_shape
 from glm46.finetune.task import train
+from glm46.huggingface.peft_export import export_adapter
 from glm46.pretrain.task import train as pretrain
 from glm46.training.origin import refuse_origin
+from tests.unit.huggingface.adapters import adapters
 
 NO_BALANCE = {"balance": "none", "sequence_aux_loss_weight": 0.0}
 
@@ -102,6 +106,57 @@ def test_another_rank_is_explained_by_its_key(make_config, base):
     assert train(adapted(make_config, base, training={"steps": 2})) == 0
     with pytest.raises(UserError, match=r"adapter.rank = 4: .* was saved with 8; restore it"):
         train(adapted(make_config, base, adapter={"name": "lora", "rank": 4, "expert_rank": 4}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora"])
+def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(make_config, base, tmp_path, capsys, name):
+    config = adapted(make_config, base, in_hf=True, name=name, checkpoint={"last_save_in_hf": True})
+    assert train(config) == 0
+    step, exported = tmp_path / "out/checkpoint/step-000004", tmp_path / "out/huggingface/step-000004"
+    convert = ["convert", "adapter-to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "again")]
+    assert main(convert) == 0
+    assert {file.name for file in exported.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    assert all(file.read_bytes() == (tmp_path / "again" / file.name).read_bytes() for file in exported.iterdir())
+    last = losses(tmp_path / "out")[-1]
+    on = {"name": name, "rank": 8, "expert_rank": 4, "initial_load_path": str(exported)}
+    job = {"dump_folder": str(tmp_path / "next")}
+    assert train(adapted(make_config, base, in_hf=True, adapter=on, job=job)) == 0
+    assert losses(tmp_path / "next")[0] == last > losses(tmp_path / "next")[-1]
+    # The merged folder is the trained model: a run that starts from it has the same loss.
+    source, out = base / "huggingface/step-000002", tmp_path / "merged"
+    merge = ["convert", "merge", "--base", str(source), "--adapter", str(exported), "--output", str(out)]
+    assert main([*merge, "--dtype", "float32"]) == 0
+    start = {"initial_load_path": str(out), "initial_load_in_hf": True}
+    plain = make_config(
+        checkpoint=start, job={"dump_folder": str(tmp_path / "plain")}, model={"num_nextn_predict_layers": 0},
+        validation={"enable": True, "freq": 2}, training={"steps": 2}, moe=NO_BALANCE, finetune={},
+    )  # fmt: skip
+    assert train(plain) == 0
+    assert losses(tmp_path / "plain")[0] == pytest.approx(last, abs=1e-5)
+    capsys.readouterr()
+    for command, words in (
+        (["convert", "to-hf", "--checkpoint", str(step), "--output", "x"], ["adapter-to-hf"]),
+        (
+            ["convert", "adapter-to-hf", "--checkpoint", str(base / "checkpoint/step-000002"), "--output", "x"],
+            ["to-hf"],
+        ),
+        (["generate", "--checkpoint", str(step), "--prompt", "x"], [str(source), "adapter-to-hf", "--adapter"]),
+    ):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert all(word in err for word in words), err
+
+
+def test_a_folder_of_other_adapters_is_refused_before_the_start(make_config, base, tmp_path):
+    other = {"name": "lora", "rank": 8, "targets": ["attention"], "initial_load_path": str(tmp_path / "folder")}
+    config = adapted(make_config, base, in_hf=True, adapter=other)
+    with pytest.raises(UserError, match="adapter.initial_load_path = .*folder.*adapter_config.json"):
+        refuse_origin(config)
+    shape = resolve_shape(config.model)
+    export_adapter(tmp_path / "folder", shape, adapters(["dense"], shape=shape), scale=1.0, base="base")
+    with pytest.raises(UserError, match="adapter.initial_load_path = .*lacks.*q_proj.*adapter.targets"):
+        refuse_origin(config)
 
 
 def test_patterns_for_the_base_are_refused(make_config, base):
