@@ -5,15 +5,29 @@ Letters as in the model: D hidden, H and K query and key heads, C head width, F 
 token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 """
 
+from dataclasses import dataclass
+
 from glm46.config.model import ModelShape
+from glm46.planner.parameters import Parameter
 
 FP32 = 4
 INDEX = 8
 
 
-def _norm(dim: int, width: int) -> float:
+@dataclass(frozen=True)
+class Frozen:
+    """A layer whose own weights have no gradient, with adapters that have one."""
+
+    adapters: tuple[Parameter, ...] = ()
+
+    def adapts(self, module: str) -> bool:
+        """True if there are adapters in the module of this name."""
+        return any(row.name.rpartition(".")[0].rpartition(".")[0] == module for row in self.adapters)
+
+
+def _norm(dim: int, width: int, frozen: Frozen | None = None) -> float:
     """RMSNorm: its FP32 input, one statistic per row, and the normalised rows, which a GPU does not keep in FP32."""
-    return dim * (FP32 + width) + FP32
+    return dim * (FP32 + width * (frozen is None)) + FP32
 
 
 def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
@@ -21,18 +35,20 @@ def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
     return shape.model_copy(update={"num_key_value_heads": max(shape.num_key_value_heads, tp)})
 
 
-def attention_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
     """Norm and attention of one layer, per token of a rank.
 
     Args:
         tp: ranks of tensor parallelism, each of which keeps the whole sequence that it gathers, and its heads of it.
+        frozen: without it all weights are trained.
     """
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    total = _norm(shape.hidden_size, width)
-    total += _gathered_input(shape, width, tp)  # of the q, k and v projections
+    total = _norm(shape.hidden_size, width, frozen)
+    if frozen is None or frozen.adapts("self_attn"):
+        total += _gathered_input(shape, width, tp)  # of the q, k and v projections
     if shape.use_qk_norm:
         heads = shape.num_attention_heads + shape.num_key_value_heads
-        total += heads * _norm(shape.head_dim, width)
+        total += heads * _norm(shape.head_dim, width, frozen)
     total += (queries + 2 * keys) * width  # rotated queries and keys, and values
     total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
     return total
@@ -42,28 +58,47 @@ def _gathered_input(shape: ModelShape, width: int, tp: int) -> float:
     return shape.hidden_size * width * tp
 
 
-def _swiglu(inner: int, width: int) -> float:
-    """Gate, up and the input of the down projection."""
-    return 3 * inner * width
+def _swiglu(inner: int, width: int, has_gradient: bool = True) -> float:
+    """Gate, up and the input of the down projection, which only a gradient of that needs."""
+    return (2 + has_gradient) * inner * width
 
 
-def dense_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+def dense_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
     """One dense layer, per token."""
-    norm = _norm(shape.hidden_size, width) + _gathered_input(shape, width, tp)
-    return attention_bytes(shape, width, tp) + norm + _swiglu(shape.intermediate_size, width)
+    has_gradient = frozen is None or frozen.adapts("mlp")
+    norm = _norm(shape.hidden_size, width, frozen) + has_gradient * _gathered_input(shape, width, tp)
+    inner = _swiglu(shape.intermediate_size, width, has_gradient)
+    return attention_bytes(shape, width, tp, frozen) + norm + inner + adapter_bytes(shape, width, tp, frozen)
 
 
-def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
     """One layer with experts, per token."""
     chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
-    total = attention_bytes(shape, width, tp)
-    total += _norm(shape.hidden_size, width) + shape.hidden_size * width
+    has_gradient = frozen is None or frozen.adapts("mlp.shared_experts")
+    total = attention_bytes(shape, width, tp, frozen) + adapter_bytes(shape, width, tp, frozen)
+    total += _norm(shape.hidden_size, width, frozen)
+    # Of the router, whose product in BF16 keeps its input in any case.
+    total += shape.hidden_size * width * (width < FP32 or frozen is None or (has_gradient and tp == 1))
     if tp > 1 and shape.n_shared_experts:
-        total += _gathered_input(shape, width, tp)
+        total += has_gradient * _gathered_input(shape, width, tp)
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
-    total += chosen * _swiglu(shape.moe_intermediate_size, width)
-    return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width)
+    total += chosen * _swiglu(shape.moe_intermediate_size, width)  # grouped products keep their inputs in any case
+    return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width, has_gradient)
+
+
+def adapter_bytes(shape: ModelShape, width: int, tp: int, frozen: Frozen | None) -> float:
+    """What the adapters of a layer keep, per token of a rank: ``scale * A x`` of each, and under DoRA the sum that is
+    scaled to the magnitude."""
+    total = 0.0
+    for row in () if frozen is None else frozen.adapters:
+        # Ranks of a tensor-parallel group have all tokens of it: of A's results all, of the sum their rows of W.
+        times = shape.num_experts_per_tok if row.is_expert else tp
+        if row.group == "adapter A":
+            total += row.shape(shape)[-2] * width * times
+        elif row.group == "magnitude":
+            total += row.shape(shape)[-1] * width * (1 if row.tensor_dim == 0 else times)
+    return total
 
 
 def mtp_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
@@ -72,17 +107,22 @@ def mtp_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
     return joined + moe_layer_bytes(shape, width, tp)
 
 
-def head_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
     """The last norm, and for the main model and each prediction depth the gradient of the head's input, which forward
     computes for the whole sequence; per token of a rank."""
     heads = 1 + shape.num_nextn_predict_layers
-    return _norm(shape.hidden_size, width) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
+    return _norm(shape.hidden_size, width, frozen) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
 
 
-def layer_bytes(shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int) -> float:
+def layer_bytes(
+    shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int, frozen: Frozen | None = None
+) -> float:
     """What forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
     shape = with_key_copies(shape, tp)
-    whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes, "mtp": mtp_layer_bytes}[block](shape, width, tp)
+    if block == "mtp":
+        whole = mtp_layer_bytes(shape, width, tp)
+    else:
+        whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes}[block](shape, width, tp, frozen)
     if mode == "none":
         return whole
     inputs = shape.hidden_size * width
@@ -93,7 +133,9 @@ def layer_bytes(shape: ModelShape, width: int, block: str, mode: str, *, tp: int
     kept = inputs + selective_attention_bytes(shape, width)
     if block == "dense":
         return kept
-    kept += selective_experts_bytes(shape, width, ep=ep)
+    experts = () if frozen is None else tuple(row for row in frozen.adapters if row.is_expert and row.rank)
+    low = tuple(row for row in experts if row.group == "adapter A")  # kept beside the results of grouped products
+    kept += selective_experts_bytes(shape, width, ep=ep) + adapter_bytes(shape, width, tp, Frozen(low))
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
     return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
 

@@ -2,16 +2,19 @@
 
 Backward costs twice the forward, so training costs three forwards. Causal attention is counted as causal (half of the
 square); the embedding look-up costs nothing. Recomputation under activation checkpointing is not counted: the result is
-the work that the model needs, so MFU falls when a layout does redundant work.
+the work that the model needs, so MFU falls when a layout does redundant work. A frozen weight costs two forwards, as it
+has no gradient.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import expm1
 
+from glm46.config.adapter import Adapter
 from glm46.config.model import ModelShape
 from glm46.planner.parameters import (
     Parameter,
+    adapter_rows,
     dense_layer,
     find_parameter,
     layer_counts,
@@ -30,6 +33,8 @@ class TrainingFlops:
 
     matrices: float
     """Products with weights in the main model, the head included."""
+    adapters: float
+    """Products with A and B."""
     attention: float
     """Scores and weighted values of attention in the main model."""
     mtp: float
@@ -37,12 +42,13 @@ class TrainingFlops:
 
     @property
     def total(self) -> float:
-        return self.matrices + self.attention + self.mtp
+        return self.matrices + self.adapters + self.attention + self.mtp
 
 
-def _matrix_flops(rows: list[Parameter], shape: ModelShape) -> float:
-    weights = sum(row.active_numel(shape) for row in rows if row.is_matrix)
-    return float(_TRAINING_OVER_FORWARD * _FLOPS_PER_MULTIPLY_ADD * weights)
+def _matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: Adapter | None = None) -> float:
+    """Under an adapter the rows are frozen: without products for gradients of weights."""
+    weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
+    return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
 def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
@@ -91,25 +97,34 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
 
-def training_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> TrainingFlops:
-    """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`."""
+def training_flops(
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+) -> TrainingFlops:
+    """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`.
+
+    Args:
+        adapter: [adapter] of a run that trains no other weights.
+    """
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     core = attention_flops(shape, seq_len, document)
-    head = _matrix_flops(part_rows(shape, "head"), shape)
-    matrices = dense_layers * _matrix_flops(dense_layer(shape), shape) + moe_layers * _matrix_flops(
-        moe_layer(shape), shape
+    head, dense, moe, mtp = (
+        _matrix_flops(rows, shape, adapter)
+        for rows in (part_rows(shape, "head"), dense_layer(shape), moe_layer(shape), mtp_layer(shape))
     )
     return TrainingFlops(
-        matrices=matrices + head,
+        matrices=dense_layers * dense + moe_layers * moe + head,
+        adapters=0.0 if adapter is None else _matrix_flops(adapter_rows(shape, adapter).values(), shape),
         attention=shape.num_hidden_layers * core,
-        mtp=mtp_layers * (_matrix_flops(mtp_layer(shape), shape) + core + head),
+        mtp=mtp_layers * (mtp + core + head),
     )
 
 
-def training_flops_per_token(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
+def training_flops_per_token(
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+) -> float:
     """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
-    `attention_flops`."""
-    return training_flops(shape, seq_len, document).total
+    `training_flops`."""
+    return training_flops(shape, seq_len, document, adapter).total
 
 
 def product_flops(names: Iterable[str], shape: ModelShape) -> dict[str, float]:
@@ -124,14 +139,15 @@ def product_flops(names: Iterable[str], shape: ModelShape) -> dict[str, float]:
     return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 
 
-def batch_flops(shape: ModelShape, tokens: int, half_pairs: int) -> float:
+def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapter | None = None) -> float:
     """FLOPs of forward and backward of tokens with the given number of attention pairs.
 
     Args:
         half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
             `training_flops_per_token` times the tokens.
     """
-    return tokens * training_flops_per_token(shape, 0) + sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
+    of_pairs = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
+    return tokens * training_flops_per_token(shape, 0, adapter=adapter) + of_pairs
 
 
 def document_half_pairs(length, window: int | None):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.planner.activations import with_key_copies
+from glm46.planner.activations import Frozen, with_key_copies
 from glm46.planner.flops import attention_flops
 from glm46.planner.layout import Layout
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
@@ -115,25 +115,30 @@ class MicroBatch:
         return WIDTHS[self.param_dtype]
 
 
-def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str) -> PartWork:
+def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
     """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
 
     Args:
         part: "mtp" is an MTP layer without its use of the head; "head" is one use of the head, with its gradients,
             which are made in forward.
         checkpointing: [activation_checkpoint] mode.
+        frozen: the adapters, if all other weights are frozen.
     """
     if part == "embedding":
-        return _embedding(batch)
+        return _embedding(batch, frozen)
     if part == "head":
-        return _head(batch)
+        return _head(batch, frozen)
     shape = batch.shape
     rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
     products = [_product(row, batch) for row in rows if row.is_matrix]
     core = _attention(batch)
     moved = [_moved(part, batch, backward) for backward in (False, True)]
-    forward = (*products, core, moved[0])
     backward = [replaced for work in products for replaced in (work, work)]  # gradients of input and of weight
+    if frozen is not None:
+        adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
+        backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
+        products = [*products, *adapters]
+    forward = (*products, core, moved[0])
     backward.append(core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes))
     again = {"none": (), "full": forward, "selective": [*(w for w in products if w.kind == "products"), moved[0]]}
     return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
@@ -155,6 +160,24 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
     inner, outer = (inputs, outputs / layout.tp) if row.tensor_dim == 0 else (inputs / layout.tp, outputs)
     nbytes = (weights + tokens * (inner + outer if is_split else inputs + outputs)) * batch.width
     return Work("products", 2 * tokens * weights, nbytes, in_fp8=batch.linear_fp8 and row.fp8_family is not None)
+
+
+def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
+    """The product with A or B of an adapter, whose ranks have all tokens of a tensor-parallel group; with the sum of
+    results beside it. A magnitude scales that: read and written once more."""
+    shape, tp = batch.shape, batch.layout.tp
+    rows = batch.tokens * (shape.num_experts_per_tok if row.is_expert else tp)
+    share = tp if row.tensor_dim is not None else 1
+    outputs = row.shape(shape)[-1 if row.group == "magnitude" else -2]
+    results = rows * outputs * batch.width / (share if row.tensor_dim == 0 else 1)
+    if row.group == "magnitude":
+        return [Work("memory", 0.0, 3 * results)]
+    inputs = row.shape(shape)[-1]
+    held = row.numel(shape) / (batch.layout.ep if row.is_expert else share)
+    nbytes = (held + rows * inputs / (share if row.tensor_dim == 1 else 1)) * batch.width + results
+    kind = "experts" if row.is_expert else "products"
+    added = [Work("memory", 0.0, 3 * results)] if row.is_expert and row.group == "adapter B" else []
+    return [Work(kind, 2 * rows * inputs * outputs / share, nbytes), *added]
 
 
 def _attention(batch: MicroBatch) -> Work:
@@ -190,23 +213,28 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     return Work("memory", 0.0, batch.tokens * nbytes, kernels)
 
 
-def _embedding(batch: MicroBatch) -> PartWork:
+def _embedding(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
     """A row is read and written for each token; backward also fills the whole gradient with zeros."""
     [weight] = part_rows(batch.shape, "embedding")
     held, moved = weight.numel(batch.shape) / batch.layout.tp, 2 * batch.tokens * batch.layout.tp
     forward = Work("memory", 0.0, moved * batch.shape.hidden_size * batch.width, 1)
+    if frozen is not None:
+        return PartWork((forward,), ())
     return PartWork((forward,), (forward._replace(nbytes=forward.nbytes + held * batch.width),))
 
 
-def _head(batch: MicroBatch) -> PartWork:
+def _head(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
     """Logits, loss and both gradients, in chunks of tokens, all in forward; backward multiplies them by a number."""
     weight = next(row for row in part_rows(batch.shape, "head") if row.is_matrix)
     product = _product(weight, replace(batch, linear_fp8=False))
     tokens = batch.tokens * batch.layout.tp
     held = weight.numel(batch.shape) / batch.layout.tp
     chunks = max(tokens / LOSS_CHUNK_TOKENS, 1.0)
+    logits = tokens * held / batch.shape.hidden_size * _PER_LOGIT[batch.param_dtype]
+    kernels = round(_HEAD_KERNELS_PER_CHUNK * chunks)
+    if frozen is not None:
+        return PartWork((product, product, Work("memory", 0.0, logits, kernels)), ())
     # The sum of the chunks' gradients is FP32.
     added = held * (2 * 4 + batch.width) * chunks
-    logits = tokens * held / batch.shape.hidden_size * _PER_LOGIT[batch.param_dtype]
-    forward = Work("memory", 0.0, logits + added, round(_HEAD_KERNELS_PER_CHUNK * chunks))
+    forward = Work("memory", 0.0, logits + added, kernels)
     return PartWork((product, product, product, forward), (Work("memory", 0.0, 2 * held * batch.width, 4),))

@@ -4,7 +4,8 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Callable, Set
 from dataclasses import dataclass, fields, replace
 from math import prod
 
@@ -14,6 +15,7 @@ from glm46.config.run_config import RunConfig
 from glm46.planner.activations import (
     FP32,
     INDEX,
+    Frozen,
     attended_keys,
     gathered_key_bytes,
     head_bytes,
@@ -67,7 +69,7 @@ class MemoryPlan:
     """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
     """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer or, where they
-    take more, the logits of one chunk."""
+    take more, the logits of one chunk. DoRA's norms of all rows, and the factors that follow from them."""
     activations: float
     """Tensors that forward keeps for backward, those of a layer that is computed again, and what pipeline stages
     receive."""
@@ -113,7 +115,7 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
     step = _Step(plan, stage_index)
-    parts = parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len)
+    parts = parts_of_ranks(plan)
     plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
     if device == "cpu":
         # A CPU has one memory, so offloaded states and token data are in it too.
@@ -148,6 +150,14 @@ def _offloaded(memory: MemoryPlan) -> MemoryPlan:
     return replace(memory, weights=0.0, gradients=copies, host=host)
 
 
+def _by_layer(units: list[FsdpUnit], elements: Callable[[FsdpUnit], int]) -> Counter[str]:
+    """The elements of the units of each layer, by the prefix of their names; "" is the root."""
+    counts = Counter({"": 0})
+    for unit in units:
+        counts[unit.prefix] += elements(unit)
+    return counts
+
+
 class _Step:
     """The largest step of a plan in one stage of text."""
 
@@ -164,17 +174,21 @@ class _Step:
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
         rows = [row for part in parts for row in part.rows(self._shape)]
-        trained = [row for row in rows if row.optimizer is not None]
+        trained = [row for row in rows if row.is_trained]
         held = sum(held_elements(row, self._shape, self._layout) for row in trained)
+        frozen = sum(held_elements(row, self._shape, self._layout) for row in rows if row.is_frozen)
+        buffers = sum(row.numel(self._shape) for row in rows if row.optimizer is None)
         units = [unit for part in parts for unit in fsdp_units(part, self._shape, self._layout)]
         gradients = held * self._master
         if self._layout.pp > 1:
-            gradients = max(gradients, sum(unit.whole(self._shape, self._layout) for unit in units) * self._reduce)
+            gradients = max(
+                gradients, sum(unit.whole(self._shape, self._layout, trained=True) for unit in units) * self._reduce
+            )
         states = [self._state_bytes(row) for row in trained]
         on_device, offload = sum(states), self._config.optimizer.state_offload
         if offload != "none":
             # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
-            on_device = min(sum(states), OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *states))
+            on_device = min(sum(states), OFFLOAD_SLOTS * max([OFFLOAD_ITEM_BYTES, *states]))
         here = {part.index for part in parts}
         kept = {part.index: self._of_micro_batch(part, here) for part in parts}
         counts, waiting = {part.index: 1 for part in parts}, 0
@@ -185,10 +199,11 @@ class _Step:
         activations = sum(counts[index] * size for index, size in kept.items())
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
-            weights=held * self._master + sum(row.numel(self._shape) * FP32 for row in rows if row.optimizer is None),
+            weights=held * self._master + frozen * self._width + buffers * FP32,
             gradients=gradients,
             optimizer=on_device,
-            gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0),
+            gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+            + sum(2 * FP32 * row.numel(self._shape) for row in trained if row.group == "magnitude"),
             activations=activations + self._buffers(parts),
             gathered_keys=self._gathered_keys(parts, counts),
             loss=sum(self._loss(counts[part.index]) for part in parts if part.has_head),
@@ -211,35 +226,29 @@ class _Step:
         """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
         of a layer in the compute and the reduce type, or before it the logits."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
-        layers: list[int] = []
-        for unit in units:
-            if not unit.is_root:
-                size = unit.whole(self._shape, self._layout)
-                if unit.has_own_mesh:
-                    layers[-1] += size
-                else:
-                    layers.append(size)
-        root = sum(unit.whole(self._shape, self._layout) for unit in units if unit.is_root)
-        largest, is_piped = max(layers, default=0), self._layout.pp > 1
-        policy = self._config.parallelism.fsdp_reshard_after_forward
+        layers, trained = (
+            _by_layer(units, lambda unit: unit.whole(self._shape, self._layout)),
+            _by_layer(units, lambda unit: unit.whole(self._shape, self._layout, trained=True)),
+        )
+        root, is_piped = layers.pop(""), self._layout.pp > 1
+        largest, policy = max(layers.values(), default=0), self._config.parallelism.fsdp_reshard_after_forward
         keeps_all = policy == "never" or (policy == "default" and is_piped)
         # Otherwise the current layer and the prefetched one.
-        weights = sum(layers) if keeps_all else min(2 * largest, sum(layers))
+        weights = sum(layers.values()) if keeps_all else min(2 * largest, sum(layers.values()))
+        gradient = max(trained.values()) * (width + self._reduce)
         if is_piped:
             # Backward in halves leaves the gradients of a micro-batch until the next one.
             splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
-            gradient = (sum(layers) + root if splits else max(largest, root)) * self._width
-        else:
-            gradient = max(largest, root) * (width + self._reduce)
+            gradient = (sum if splits else max)(trained.values()) * self._width
         return (weights + root) * width + max(gradient, loss_buffers)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
         """What a stage keeps of the forward of a micro-batch, on a rank with these stages."""
         shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
-        of_token = sum(self._layer(block, self._mode) for block in part.blocks)
+        of_token = sum(self._layers(part, self._mode))
         of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
         if part.has_embedding:
-            of_token += heads * INDEX * layout.tp
+            of_token += heads * INDEX * layout.tp * (part.adapters is None)
         elif self._width == FP32 or self._mode != "none":
             # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
             keeps_embeddings = part.has_head and (self._width == FP32 or self._mode == "full")
@@ -247,7 +256,8 @@ class _Step:
         if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
             is_sent = part.index + 1 not in here
             return self._tokens * (of_token + is_sent * heads * shape.hidden_size * self._width)
-        return self._tokens * (of_token + head_bytes(shape, self._width, layout.tp))
+        frozen = None if part.adapters is None else Frozen()
+        return self._tokens * (of_token + head_bytes(shape, self._width, layout.tp, frozen))
 
     def _output_gradients(self, part: StagePart) -> float:
         of_blocks = sum(
@@ -260,7 +270,7 @@ class _Step:
         stages receive in."""
         size = 0.0
         if self._mode != "none":
-            size = self._tokens * max(self._layer(block, "none") for part in parts for block in part.blocks)
+            size = self._tokens * max((each for part in parts for each in self._layers(part, "none")), default=0.0)
         if self._layout.pp > 1:
             depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
@@ -272,8 +282,16 @@ class _Step:
             size += self._micro_batches * self._tokens * (received + text)
         return size
 
-    def _layer(self, block: str, mode: str) -> float:
-        return layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep)
+    def _layers(self, part: StagePart, mode: str) -> list[float]:
+        """What each block that has a backward keeps, per token of a rank."""
+        frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
+        kept = [
+            layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep, frozen=rows)
+            for block, rows in zip(part.blocks[part.backward_from :], frozen[part.backward_from :], strict=True)
+        ]
+        if kept and part.adapters is not None and not part.index and mode == "none":
+            kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
+        return kept
 
     def _gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
         """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
@@ -284,6 +302,15 @@ class _Step:
         if keys_travel(shape, self._width, **part):
             return travelling_key_bytes(shape, self._width, **part)
         kept = gathered_key_bytes(shape, self._width, **part)
+        # The rank's own keys are counted with its layers, where only what is made of them stays.
+        kept -= (
+            2
+            * self._rows
+            * self._length
+            / layout.cp
+            * max(shape.num_key_value_heads / layout.tp, 1)
+            * (shape.head_dim * self._width)
+        )
         # Keys and values come one after the other.
         _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
         gathered = self._rows * received * max(shape.num_key_value_heads / layout.tp, 1) * shape.head_dim * self._width
@@ -293,6 +320,8 @@ class _Step:
 
     def _loss(self, micro_batches: int) -> float:
         """The gradients of the head's weight, of the main model and each depth."""
+        if self._config.adapter is not None:
+            return 0.0
         heads = 1 + self._shape.num_nextn_predict_layers
         return micro_batches * heads * self._head_elements() * self._width
 
@@ -301,7 +330,8 @@ class _Step:
         head, tokens = self._head_elements(), self._tokens * self._layout.tp
         is_cast = self._width != FP32
         logits = min(LOSS_CHUNK_TOKENS, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
-        return logits + is_cast * head * (FP32 + self._width * (tokens > LOSS_CHUNK_TOKENS))
+        sums = is_cast * head * (FP32 + self._width * (tokens > LOSS_CHUNK_TOKENS))
+        return logits + sums * (self._config.adapter is None)
 
     def _head_elements(self) -> int:
         head = next(row for row in part_rows(self._shape, "head") if row.name == "lm_head.weight")

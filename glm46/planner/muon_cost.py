@@ -38,7 +38,7 @@ class MuonCost:
 
 def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimizer: Optimizer) -> MuonCost:
     """The cost of the matrices of a pipeline rank."""
-    rows = tuple(row for stage in stages for row in stage.rows(shape) if row.optimizer is not None)
+    rows = tuple(row for stage in stages for row in stage.rows(shape) if row.is_trained)
     muon = tuple(row for row in rows if row.choose_optimizer(optimizer) == "muon")
     mesh = (layout.dp_replicate, layout.dense_shards, layout.expert_shards, layout.tp, layout.ep)
     return _cost(muon, shape, mesh, optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2)

@@ -50,6 +50,13 @@ class Parameter:
     not at all. None: never in FP8. In the main model the same rows are the targets of adapters."""
     rank: int | None = None
     """Of an adapter: the dimension r."""
+    is_frozen: bool = False
+    """Of the base of a run that trains adapters: no gradient and no state."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True for what an optimizer updates."""
+        return self.optimizer is not None and not self.is_frozen
 
     @property
     def is_decayed(self) -> bool:

@@ -76,7 +76,8 @@ class Plan:
     @property
     def flops(self) -> float:
         """FLOPs of the whole run."""
-        per_token = (training_flops_per_token(s.shape, s.seq_len, self.document_tokens) for s in self.text_stages)
+        options = self.document_tokens, self.config.adapter
+        per_token = (training_flops_per_token(stage.shape, stage.seq_len, *options) for stage in self.text_stages)
         return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
 
 

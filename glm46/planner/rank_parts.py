@@ -11,7 +11,8 @@ from typing import Literal
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import Parallelism
 from glm46.planner.layout import Layout
-from glm46.planner.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.parameters import Parameter, adapter_layer, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.plan import Plan
 from glm46.planner.stages import split_layers, stages_of_rank
 
 Block = Literal["dense", "moe", "mtp"]
@@ -29,6 +30,17 @@ class StagePart:
     has_head: bool
     first_layer: int
     """Number of the first decoder layer."""
+    adapters: tuple[tuple[Parameter, ...], ...] | None = None
+    """Of each block, under [adapter]; all other parameters are frozen then."""
+    is_offloaded: bool = False
+    """Weights lie in host memory."""
+
+    @property
+    def backward_from(self) -> int:
+        """The first block that has a backward: a gradient comes in where adapters are, or from a stage before."""
+        if self.adapters is None or self.index:
+            return 0
+        return next((index for index, rows in enumerate(self.adapters) if rows), len(self.blocks))
 
     @property
     def prefixes(self) -> list[str]:
@@ -37,34 +49,42 @@ class StagePart:
         names = [f"layers.{self.first_layer + index}." for index in range(layers)]
         return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
 
-    def rows(self, shape: ModelShape) -> list[Parameter]:
-        """The parameters and buffers of the stage, once for each block that has them."""
-        return [row for block in self.blocks for row in block_rows(shape, block)] + self.root_rows(shape)
+    def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
+        """The parameters and buffers of each block, and its adapters."""
+        layers = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}
+        rows = {block: self._of_run(layers[block](shape)) for block in set(self.blocks)}
+        own = self.adapters or ((),) * len(self.blocks)
+        return [[*rows[block], *adapters] for block, adapters in zip(self.blocks, own, strict=True)]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
         """Those outside of blocks: of the embedding, and of norm and head."""
         names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
-        return part_rows(shape, *names)
+        return self._of_run(part_rows(shape, *names))
+
+    def rows(self, shape: ModelShape) -> list[Parameter]:
+        """All parameters and buffers of the stage."""
+        return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
+
+    def _of_run(self, rows: list[Parameter]) -> list[Parameter]:
+        is_frozen = self.adapters is not None
+        return [replace(row, is_frozen=True) if is_frozen and row.optimizer else row for row in rows]
 
 
-def block_rows(shape: ModelShape, block: Block) -> list[Parameter]:
-    """The parameters and buffers of a block."""
-    return {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[block](shape)
-
-
-def parts_of_ranks(parallelism: Parallelism, shape: ModelShape, seq_len: int) -> list[list[StagePart]]:
-    """The stages of each pipeline rank, ascending; without a pipeline one rank with the whole model.
-
-    Args:
-        seq_len: [training] seq_len, from which the cost of layers follows that `split_layers` balances.
-    """
+def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
+    """The stages of each pipeline rank, ascending; without a pipeline one rank with the whole model. `split_layers`
+    balances them for rows of [training] seq_len."""
+    parallelism, shape, adapter = plan.config.parallelism, plan.shape, plan.config.adapter
     kinds: list[Block] = ["dense" if i < shape.first_k_dense_replace else "moe" for i in range(shape.num_hidden_layers)]
     is_whole = parallelism.pipeline_parallel_degree == 1
-    split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, seq_len)
+    split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, plan.config.training.seq_len)
     stages = [
-        StagePart(index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start)
+        StagePart(
+            index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
+            None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
+            plan.config.training.parameter_offload,
+        )
         for index, layers in enumerate(split)
-    ]
+    ]  # fmt: skip
     prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
     last = stages[-1]
     stages[-1] = replace(last, blocks=last.blocks + prediction, has_head=True)
@@ -85,30 +105,28 @@ class FsdpUnit:
     prefix: str
     """What the names of its parameters begin with; empty for the root."""
 
-    def whole(self, shape: ModelShape, layout: Layout) -> int:
-        """Elements that the first rank computes with."""
-        return sum(prod(local_shape(row, shape, layout)) for row in self.rows)
-
-    def held(self, shape: ModelShape, layout: Layout) -> int:
-        """Elements of the first rank's shard; FSDP2 pads those of all ranks to it."""
-        return sum(held_elements(row, shape, layout) for row in self.rows)
+    def whole(self, shape: ModelShape, layout: Layout, *, trained: bool = False) -> int:
+        """Elements that the first rank computes with; of what is trained alone."""
+        return sum(prod(local_shape(row, shape, layout)) for row in self.rows if row.is_trained or not trained)
 
 
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
     """The units of a stage that `parallelize/fsdp.py` makes, in the order of forward, the root last."""
     units = []
-    for block, prefix in zip(part.blocks, part.prefixes, strict=True):
-        rows = _trained(block_rows(shape, block))
+    for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
+        rows = _sharded(block, layout, part)
         experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
         units.append(FsdpUnit(tuple(row for row in rows if row not in experts), False, False, prefix))
         if experts:
             units.append(FsdpUnit(experts, False, True, prefix))
-    root = _trained(part.root_rows(shape))
+    root = _sharded(part.root_rows(shape), layout, part)
     return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
 
 
-def _trained(rows: Sequence[Parameter]) -> list[Parameter]:
-    return [row for row in rows if row.optimizer is not None]
+def _sharded(rows: Sequence[Parameter], layout: Layout, part: StagePart) -> list[Parameter]:
+    """The parameters that FSDP2 has: all but frozen experts that no other rank has a part of, which it would copy."""
+    keeps_experts = layout.expert_shards > 1 or part.is_offloaded
+    return [row for row in rows if row.is_trained or (row.is_frozen and (keeps_experts or not row.is_expert))]
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
@@ -123,7 +141,8 @@ def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int,
 
 def sharded_dim(row: Parameter, shape: ModelShape, layout: Layout) -> int:
     """The dimension that FSDP2 shards, as `expert_placement` chooses it: whole experts, or a part of each."""
-    return 1 if row.is_expert and local_shape(row, shape, layout)[0] % layout.expert_shards else 0
+    local = local_shape(row, shape, layout)
+    return 1 if row.is_expert and len(local) == 3 and local[0] % layout.expert_shards else 0
 
 
 def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from glm46.planner.curriculum import TextStage
 from glm46.planner.flops import training_flops
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
-from glm46.planner.parameters import count_parameters
+from glm46.planner.parameters import adapter_rows, count_parameters
 from glm46.planner.plan import Plan
 from glm46.planner.requirement import Verdict, judge, memory_lines
 from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
@@ -109,22 +109,25 @@ def plan_numbers(run: RunPlan) -> dict:
 
 
 def _parameter_lines(plan: Plan) -> list[str]:
-    count = count_parameters(plan.shape)
+    count, adapter = count_parameters(plan.shape), plan.config.adapter
+    trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
     return [
         _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
+        *([_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
         _line("active per token", f"{count.active:,}", "(embedding and head included)"),
         _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
     ]
 
 
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
-    flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens), ""
+    flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter), ""
     if plan.document_tokens is not None:
         remark = f"  (documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
     elif plan.config.data.document_mask:
         remark = "  (a row as one document: less with several, see --document-tokens)"
     return [
         _line("weights", f"{flops.matrices / 1e9:,.3f}", "GFLOP"),
+        *([_line("adapters", f"{flops.adapters / 1e9:,.3f}", "GFLOP")] if flops.adapters else []),
         _line("causal attention", f"{flops.attention / 1e9:,.3f}", f"GFLOP{remark}"),
         _line("MTP", f"{flops.mtp / 1e9:,.3f}", "GFLOP"),
         _line("total", f"{flops.total / 1e9:,.3f}", "GFLOP"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm46.planner.memory import WIDTHS
-from glm46.planner.parameters import named_rows
+from glm46.planner.parameters import adapter_rows, named_rows
 from glm46.planner.plan import Plan
 from glm46.planner.schedule import batch_sequences
 from glm46.planner.step_time import OrderOf, StepTime, step_time
@@ -128,8 +128,9 @@ class CheckpointSize:
 
 
 def checkpoint_size(plan: Plan) -> CheckpointSize:
-    """The size of each checkpoint of a run."""
-    optimizer, rows = plan.config.optimizer, named_rows(plan.shape).values()
+    """The size of each checkpoint of a run; under [adapter] of the adapters alone."""
+    optimizer, adapter = plan.config.optimizer, plan.config.adapter
+    rows = (named_rows(plan.shape) if adapter is None else adapter_rows(plan.shape, adapter)).values()
     trained = [(row.numel(plan.shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
     elements = sum(count for count, _ in trained)
     states = sum(count * of_each for count, of_each in trained)

@@ -25,12 +25,13 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
         batches = plan.batches_of(index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
+        flops = training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
         rows.append((
             str(index + 1), _short(clock), _short(tokens), f"{stage.seq_len:,}", *describe_attention(stage.shape),
             _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
             _range(*bubbles) if plan.layout.pp > 1 else "-",
-            f"{training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens) / 1e9:,.4g}",
+            f"{flops / 1e9:,.4g}",
             f"{memory.total / 2**30:,.1f} GiB", fits,
         ))  # fmt: skip
         clock += tokens

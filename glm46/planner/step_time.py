@@ -7,12 +7,13 @@ expert runs beside the first exchange of tokens; all other collectives cost thei
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from glm46.config.parallelism import Parallelism
+from glm46.planner.activations import Frozen
 from glm46.planner.flops import training_flops_per_token
-from glm46.planner.kernels import MicroBatch, Work, part_work
+from glm46.planner.kernels import MicroBatch, PartOfModel, Work, part_work
 from glm46.planner.muon_cost import muon_cost
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
@@ -142,9 +143,7 @@ def step_time(
     traffic = step_traffic(plan, stage_index, micro_batches)
     ranks = [
         _rank(plan, stage_index, roofline, parts, of_rank, micro_batches)
-        for parts, of_rank in zip(
-            parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len), traffic, strict=True
-        )
+        for parts, of_rank in zip(parts_of_ranks(plan), traffic, strict=True)
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = Counter(slowest.parts(micro_batches)), None
@@ -157,7 +156,7 @@ def step_time(
         timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
         parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
     tokens = sequences * stage.seq_len
-    flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens)
+    flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
     seconds = sum(parts.values())
     peak = layout.world_size * cluster.gpu.bf16_flops
     return StepTime(dict(parts), tokens, flops, flops / (seconds * peak), timeline)
@@ -198,18 +197,18 @@ def _rank(
 ) -> _Rank:
     batch = _micro_batch(plan, stage_index)
     mode = plan.config.activation_checkpoint.mode
-    forward, backward = {}, {}
+    forward, backward, costs = {}, {}, {}
     for stage in stages:
-        names = [*(["embedding"] if stage.has_embedding else []), *stage.blocks]
-        if stage.has_head:  # each prediction depth uses it too
-            names += ["head"] * (1 + plan.shape.num_nextn_predict_layers)
-        costs = {name: part_work(name, batch, mode) for name in set(names)}
         forward[stage.index], backward[stage.index] = _Cost(), _Cost()
-        for name in names:
-            forward[stage.index].update(roofline.kernels(costs[name].forward))
-            backward[stage.index].update(roofline.kernels(costs[name].backward))
-            again = roofline.kernels(costs[name].recomputed).seconds
-            backward[stage.index].update({"recomputation": again} if again else {})
+        for name, frozen, has_backward in _kernel_parts(stage, 1 + plan.shape.num_nextn_predict_layers):
+            if (name, frozen) not in costs:
+                costs[name, frozen] = part_work(name, batch, mode, frozen)
+            work = costs[name, frozen]
+            forward[stage.index].update(roofline.kernels(work.forward))
+            if has_backward:
+                backward[stage.index].update(roofline.kernels(work.backward))
+                again = roofline.kernels(work.recomputed).seconds
+                backward[stage.index].update({"recomputation": again} if again else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     once = roofline.update(_updated(plan, stages), muon.flops, [each for each in traffic if each.what == MUON])
     beside = Counter()
@@ -228,6 +227,18 @@ def _rank(
     rank = _Rank(forward, backward, once)
     once["waiting for weights and gradients"] = _exposed(beside, rank, micro_batches, plan.layout.pp > 1)
     return rank
+
+
+def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, Frozen | None, bool]]:
+    """The parts of a stage as `part_work` takes them, and whether they have a backward; a head for each depth."""
+    frozen = None if stage.adapters is None else Frozen()
+    if stage.has_embedding:
+        yield "embedding", frozen, True
+    for index, block in enumerate(stage.blocks):
+        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index])
+        yield block, adapters, index >= stage.backward_from
+    for _ in range(heads * stage.has_head):
+        yield "head", frozen, True
 
 
 def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool) -> float:
@@ -262,7 +273,7 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
 def _updated(plan: Plan, stages: list[StagePart]) -> dict[str, float]:
     """Elements that one rank of a pipeline rank updates, by optimizer."""
     elements = {"muon": 0.0, "adamw": 0.0}
-    for row in (row for stage in stages for row in stage.rows(plan.shape) if row.optimizer is not None):
+    for row in (row for stage in stages for row in stage.rows(plan.shape) if row.is_trained):
         elements[row.choose_optimizer(plan.config.optimizer)] += held_elements(row, plan.shape, plan.layout)
     return elements
 

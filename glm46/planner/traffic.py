@@ -7,6 +7,7 @@ It follows the code call by call: `parallelize/`, `distributed/collectives.py`, 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
 from glm46.config.float8_layers import linear_layers
@@ -18,7 +19,16 @@ from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
 from glm46.planner.muon_cost import muon_cost
 from glm46.planner.parameters import Parameter
 from glm46.planner.plan import Plan
-from glm46.planner.rank_parts import Block, FsdpUnit, StagePart, fsdp_units, held_elements, parts_of_ranks
+from glm46.planner.rank_parts import (
+    Block,
+    FsdpUnit,
+    StagePart,
+    fsdp_units,
+    held_elements,
+    local_shape,
+    parts_of_ranks,
+    sharded_dim,
+)
 from glm46.planner.stages import rank_of_stage
 
 _FP64 = 8
@@ -75,7 +85,7 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
     stage = plan.text_stages[stage_index]
     count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
     step = _Step(plan, stage.shape, stage.seq_len, count)
-    parts = parts_of_ranks(plan.config.parallelism, plan.shape, plan.config.training.seq_len)
+    parts = parts_of_ranks(plan)
     return [[*_merged(step.of_rank(rank, of_rank)), *_of_muon(plan, of_rank)] for rank, of_rank in enumerate(parts)]
 
 
@@ -96,6 +106,13 @@ def _merged(calls: Iterator[_Call]) -> list[Traffic]:
         Traffic(axis, kind, ranks, calls, sizes[axis, kind, ranks, what], what)
         for (axis, kind, ranks, what), calls in counts.items()
     ]
+
+
+class _Runs(NamedTuple):
+    """How often a block runs for a micro-batch."""
+
+    forward: int
+    backward: int
 
 
 class _Step:
@@ -128,20 +145,24 @@ class _Step:
                 yield from self._replicated_gradients(part)
             for call in self._of_micro_batch(rank, part):
                 yield call._replace(calls=call.calls * self._micro_batches)
+            yield from self._norms(part)
         yield from self._step_sums(parts)
 
     def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
         layout = self._layout
-        for block in part.blocks:
+        for index, block in enumerate(part.blocks):
+            # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
+            runs = _Runs(self._forwards, 1) if index >= part.backward_from else _Runs(1, 0)
+            is_first = part.adapters is not None and not part.index and index == part.backward_from
             if layout.cp > 1:
-                yield from self._keys()
+                yield from self._keys(runs)
             if layout.tp > 1:
-                yield from self._around_block(block)
-                yield from self._key_heads()
+                yield from self._around_block(block, runs, is_first)
+                yield from self._key_heads(runs)
             if block != "dense":
                 yield from self._balance()
                 if layout.ep > 1:
-                    yield from self._tokens_to_experts(block)
+                    yield from self._tokens_to_experts(block, runs)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
@@ -153,23 +174,52 @@ class _Step:
         """Weights in the compute type and gradients in the reduce type, both padded to equal shards."""
         layout, count = self._layout, self._micro_batches
         policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
+        # The first block with a backward prefetches the one before it, as all blocks do.
+        forward_only = part.prefixes[: max(part.backward_from - 1, 0)]
         for unit in fsdp_units(part, self._shape, layout):
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
-            shard = unit.held(self._shape, layout)
+            held = {row: held_elements(row, self._shape, layout) for row in unit.rows}
+            in_fp8 = self._gathered_in_fp8(unit)
             frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
-            gathers, reduces = (2 * count if frees else count), count
+            gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
             if is_piped:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1
-            in_fp8 = [held_elements(row, self._shape, layout) for row in self._gathered_in_fp8(unit)]
-            nbytes = shard * self._gathered - sum(in_fp8) * (self._gathered - 1)
+            nbytes = sum(size * (1 if row in in_fp8 else self._gathered) for row, size in held.items())
             yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
             yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
-            yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shard * shards * self._reduce)
-            replicas = layout.dp_replicate
-            yield _Call("dp_replicate", "all_reduce", replicas, "gradients", reduces, shard * self._reduce)
+            reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce
+            reduces *= reduced > 0
+            yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shards * reduced)
+            yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", reduces, reduced)
+
+    def _norms(self, part: StagePart) -> Iterator[_Call]:
+        """DoRA's norms, once per step (`parallelize/magnitudes.py`): A and the magnitude are gathered, and each rank
+        sums over its part of the weight."""
+        layout = self._layout
+        of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
+        of_others = ("shard", layout.dense_shards), ("tp", layout.tp)
+        rows = [row for block in part.block_rows(self._shape) for row in block if row.rank is not None]
+        has_norms = {row.name.rpartition("magnitude")[0] for row in rows if row.group == "magnitude"}
+        for row in rows:
+            if row.name.removesuffix("lora_A").removesuffix("magnitude") not in has_norms:
+                continue
+            axes = of_experts if row.is_expert else of_others
+            if row.group == "magnitude":
+                for axis, ranks in axes:
+                    yield _Call(axis, "all_reduce", ranks, "norms of adapted rows", 1, row.numel(self._shape) * FP32)
+            (axis, shards), (inner_axis, inner) = axes
+            held, whole = held_elements(row, self._shape, layout), prod(local_shape(row, self._shape, layout))
+            dim = 0 if row.is_expert else row.tensor_dim
+            sizes = shards * held, inner * whole
+            if dim is None:
+                sizes = shards * held, 0
+            elif dim != sharded_dim(row, self._shape, layout):  # DTensor begins with the inner axis then
+                sizes = inner * shards * held, inner * held
+            yield _Call(axis, "all_gather", shards, "adapters of norms", 1, sizes[0] * self._master)
+            yield _Call(inner_axis, "all_gather", inner, "adapters of norms", sizes[1] > 0, sizes[1] * self._master)
 
     def _gathered_in_fp8(self, unit: FsdpUnit) -> list[Parameter]:
         """The rows of a unit whose weights FSDP2 gathers in FP8, with one scale for all shards."""
@@ -182,33 +232,34 @@ class _Step:
         is_piped = self._layout.pp > 1
         calls = 1 if is_piped else self._micro_batches
         for row in part.rows(self._shape):
-            if row.tensor_dim is None and not row.is_expert and row.optimizer is not None:
+            if row.tensor_dim is None and not row.is_expert and row.is_trained:
                 size = row.numel(self._shape) * self._reduce  # before torch 2.15 the compute type, but in a pipeline
                 yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls, size)
 
-    def _around_block(self, block: Block) -> Iterator[_Call]:
+    def _around_block(self, block: Block, runs: _Runs, is_first: bool) -> Iterator[_Call]:
         """Attention, and a dense network or the shared experts: gather before, reduce-scatter after."""
         networks = 2 if block == "dense" or self._shape.n_shared_experts else 1
         # Recomputation of a dense layer ends before its last reduce-scatter, whose result backward does not need.
-        spared = 1 if block == "dense" and self._mode != "none" else 0
-        calls = networks * (self._forwards + 1)
+        spared = (1 if block == "dense" and runs.forward > 1 else 0) + is_first
+        calls = networks * (runs.forward + runs.backward)
         whole = self._hidden * self._layout.tp
         yield _Call("tp", "all_gather", self._layout.tp, "rows of the sequence", calls, whole)
         yield _Call("tp", "reduce_scatter", self._layout.tp, "rows of the sequence", calls - spared, whole)
 
-    def _key_heads(self) -> Iterator[_Call]:
+    def _key_heads(self, runs: _Runs) -> Iterator[_Call]:
         """Beyond the number of key heads: the parts of a head's keys and values, and their gradients."""
         ranks = self._layout.tp // self._shape.num_key_value_heads
         size = self._tokens * self._layout.tp * self._shape.head_dim * self._width
-        yield _Call("tp_head", "all_gather", ranks, "parts of a key head", 2 * self._forwards, size)
-        yield _Call("tp_head", "reduce_scatter", ranks, "parts of a key head", 2, size)
+        yield _Call("tp_head", "all_gather", ranks, "parts of a key head", 2 * runs.forward, size)
+        yield _Call("tp_head", "reduce_scatter", ranks, "parts of a key head", 2 * runs.backward, size)
 
     def _vocabulary(self, part: StagePart) -> Iterator[_Call]:
         """Embedding and head, each for the main model and every prediction depth."""
         tp, calls = self._layout.tp, 1 + self._depths
         for name, has in (("embeddings", part.has_embedding), ("rows of the sequence for the head", part.has_head)):
             if has:
-                yield _Call("tp", "all_gather", tp, name, calls, self._hidden * tp)
+                has_gradient = part.adapters is None or name != "embeddings"
+                yield _Call("tp", "all_gather", tp, name, calls * has_gradient, self._hidden * tp)
                 yield _Call("tp", "reduce_scatter", tp, name, calls, self._hidden * tp)
         if part.has_head:
             tokens = self._tokens * tp
@@ -224,37 +275,38 @@ class _Step:
             for axis, ranks in (("cp", self._layout.cp), ("tp", self._layout.tp)):
                 yield _Call(axis, "all_reduce", ranks, "balance of experts", self._forwards + 1, size)
 
-    def _tokens_to_experts(self, block: Block) -> Iterator[_Call]:
+    def _tokens_to_experts(self, block: Block, runs: _Runs) -> Iterator[_Call]:
         """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
         ep, assignments = self._layout.ep, self._tokens * self._shape.num_experts_per_tok
-        again = 1 if self._mode == "full" else 0  # selective checkpointing keeps what was received
+        # Selective checkpointing keeps what was received.
+        again = runs.forward - 1 if self._mode == "full" else 0
         rows = assignments * self._shape.hidden_size * self._width
         # Recomputation needs the rows that come back only where a norm follows.
-        back = 2 + (again if block == "mtp" else 0)
+        back = 1 + runs.backward + (again if block == "mtp" else 0)
         sizes = self._shape.n_routed_experts * INDEX
         yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes)
-        yield _Call("ep", "all_to_all", ep, "tokens to experts", 2 + again, rows)
-        yield _Call("ep", "all_to_all", ep, "weights of tokens", 2 + again, assignments * FP32)
+        yield _Call("ep", "all_to_all", ep, "tokens to experts", 1 + runs.backward + again, rows)
+        yield _Call("ep", "all_to_all", ep, "weights of tokens", 1 + runs.backward + again, assignments * FP32)
         yield _Call("ep", "all_to_all", ep, "tokens from experts", back, rows)
 
-    def _keys(self) -> Iterator[_Call]:
+    def _keys(self, runs: _Runs) -> Iterator[_Call]:
         """Keys and values of one layer, and their gradients."""
         layout, shape, cp = self._layout, self._shape, self._layout.cp
         of_token = max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
         if self._plan.keys_travel(shape, (self._rows, self._length)):
             part = 2 * self._rows * self._length // cp * of_token
-            sends = self._forwards * (cp - 1) + cp - 1
+            sends = (runs.forward + runs.backward) * (cp - 1)
             yield _Call("cp", "send", cp, "keys", sends, part * self._width)
-            yield _Call("cp", "send", cp, "gradients of keys", cp, part * FP32)
+            yield _Call("cp", "send", cp, "gradients of keys", runs.backward * cp, part * FP32)
         elif shape.sliding_window is not None:
             _, received = attended_keys(shape.sliding_window, self._length, cp)
             size = int(self._rows * received) * of_token * self._width
-            yield _Call("cp", "all_to_all", cp, "keys", 2 * self._forwards, size)
-            yield _Call("cp", "all_to_all", cp, "gradients of keys", 2, size)
+            yield _Call("cp", "all_to_all", cp, "keys", 2 * runs.forward, size)
+            yield _Call("cp", "all_to_all", cp, "gradients of keys", 2 * runs.backward, size)
         else:
             size = self._rows * self._length * of_token * self._width
-            yield _Call("cp", "all_gather", cp, "keys", 2 * self._forwards, size)
-            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", 2, size)
+            yield _Call("cp", "all_gather", cp, "keys", 2 * runs.forward, size)
+            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", 2 * runs.backward, size)
 
     def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
         """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
@@ -270,9 +322,12 @@ class _Step:
         """The gradient norm, and the sums of the step over all ranks."""
         layout = self._layout
         # Squares are summed once for each set of axes that shard a parameter.
-        sharded_over = [("shard",), ("shard", "tp")] if layout.tp > 1 else [("shard",)]
-        if layout.experts_have_own_mesh and any(block != "dense" for part in parts for block in part.blocks):
-            sharded_over.append(("efsdp", "ep") if layout.ep > 1 else ("efsdp",))
+        of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if layout.experts_have_own_mesh else ("shard",)
+        trained = [row for part in parts for row in part.rows(self._shape) if row.is_trained]
+        of_others = {True: ("shard",), False: ("shard", "tp") if layout.tp > 1 else ("shard",)}
+        sharded_over = dict.fromkeys(
+            of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained
+        )
         sizes = {"shard": layout.dense_shards, "efsdp": layout.expert_shards, "ep": layout.ep, "tp": layout.tp}
         for axes in sharded_over:
             for axis in axes:

@@ -68,7 +68,9 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         micro_batches = task.complete(batches.micro_batches)
         outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
         progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.fault is not None)
-        metrics.throughput.add_step(size, batches.read_seconds, batch_flops(plan.shape, size, totals.half_pairs))
+        metrics.throughput.add_step(
+            size, batches.read_seconds, batch_flops(plan.shape, size, totals.half_pairs, plan.config.adapter)
+        )
 
         validation = end_step(task, services, progress, step, outcome, lr_factor) or validation
     gc.enable()

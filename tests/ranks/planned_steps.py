@@ -69,6 +69,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
+    adapter: dict[str, Any] | None = None
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
     most_gathered: int = activations.MOST_GATHERED_BYTES
 
@@ -79,23 +80,30 @@ class Case(NamedTuple):
             "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
         } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
         readers = self.ranks // self.pipeline // self.context // self.tensor
-        return RunConfig.model_validate({
-            "model": SHAPE | self.model,
+        moe = {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001}
+        model, optimizer, adapted = SHAPE | self.model, self.optimizer, {}
+        if self.adapter is not None:
+            model, optimizer = model | {"num_nextn_predict_layers": 0}, {"name": "AdamW"} | optimizer
+            moe, adapted = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}, {"adapter": self.adapter}
+        return RunConfig.model_validate(adapted | {
+            "model": model,
             "parallelism": parallelism,
             "activation_checkpoint": {"mode": self.checkpointing},
             "training": {
                 "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
                 "global_batch_size": self.rows * readers * self.micro_batches,
             },
-            "optimizer": self.optimizer,
+            "optimizer": optimizer,
             "float8": self.float8,
-            "moe": {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001},
+            "moe": moe,
         })  # fmt: skip
 
 
 BF16 = "bfloat16"
 EVEN = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64}
 """FP8 products need multiples of 16 on each rank."""
+LORA = {"rank": 16, "expert_rank": 8}
+DORA = LORA | {"name": "dora"}
 TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
 CASES = {
     "fsdp": Case(4),
@@ -184,7 +192,8 @@ class CountedTraffic(TorchDispatchMode):
         "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
         "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
         "c10d::alltoall_base_": "all_to_all", "c10d::send": "send",
-        "_c10d_functional::all_reduce": "all_reduce", "_c10d_functional::all_to_all_single": "all_to_all",
+        "_c10d_functional::all_gather_into_tensor": "all_gather", "_c10d_functional::all_reduce": "all_reduce",
+        "_c10d_functional::all_to_all_single": "all_to_all",
     }  # fmt: skip
 
     def __init__(self):
@@ -212,6 +221,8 @@ class CountedTraffic(TorchDispatchMode):
         match name:
             case "c10d::_allgather_base_":
                 arguments[0].view(-1, arguments[1].numel()).copy_(arguments[1].reshape(1, -1).clone())
+            case "_c10d_functional::all_gather_into_tensor":
+                out.view(-1, arguments[0].numel()).copy_(arguments[0].reshape(1, -1))
             case "_c10d_functional::all_to_all_single" if out.dtype == torch.int64:
                 out.copy_(arguments[0])
             case "_c10d_functional::all_to_all_single":
@@ -248,6 +259,7 @@ class LiveMemory(TorchDispatchMode):
         """The most of what is neither gathered weight nor gradient, after the forward of a stage; and the most of the
         gradients of whole weights."""
         self._parameters = fsdp_parameters(models)
+        self._weights = [local_tensor(parameter) for model in models for parameter in model.parameters()]
         for model in models:
             model.register_forward_hook(lambda *_: self._look())
 
@@ -268,7 +280,7 @@ class LiveMemory(TorchDispatchMode):
         alive = {storage.data_ptr(): storage.nbytes() for ref in self._storages.values() if (storage := ref())}
         shards = (parameter.sharded_param.grad for parameter in self._parameters)
         gradients = (local_tensor(gradient) for gradient in shards if gradient is not None)
-        for tensor in (*self._gathered(), *self._gradients(), *gradients):
+        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients):
             alive.pop(tensor.untyped_storage().data_ptr(), None)
         self.activations = max(self.activations, sum(alive.values()))
 

@@ -8,7 +8,7 @@ import torch
 
 from glm46.config.loader import load_config
 from glm46.planner import activations
-from glm46.planner.activations import layer_bytes
+from glm46.planner.activations import Frozen, layer_bytes
 from glm46.planner.memory import WIDTHS, rank_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import parts_of_ranks
@@ -89,7 +89,7 @@ def _received(plan: Plan, rank: int) -> float:
     tokens = training.local_batch_size * training.seq_len / (layout.cp * layout.tp)
     sent = tokens * (1 + plan.shape.num_nextn_predict_layers) * plan.shape.hidden_size
     sent *= WIDTHS[training.mixed_precision_param]
-    parts = parts_of_ranks(plan.config.parallelism, plan.shape, training.seq_len)[rank]
+    parts = parts_of_ranks(plan)[rank]
     borders = sum((not part.has_embedding) + (not part.has_head) for part in parts)
     return sent * (plan.batches_of(0)[1] // plan.rows_per_micro_batch * borders + 1)
 
@@ -99,7 +99,11 @@ def _recomputed(plan: Plan, rank: int) -> float:
     if plan.config.activation_checkpoint.mode == "none":
         return 0.0
     layout, training = plan.layout, plan.config.training
-    parts = parts_of_ranks(plan.config.parallelism, plan.shape, training.seq_len)[rank]
     width, ranks = WIDTHS[training.mixed_precision_param], {"tp": layout.tp, "ep": layout.ep}
-    layers = (layer_bytes(plan.shape, width, block, "none", **ranks) for part in parts for block in part.blocks)
-    return training.local_batch_size * training.seq_len / (layout.cp * layout.tp) * max(layers)
+    layers = [
+        layer_bytes(plan.shape, width, block, "none", **ranks, frozen=part.adapters and Frozen(part.adapters[index]))
+        for part in parts_of_ranks(plan)[rank]
+        for index, block in enumerate(part.blocks)
+        if index >= part.backward_from
+    ]
+    return training.local_batch_size * training.seq_len / (layout.cp * layout.tp) * max(layers, default=0.0)

@@ -5,7 +5,7 @@ A recipe says in comments what this file computes from its degrees:
 
     # Planned on 32 x H100: 50 GiB, and 28 GiB of the host
     # Does not fit: --activation_checkpoint.mode selective: 110 GiB
-    # Fits too: --activation_checkpoint.mode full
+    # Fits too on 64: --activation_checkpoint.mode full
     #   --parallelism.tensor_parallel_degree 2: 40 GiB
 """
 
@@ -38,26 +38,27 @@ SAYS = {path: path.read_text(encoding="utf-8").replace("\n#   --", " --") for pa
 PLANNED = r"(?m)^# Planned on ([\d,]+) x (\w+): ([\d,]+) GiB(?:, and ([\d,]+) GiB of the host)?$"
 RECIPES = [path for path in FILES if re.search(PLANNED, SAYS[path])]
 OTHERS = [
-    (path, verdict, options, gib)
+    (path, *found)
     for path in RECIPES
-    for verdict, options, gib in re.findall(r"(?m)^# (Does not fit|Fits too): (--.*): ([\d,]+) GiB$", SAYS[path])
+    for found in re.findall(r"(?m)^# (Does not fit|Fits too)(?: on (\d+))?: (--.*): ([\d,]+) GiB$", SAYS[path])
 ]
-MARK = r"\[(page|bridge|paper|blog|document|quick start|assumption|ours)( [\d, -]+)?\]"
+MARK = r"\[(page|bridge|paper|blog|document|quick start|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
 OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
 
 
-def gpus_of(path: Path) -> tuple[int, Machine]:
-    """The number of GPUs that a recipe names, and nodes of 8 of them."""
+def gpus_of(path: Path, others: str = "") -> tuple[int, Machine]:
+    """The number of GPUs that a recipe names, or another one, and nodes of 8 of them."""
     number, kind, *_ = re.search(PLANNED, SAYS[path]).groups()
-    gpus, accelerator = int(number.replace(",", "")), find_accelerator(kind)
-    assert accelerator is not None and gpus % GPUS_PER_NODE == 0
-    node = (Gpu(accelerator.name, accelerator.memory_bytes),) * GPUS_PER_NODE
-    return gpus, Machine(64, NODE_BYTES, NODE_BYTES, node, nodes=gpus // GPUS_PER_NODE)
+    gpus, accelerator = int((others or number).replace(",", "")), find_accelerator(kind)
+    of_node = min(gpus, GPUS_PER_NODE)
+    assert accelerator is not None and gpus % of_node == 0
+    node = (Gpu(accelerator.name, accelerator.memory_bytes),) * of_node
+    return gpus, Machine(64, NODE_BYTES, NODE_BYTES, node, nodes=gpus // of_node)
 
 
 def test_recipes_are_found():
-    assert len(RECIPES) == 11 and len(OTHERS) >= 5
+    assert len(RECIPES) == 16 and len(OTHERS) >= 5
     said = [line for text in SAYS.values() for line in re.findall(r"(?m)^# (?:Planned on|Does not fit|Fits too)", text)]
     assert len(said) == len(RECIPES) + len(OTHERS)
 
@@ -75,9 +76,11 @@ def test_recipe_fits_the_gpus_that_it_names(path):
     assert fits, why
 
 
-@pytest.mark.parametrize(("path", "verdict", "options", "gib"), OTHERS, ids=[f"{o[0].stem}: {o[2]}" for o in OTHERS])
-def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, options, gib):
-    gpus, machine = gpus_of(path)
+@pytest.mark.parametrize(
+    ("path", "verdict", "others", "options", "gib"), OTHERS, ids=[f"{other[0].stem}: {other[3]}" for other in OTHERS]
+)
+def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, others, options, gib):
+    gpus, machine = gpus_of(path, others)
     config = load_config(path, shlex.split(options), world_size=gpus)
     assert plan_memory(config, gpus).total / GIB == pytest.approx(int(gib.replace(",", "")), abs=ROUNDING)
     assert describe_requirement(config, machine)[0] == (verdict == "Fits too")

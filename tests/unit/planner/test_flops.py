@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
+from glm46.config.adapter import Adapter
 from glm46.config.presets import PRESETS
 from glm46.planner.flops import (
     attention_flops,
+    batch_flops,
     document_half_pairs,
     newton_schulz_flops,
     training_flops,
     training_flops_per_token,
 )
-from glm46.planner.parameters import dense_layer, layer_counts, moe_layer, mtp_layer
+from glm46.planner.parameters import adapter_rows, dense_layer, layer_counts, moe_layer, mtp_layer
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
 
@@ -89,3 +91,14 @@ def test_attention_of_exponential_documents_is_that_of_drawn_ones(window):
     planned = attention_flops(shape, length, mean) / attention_flops(GLM, length)
     assert planned == pytest.approx(drawn, rel=0.01)  # the draws' own error is 0.3 %
     assert attention_flops(shape, length, 1e12) == pytest.approx(attention_flops(shape, length), rel=1e-6)
+
+
+def test_a_frozen_weight_has_no_gradient_of_its_own():
+    """Attention has no weights: forward and backward of scores and values cost what they do in full training."""
+    shape = PRESETS["GLM-4.5-Air"].model_copy(update={"num_nextn_predict_layers": 0})
+    full, lora = training_flops(shape, 4096), training_flops(shape, 4096, adapter=Adapter(rank=32))
+    assert lora.matrices == pytest.approx(full.matrices * 2 / 3) and lora.attention == full.attention
+    active = sum(row.active_numel(shape) for row in adapter_rows(shape, Adapter(rank=32)).values())
+    assert lora.adapters == 6 * active
+    assert training_flops(shape, 4096, adapter=Adapter(name="dora", rank=32)).adapters == lora.adapters
+    assert batch_flops(shape, 4096, 4096**2, Adapter(rank=32)) == pytest.approx(4096 * lora.total)

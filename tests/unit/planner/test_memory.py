@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
+from glm46.config.adapter import Adapter
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.distributed.sequence import SequenceShard
+from glm46.model.adapters import add_adapters
 from glm46.model.attention import attend
 from glm46.model.attention_layout import attention_layout
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
@@ -18,6 +20,7 @@ from glm46.optim.state_offload import SLOTS
 from glm46.optim.state_ring import RING_SLOTS
 from glm46.parallelize import activation_checkpoint
 from glm46.planner.activations import (
+    Frozen,
     attended_keys,
     dense_layer_bytes,
     gathered_key_bytes,
@@ -31,7 +34,7 @@ from glm46.planner.activations import (
 )
 from glm46.planner.layout import resolve_layout, smallest_world
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
-from glm46.planner.parameters import count_parameters
+from glm46.planner.parameters import adapter_layer, count_parameters
 from glm46.planner.plan import resolve_plan
 
 SMALL_VOCABULARY = {"vocab_size": 512}
@@ -44,7 +47,7 @@ def _run(**sections) -> RunConfig:
     return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
 
 
-def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
+def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, **arguments):
     """Bytes that autograd keeps of one forward pass, each storage once, parameters left out; and the tokens."""
     torch.manual_seed(0)
     model = Transformer(shape)
@@ -53,6 +56,10 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", **arguments):
     model = model.to(dtype)
     for router in model.routers().values():
         router.e_score_correction_bias.data = router.e_score_correction_bias.float()
+    if adapter is not None:
+        add_adapters(model, adapter, dtype)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
     if checkpointing != "none":
         activation_checkpoint.apply(model, checkpointing)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -89,6 +96,27 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
     head = shape.vocab_size * shape.hidden_size * width / tokens + shape.hidden_size * width
     measured_mtp = (_kept_bytes(shape, dtype, mtp=True)[0] - base) / tokens - head
     assert mtp_layer_bytes(shape, width) == pytest.approx(measured_mtp, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(
+    "targets", [("attention",), ("experts",), ("dense", "shared_experts"), Adapter.model_fields["targets"].default]
+)
+def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(dtype, width, targets):
+    adapter = Adapter(rank=16, targets=targets)
+    shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"num_nextn_predict_layers": 0})
+    two, three = (shape.model_copy(update={"num_hidden_layers": count}) for count in (2, 3))
+    base, tokens = _kept_bytes(two, dtype, adapter=adapter)
+    more_dense = three.model_copy(update={"first_k_dense_replace": 2})
+    for layer, (block, larger) in enumerate((("dense", more_dense), ("moe", three))):
+        planned = layer_bytes(
+            shape, width, block, "none", tp=1, ep=1, frozen=Frozen(tuple(adapter_layer(shape, adapter, layer)))
+        )
+        if block == "dense" and targets == ("experts",):
+            planned = 0.0  # nothing before the first adapter has a gradient
+        measured = (_kept_bytes(larger, dtype, adapter=adapter)[0] - base) / tokens
+        assert planned == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -178,11 +206,13 @@ def test_gathered_keys_of_micro_batches_in_flight_count():
     heads = PRESETS["debug"].num_key_value_heads * PRESETS["debug"].head_dim * 2  # bytes of a token's keys
     whole = 32768 * heads
     assert plan("none") == 0
-    assert plan("full", context_parallel_degree=2) == 2 * 1.25 * whole + whole
-    assert plan("none", context_parallel_degree=4) == 5 * 2 * 1.125 * whole + whole  # four layers and the MTP layer
+    # Keys and values of the whole row and a part of it twice, without the rank's own, which are among its activations.
+    assert plan("full", context_parallel_degree=2) == (2 * 1.25 - 1) * whole + whole
+    four_layers_and_mtp = 5 * (2 * 1.125 - 0.5) * whole
+    assert plan("none", context_parallel_degree=4) == four_layers_and_mtp + whole
     # The first of two pipeline ranks has two micro-batches in flight, of three of the five layers at most.
     piped = plan("none", context_parallel_degree=2, pipeline_parallel_degree=2)
-    assert piped in [2 * layers * 2 * 1.25 * whole + whole for layers in (2, 3)]
+    assert piped in [2 * layers * (2 * 1.25 - 1) * whole + whole for layers in (2, 3)]
 
 
 def test_one_process_holds_every_parameter_once():
@@ -372,4 +402,4 @@ def test_keys_travel_where_all_would_take_too_much():
         resolved, held = plan(length, **degrees)
         assert resolved.keys_travel(resolved.shape, (1, length)) == travels
         share = length * keys / math.prod(degrees.values())
-        assert held == (2 * share / 8 * (3 + 3 * 2) if travels else (2 * (1 + 1 / 16) + 1) * share)
+        assert held == (2 * share / 8 * (3 + 3 * 2) if travels else (2 * (1 + 1 / 16 - 1 / 8) + 1) * share)
