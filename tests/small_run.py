@@ -50,7 +50,12 @@ def write_source(folder: Path, tokenizer: Tokenizer, *, documents: int = 60, fac
         for number in range(count):
             text = f"def function_{number}(value):\n    return value + {number}\n" * factor * (3 + number % 5)
             tokens = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(np.uint32)
-            writer.add(tokens, np.array([len(tokens)]), np.array([len(text.encode())]), np.array([True]))
+            piece = {
+                "tokens": tokens,
+                "doc_ends": np.array([len(tokens)]),
+                "text_bytes": np.array([len(text.encode())]),
+            }
+            writer.add(piece, np.array([True]))
         splits[name] = writer.finish()
     save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
     return folder

@@ -121,6 +121,43 @@ def stages_read_apart(config: RunConfig) -> Faults:
             )
 
 
+def chats_are_read_whole(config: RunConfig) -> Faults:
+    """A row holds whole documents of chats, which see only themselves: the rest of a cut one would lose its prompt."""
+    for index, source in enumerate(config.data.sources):
+        if source.recipe is not None and source.recipe.is_chat:
+            yield from chat_faults(config, index, source.recipe.max_tokens, f"data.sources[{index}].recipe.max_tokens")
+
+
+def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: str) -> Faults:
+    """The faults of a source of chats.
+
+    Args:
+        index: of the source.
+        max_tokens: most tokens of its documents; None: not stated.
+        named: what states them.
+    """
+    source, stages = config.data.sources[index], config.data.stages
+    key = f"data.sources[{index}].packing"
+    if source.packing != "best_fit":
+        yield Fault((key,), f'{key} = {show(source.packing)}: cuts chats between rows; set packing = "best_fit"')
+    if not config.data.document_mask:
+        yield Fault(
+            ("data.document_mask", key),
+            f"data.document_mask = false: the chats of data.sources[{index}] in a row would read each other; set it to "
+            "true",
+        )
+    lengths = [stage.seq_len or config.training.seq_len for stage in stages if index in _read(config, stage)]
+    shortest = min(lengths, default=config.training.seq_len)
+    if max_tokens is None:
+        yield Fault((named,), f"{named}: absent, and chats need it; set it to at most {shortest}, the shortest rows")
+    elif max_tokens > shortest:
+        yield Fault(
+            (named, "training.seq_len", "data.stages"),
+            f"{named} = {max_tokens}: longer than the shortest rows that read it, {shortest} tokens, and a document of "
+            f"chats must fit into a row; lower it to {shortest}, or raise seq_len",
+        )
+
+
 def _read(config: RunConfig, stage: DataStage) -> set[int]:
     """Indices of the sources that a stage reads."""
     weights = stage.weights or [1.0] * len(config.data.sources)
@@ -144,5 +181,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     stages_fit_the_longest_sequence,
     windows_fit_into_their_stages,
     stages_read_apart,
+    chats_are_read_whole,
     validation_tasks_differ,
 )

@@ -6,6 +6,11 @@ from pydantic import Field
 
 from glm46.config.section import LocalPath, Needs, Section
 
+CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+"""Values of ``format`` for which a row is a conversation."""
+
+_TEXT, _CHATS = Needs("format", "text"), Needs("format", CHAT_FORMATS)
+
 
 class Recipe(Section):
     """[data.sources.recipe]: how to make the source above it from text files, if its ``path`` does not exist. The same
@@ -17,7 +22,29 @@ class Recipe(Section):
     ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs."""
 
     text_key: str = "text"
-    """Field of a JSON line, or column of a Parquet file, that holds the text."""
+    """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
+
+    format: Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca"] = "text"
+    """What a document is. text: any text. The others: a row with a conversation, of which the tokens that the model
+    samples are the targets (docs/finetuning.md lists the fields). A source of chats needs packing = "best_fit" and
+    data.document_mask = true."""
+
+    history: Annotated[Literal["expand", "last", "all"], _CHATS] = "expand"
+    """Chats: reasoning is removed from the turns before the last user message. expand: a document for each user turn
+    with reasoning, so that every turn is trained as it was sampled. last: only the last user turn is trained. all: one
+    document, in which every turn is trained."""
+
+    no_reasoning: Annotated[Literal["nothink", "mask", "train"], _CHATS] = "nothink"
+    """Chats: turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought
+    that is no target. train: an empty thought that is a target, so that the model may stop thinking."""
+
+    max_tokens: Annotated[int | None, _CHATS] = Field(None, ge=2)
+    """Chats: most tokens of a document, at most the shortest seq_len that reads the source, because documents are not
+    cut between rows. Required."""
+
+    too_long: Annotated[Literal["drop", "cut", "error"], _CHATS] = "drop"
+    """Chats: documents of more than ``max_tokens``. drop: they are left out. cut: their first tokens are kept, if a
+    target is among them. error: preparation stops."""
 
     held_out: float = Field(0.01, ge=0.0, lt=1.0)
     """Share of the documents that is kept for validation; the hash of a document decides."""
@@ -26,21 +53,24 @@ class Recipe(Section):
     """Number of unreadable documents (not UTF-8, not JSON, no text field) above which preparation stops with an
     error."""
 
-    normalize: Literal["none", "newlines", "nfc"] = "none"
+    normalize: Annotated[Literal["none", "newlines", "nfc"], _TEXT] = "none"
     """newlines: end every line with one line feed. nfc: also compose characters (Unicode form C). Runs before all other
     steps."""
 
-    filter: Literal["none", "prose"] = "none"
+    filter: Annotated[Literal["none", "prose"], _TEXT] = "none"
     """prose: skip documents that are not prose by the rules of Gopher (arXiv 2112.11446, table A1)."""
 
-    deduplicate: Literal["exact", "near"] = "near"
-    """exact: keep the first of equal texts. near: also of similar texts, by MinHash over runs of tokens."""
+    deduplicate: Literal["exact", "near"] | None = None
+    """exact: keep the first of equal texts or conversations. near: also of similar ones, by MinHash over runs of
+    tokens. Absent: near for text, exact for chats, which are similar where they share instructions and tools."""
 
     deduplicate_memory_mb: int = Field(1024, ge=16)
     """Memory in MB for finding duplicates, for any number of documents; less memory takes longer. The result does not
     depend on it."""
 
-    verify: Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"] = "none"
+    verify: Annotated[Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"], _TEXT] = (
+        "none"
+    )
     """Skip documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this language;
     all but the first two need gcc, g++, rustc, gofmt or node on this machine. maths: skip solutions that do not end in
     the known result."""
@@ -51,7 +81,7 @@ class Recipe(Section):
     decontaminate: tuple[str, ...] = ()
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are skipped."""
 
-    fim_rate: float = Field(0.0, ge=0.0, le=1.0)
+    fim_rate: Annotated[float, _TEXT] = Field(0.0, ge=0.0, le=1.0)
     """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code."""
 
     fim_spm_rate: Annotated[float, Needs("fim_rate")] = Field(0.5, ge=0.0, le=1.0)
@@ -63,6 +93,16 @@ class Recipe(Section):
 
     processes: int | None = Field(None, ge=1)
     """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the rows are conversations."""
+        return self.format != "text"
+
+    @property
+    def duplicates(self) -> Literal["exact", "near"]:
+        """``deduplicate``, resolved."""
+        return self.deduplicate or ("exact" if self.is_chat else "near")
 
 
 class TextRecipe(Recipe):

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from glm46.config.data import Source
 from glm46.config.errors import UserError
-from glm46.data.manifest import Manifest, load_manifest
+from glm46.config.rules_data import chat_faults
+from glm46.data.manifest import Manifest, describe_targets, load_manifest
+from glm46.data.pack_plans import plan_of
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.planner.plan import Plan
@@ -45,9 +47,14 @@ def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Toke
             f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
             f"above model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
         )
-    for source in config.data.sources if sources is None else sources:
+    for index, source in enumerate(config.data.sources):
+        if sources is not None and source not in sources:
+            continue
         try:
-            manifests[source.name] = load_manifest(Path(source.path))
+            manifests[source.name] = manifest = load_manifest(Path(source.path))
+            if source.recipe is None and manifest.splits["train"].targets is not None:
+                named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
+                faults += [fault.message for fault in chat_faults(config, index, longest, named)]
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
             if config.validation.enable and not manifests[source.name].splits["validation"].labels:
                 faults.append(
@@ -75,10 +82,15 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
                 rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
     for i, source in enumerate(sources):
-        held = manifests[source.name].splits["train"].tokens
+        manifest, folder = manifests[source.name], plan.config.data.plan_folder
+        split = manifest.splits["train"]
         epochs = 0.0
         for (seq_len, (low, high)), count in rows[i].items():
-            whole = full_rows(round(held * (high - low)), seq_len, depth)
+            if split.targets is None:
+                whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
+            else:  # so few that their rows can be counted
+                packs = plan_of(manifest, seq_len, (low, high), folder=Path(folder) if folder else None)
+                whole = len(packs.row_starts) - 1
             epochs = max(epochs, count / whole if whole else float("inf"))
         plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans
@@ -92,6 +104,7 @@ def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
         lines.append(
             f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
             f"{source.tokens:,.0f} planned, {source.epochs:.3g} epochs"
+            + (f"; {describe_targets(split)}" if split.targets is not None else "")
         )
     return lines
 

@@ -18,6 +18,10 @@ FORMAT = "glm46-data-1"
 # terabytes at every start would take too long. `load_manifest(full=True)` checks all hashes.
 _HASHED_AT_LOAD_BYTES = 2**30
 
+_USUAL_TARGETS = (0.01, 0.95)
+"""Share of the tokens of chats that are targets. Fewer: prompts are long for what they teach. More: a wrong format may
+make prompts targets."""
+
 _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 
@@ -73,7 +77,8 @@ class Manifest:
         eos_id: the id that ends every document.
         splits: "train" and "validation".
         settings: settings of the recipe; the same settings on the same text give the same bytes.
-        dropped: number of skipped documents, by reason.
+        dropped: number of skipped documents or conversations, by reason.
+        noted: other counts of chats, by what.
     """
 
     folder: Path
@@ -84,6 +89,7 @@ class Manifest:
     splits: dict[str, Split]
     settings: dict = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
 
     def require_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""
@@ -92,6 +98,15 @@ class Manifest:
                 f"{self.folder}: its tokens were made with another tokenizer ({self.tokenizer[:12]}…) than "
                 f"model.tokenizer_path names ({fingerprint[:12]}…); set that tokenizer, or prepare the source again"
             )
+
+
+def describe_targets(split: Split) -> str:
+    """The share of targets of a split of chats in words, with a warning where it is unusual."""
+    share, (low, high) = split.labels / split.tokens, _USUAL_TARGETS
+    unusual = (
+        f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect" if not low <= share <= high else ""
+    )
+    return f"targets: {split.labels:,} of {split.tokens:,} tokens, {share:.1%}{unusual}"
 
 
 def save_manifest(manifest: Manifest) -> None:

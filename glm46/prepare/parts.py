@@ -1,51 +1,34 @@
-"""The parallel half of preparing text: turn one part of the input into files of tokens and facts per document."""
+"""The parallel half of preparing text: turn one part of the input into files of tokens and facts per document.
+
+A conversation is one unit of duplicates and of the split, and gives one or more documents.
+"""
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.shards import SHARD_REMEDY
+from glm46.data.chat import ChatOptions, render
+from glm46.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.prepare.document_hashes import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
 from glm46.prepare.documents import document_fault, encode_document, normalize
 from glm46.prepare.input_files import find_files
-from glm46.prepare.readers import EMPTY, BadDocument, Document, InputPart, parts_of, read_part
+from glm46.prepare.readers import InputPart, parts_of, read_part, with_line
+from glm46.prepare.rows import EMPTY, BadDocument, Document, Fields
+from glm46.prepare.tally import Tally
 
 # Text per piece: bounds the memory of a process and the work that a killed run loses.
 PIECE_BYTES = 8_000_000
 
 # Memory of a document besides its text, so that a million one-word documents are cut into pieces too.
 DOCUMENT_BYTES = 500
-
-# Places shown per reason in the summary.
-_MAX_PLACES = 3
-
-
-@dataclass
-class Tally:
-    """Counts of unreadable (``bad``) and filtered documents by reason, and the places of the first of each."""
-
-    bad: dict[str, list] = field(default_factory=dict)
-    filtered: dict[str, list] = field(default_factory=dict)
-
-    @staticmethod
-    def count(table: dict[str, list], reason: str, places: list[str], number: int = 1) -> None:
-        """Add documents to one of the two tables."""
-        entry = table.setdefault(reason, [0, []])
-        entry[0] += number
-        entry[1] = (entry[1] + places)[:_MAX_PLACES]
-
-    def add(self, other: "Tally") -> None:
-        """Add the counts of another tally."""
-        for mine, theirs in ((self.bad, other.bad), (self.filtered, other.filtered)):
-            for reason, (number, places) in theirs.items():
-                self.count(mine, reason, places, number)
 
 
 @dataclass(frozen=True)
@@ -56,6 +39,7 @@ class _WorkerState:
     tokenizer: Tokenizer
     key: str
     evaluation: np.ndarray
+    token_bytes: np.ndarray
 
 
 _worker: _WorkerState | None = None
@@ -65,16 +49,17 @@ def start_worker(recipe: TextRecipe, key: str) -> None:
     """Load the tokenizer and the evaluation text, once per process."""
     global _worker
     tokenizer = load_tokenizer(recipe.tokenizer)
-    _worker = _WorkerState(recipe, tokenizer, key, _evaluation(recipe, tokenizer))
+    _worker = _WorkerState(recipe, tokenizer, key, _evaluation(recipe, tokenizer), tokenizer.token_bytes())
 
 
 def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
     """Write the pieces of a part that do not exist yet.
 
-    A piece ``<stem>-000.safetensors`` holds, per document: ``doc_ends`` I64, ``text_bytes`` I64, ``hashes`` U64 [d, 2]
-    of its text, and with ``deduplicate = "near"`` also ``bands`` U64 [BANDS, d]; and the ``tokens`` U32 of all
-    documents, each with its end token. Its metadata holds the key of the work, the tally, and whether it is the last
-    piece of its part.
+    A piece ``<stem>-000.safetensors`` holds ``doc_ends`` I64 [d] of its documents and their ``tokens`` U32: ids, of
+    text each with its end token, of chats with the bit `NOT_A_TARGET`. For each of n texts or conversations it holds
+    ``text_bytes`` I64 [n], ``hashes`` U64 [n, 2], and with ``deduplicate = "near"`` also ``bands`` U64 [BANDS, n]; of
+    conversations also the number of ``documents`` I64 [n]. Its metadata holds the key of the work, the tally, and
+    whether it is the last piece of its part.
 
     Returns:
         Input bytes of the part, and its tally.
@@ -118,8 +103,7 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
     An empty part gives one empty group.
     """
     documents, size, tally = [], 0, Tally()
-    answer_key = recipe.answer_key if recipe.verify == "maths" else None
-    for document in read_part(part, recipe.text_key, answer_key):
+    for document in read_part(part, Fields.of(recipe)):
         if size >= PIECE_BYTES:
             yield documents, tally, False
             documents, size, tally = [], 0, Tally()
@@ -134,25 +118,37 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
 
 
 def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: bool) -> None:
-    tokenizer = _worker.tokenizer
-    tokens, lengths, text_bytes, hashes, bands = [], [], [], [], []
-    end = np.array([tokenizer.eos_id], dtype=np.uint32)
+    recipe = _worker.recipe
+    tokens, lengths, text_bytes, hashes, bands, counts = [], [], [], [], [], []
+    # The last token of a chat is the marker that the model stops at.
+    end = np.array([] if recipe.is_chat else [_worker.tokenizer.eos_id], np.uint32)
     for document in documents:
-        ids, encoded, digest = _process_document(document, tally)
-        if ids is None:
+        text = normalize(document.text, recipe.normalize)
+        encoded = text.encode()
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
+        ids = [one & ~np.uint32(NOT_A_TARGET) for one in made]
+        if any(is_contaminated(one, _worker.evaluation) for one in ids):
+            tally.count(tally.filtered, "holds evaluation text", [document.place])
             continue
-        tokens += [ids, end]
-        lengths.append(len(ids) + 1)
-        text_bytes.append(len(encoded))
+        if not made:
+            continue
+        for one in made:
+            tokens += [one, end]
+            lengths.append(len(one) + len(end))
+        text_bytes.append(sum(int(_worker.token_bytes[one].sum()) for one in ids) if recipe.is_chat else len(encoded))
         hashes.append(digest)
-        if _worker.recipe.deduplicate == "near":
-            bands.append(band_hashes(ids))
+        counts.append(len(made))
+        if recipe.duplicates == "near":
+            bands.append(band_hashes(np.concatenate(ids)))
     tensors = {
         "doc_ends": np.cumsum(np.array(lengths, np.int64)),
         "text_bytes": np.array(text_bytes, np.int64),
         "hashes": np.frombuffer(b"".join(hashes), dtype="<u8").reshape(-1, 2),
     }
-    if _worker.recipe.deduplicate == "near":
+    if recipe.is_chat:
+        tensors["documents"] = np.array(counts, np.int64)
+    if recipe.duplicates == "near":
         # Stored band by band, because bands are read one at a time.
         tensors["bands"] = np.array(bands, np.uint64).reshape(-1, BANDS).T
     tensors["tokens"] = np.concatenate([np.empty(0, np.uint32), *tokens])
@@ -160,29 +156,51 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
     write_arrays(file, tensors, facts)
 
 
-def _process_document(document: Document, tally: Tally) -> tuple[np.ndarray | None, bytes, bytes]:
-    """Return token ids, UTF-8 bytes and hash of a document; None for the ids if it is filtered."""
+def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:
+    """The ids of a text, uint32 [n], without the end token; empty if the text is filtered."""
     recipe = _worker.recipe
-    text = normalize(document.text, recipe.normalize)
-    encoded = text.encode()
-    digest = hashlib.blake2b(encoded, digest_size=16).digest()
     if fault := document_fault(text, document.answer, recipe):
         tally.count(tally.filtered, fault, [document.place])
-        return None, encoded, digest
+        return []
     # Held-out text is not rearranged, so that losses under different fim_rate values can be compared.
     held_out = is_held_out(np.frombuffer(digest[:8], "<u8"), recipe.held_out)[0]
-    ids = _worker.tokenizer.encode(text) if held_out else encode_document(text, digest, recipe, _worker.tokenizer)
-    if is_contaminated(ids, _worker.evaluation):
-        tally.count(tally.filtered, "holds evaluation text", [document.place])
-        return None, encoded, digest
-    return ids, encoded, digest
+    return [_worker.tokenizer.encode(text) if held_out else encode_document(text, digest, recipe, _worker.tokenizer)]
+
+
+def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
+    """The tokens of each document of a conversation, uint32 [n] with the bit `NOT_A_TARGET`; empty if none is left."""
+    recipe, place = _worker.recipe, [document.place]
+    rendered = render(document.conversation, _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
+    for what, number in rendered.counts.items():
+        if what != "no target":
+            tally.count(tally.noted, what, place, number)
+    kept = []
+    for ids, is_target in rendered.documents:
+        tokens = np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET))
+        if len(ids) > recipe.max_tokens:
+            if recipe.too_long == "error":
+                raise UserError(
+                    f"{with_line(document.place)}: a document of {len(ids)} tokens, above max_tokens = "
+                    f'{recipe.max_tokens}; raise max_tokens, or set too_long = "drop" or "cut"'
+                )
+            tokens = tokens[: recipe.max_tokens if recipe.too_long == "cut" else 0]
+            is_cut = bool(is_target[: len(tokens)].any())
+            what = "documents cut to max_tokens" if is_cut else "documents above max_tokens left out"
+            tally.count(tally.noted, what, place)
+            if not is_cut:
+                continue
+        kept.append(tokens)
+    if not kept:
+        tally.count(tally.filtered, "above max_tokens" if rendered.documents else "no target", place)
+    return kept
 
 
 def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
     """Return the n-gram hashes of the evaluation text that the recipe names."""
     if not recipe.decontaminate:
         return evaluation_ngrams([])
-    parts = parts_of(find_files(recipe.decontaminate, "decontaminate"), recipe.text_key)
-    documents = [document for part in parts for document in read_part(part, recipe.text_key)]
+    fields = Fields(recipe.text_key)
+    parts = parts_of(find_files(recipe.decontaminate, "decontaminate"), fields)
+    documents = [document for part in parts for document in read_part(part, fields)]
     texts = [normalize(d.text, recipe.normalize) for d in documents if isinstance(d, Document)]
     return evaluation_ngrams([tokenizer.encode(text) for text in texts])

@@ -18,8 +18,9 @@ from pathlib import Path
 from glm46.config.data import Source
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
+from glm46.data.chat import raise_for_markers
 from glm46.data.corpus import load_text
-from glm46.data.manifest import Manifest, load_manifest, save_manifest
+from glm46.data.manifest import Manifest, describe_targets, load_manifest, save_manifest
 from glm46.data.pack_plans import keep_plan
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.durable import sync_folder
@@ -29,9 +30,11 @@ from glm46.planner.plan import Plan
 from glm46.prepare.compilers import require_compiler, verifier_version
 from glm46.prepare.documents import require_fim_tokens
 from glm46.prepare.input_files import BUILTIN, find_files
-from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, Tally, finished_pieces, make_part, start_worker
-from glm46.prepare.readers import InputPart, parts_of, with_line
+from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, finished_pieces, make_part, start_worker
+from glm46.prepare.readers import InputPart, parts_of
+from glm46.prepare.rows import Fields
 from glm46.prepare.sharding import write_splits
+from glm46.prepare.tally import Tally, named
 from glm46.prepare.workers import call_in_workers
 
 # Version of the shards' content. Raise it when the same text and settings give different bytes than before.
@@ -79,6 +82,13 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
     tokenizer = load_tokenizer(recipe.tokenizer)
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
     require_fim_tokens(recipe, tokenizer)
+    if recipe.is_chat:
+        raise_for_markers(tokenizer)
+        if recipe.max_tokens is None:
+            raise UserError(
+                f'max_tokens: absent, and format = "{recipe.format}" needs it; set it to at most the shortest seq_len '
+                "that will read the chats"
+            )
     with _disk_errors_explained(Path(recipe.output)), _exclusive(Path(recipe.output), report):
         manifest = _existing(recipe, tokenizer)
         if manifest:
@@ -97,6 +107,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
         UserError: one fault per key that differs.
     """
     defaults = {key: field.default for key, field in TextRecipe.model_fields.items()}
+    defaults["deduplicate"] = recipe.duplicates
     faults = [
         f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the folder or give another path"
         for key, new in _settings(recipe).items()
@@ -112,7 +123,7 @@ def _settings(recipe: TextRecipe) -> dict:
     without_effect = {
         "input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer", "pack_lengths",
     }  # fmt: skip
-    return recipe.model_dump(mode="json", exclude=without_effect)
+    return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
 
 
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
@@ -129,7 +140,7 @@ def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
 def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], None]) -> Manifest:
     started = time.monotonic()
     files = find_files(recipe.input, "input")
-    output, parts = Path(recipe.output), parts_of(files, recipe.text_key)
+    output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
     if version := verifier_version(recipe.verify):
@@ -142,11 +153,10 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     report(f"preparing {recipe.name}: {len(files)} files, {total / 1e6:.1f} MB, into {output}")
     pieces, tally = _make_parts(parts, partial, key, recipe, report)
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
-    memory = recipe.deduplicate_memory_mb * 10**6
-    splits = write_splits(pieces, partial, recipe.held_out, metadata, tally, memory)
+    splits = write_splits(pieces, partial, recipe, metadata, tally)
     if not sum(split.documents for split in splits.values()):
         raise UserError(
-            f"{recipe.name}: no documents remain of {len(files)} files; {_summary(tally) or 'all are empty'}"
+            f"{recipe.name}: no documents remain of {len(files)} files; {tally.summary() or 'all are empty'}"
         )
     if not splits["train"].documents:
         raise UserError(
@@ -154,15 +164,17 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
             "give more documents, or held_out = 0"
         )
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
+    noted = {what: number for what, (number, _) in sorted(tally.noted.items())}
     save_manifest(
         Manifest(
             folder=partial, source=recipe.name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
+            noted=noted,
         )
     )  # fmt: skip
     _plan_packs(recipe, load_manifest(partial, full=False))
     _publish(partial, output)
-    if summary := _summary(tally):
+    if summary := tally.summary():
         report(summary)
     train, held_out = splits["train"], splits["validation"]
     seconds = time.monotonic() - started
@@ -170,6 +182,8 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
         f"prepared {recipe.name}: {train.tokens / 1e6:.2f} M tokens of {train.documents} documents to train on, "
         f"{held_out.tokens / 1e6:.2f} M held out, {seconds:.1f} s, {total / 1e6 / seconds:.1f} MB/s"
     )
+    if train.targets is not None:
+        report(describe_targets(train))
     return load_manifest(output)
 
 
@@ -202,16 +216,8 @@ def _make_parts(
             advance(size)
             bad += sum(count for count, _ in tallies[number].bad.values())
             if bad > recipe.max_bad:
-                _refuse_bad(_sum(tallies).bad, recipe)
-    return [file for stem in stems for file in finished_pieces(stem, key)], _sum(tallies)
-
-
-def _sum(tallies: dict[int, Tally]) -> Tally:
-    """Add the tallies in the order of the parts, so that the result does not depend on which part finished first."""
-    total = Tally()
-    for _, tally in sorted(tallies.items()):
-        total.add(tally)
-    return total
+                _refuse_bad(Tally.of(tallies).bad, recipe)
+    return [file for stem in stems for file in finished_pieces(stem, key)], Tally.of(tallies)
 
 
 def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
@@ -220,22 +226,8 @@ def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
     if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
             f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; fix them, or raise max_bad",
-            *(f"{reason}: {count}, such as {_named(places)}" for reason, (count, places) in bad.items()),
+            *(f"{reason}: {count}, such as {named(places)}" for reason, (count, places) in bad.items()),
         )
-
-
-def _summary(tally: Tally) -> str:
-    """List the skipped documents by reason, one line each."""
-    lines = [
-        f"skipped, {reason}: {number} documents" + (f", such as {_named(places)}" if places else "")
-        for table in (tally.bad, tally.filtered)
-        for reason, (number, places) in table.items()
-    ]
-    return "\n".join(lines)
-
-
-def _named(places: Sequence[str]) -> str:
-    return ", ".join(map(with_line, places))
 
 
 def _partial_folder(output: Path, key: str) -> Path:

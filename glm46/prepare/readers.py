@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
 # Target size of a part, the unit of parallel work.
 PART_BYTES = 4_000_000
@@ -22,13 +23,6 @@ _COMPRESSED = {".gz", ".zst"}
 
 # Bytes read of a .json file to detect whether it holds rows.
 _HEAD_BYTES = 1 << 20
-
-# The reason of a document that holds only white space.
-EMPTY = "empty"
-
-
-class BadDocument(Exception):
-    """A document that cannot be read. Arguments: the reason that it is counted under, and its place."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +39,24 @@ class InputPart:
     size_bytes: int
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text, its place in the input, and its known result if ``answer_key`` was given."""
-
-    text: str
-    place: str
-    answer: str | None = None
-
-
-def parts_of(files: Sequence[Path], text_key: str) -> list[InputPart]:
+def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
     """Cut files into parts of about `PART_BYTES`, in the order of the files.
 
     Args:
-        text_key: field of the text in a row; a .json file that has this field is read as rows.
+        fields: a .json file that has the field of the text is read as rows.
+
+    Raises:
+        UserError: a file does not hold rows, and conversations are read.
     """
     parts, texts, size = [], [], 0
     for file in files:
         file_size = file.stat().st_size
-        kind = _kind(file, text_key)
+        kind = _kind(file, fields.text)
+        if kind == "text" and fields.format != "text":
+            raise UserError(
+                f"{file}: does not hold rows with '{fields.text}'; format = '{fields.format}' reads .jsonl, .json and "
+                ".parquet files; correct input or format"
+            )
         if kind == "text":
             texts.append(str(file))
             size += file_size
@@ -79,12 +72,8 @@ def parts_of(files: Sequence[Path], text_key: str) -> list[InputPart]:
     return [*parts, InputPart("text", tuple(texts), 0, 0, size)] if texts else parts
 
 
-def read_part(part: InputPart, text_key: str, answer_key: str | None = None) -> Iterator[Document | BadDocument]:
+def read_part(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
     """Yield the documents of a part in order, and a `BadDocument` in the place of each one that cannot be read.
-
-    Args:
-        text_key: field or column of the text.
-        answer_key: field or column of the known result. A row without it, and a text file, give no result.
 
     Raises:
         UserError: the whole file is unusable: a damaged archive, or a Parquet file without the column.
@@ -93,11 +82,11 @@ def read_part(part: InputPart, text_key: str, answer_key: str | None = None) -> 
         for file in part.files:
             yield _text(_read_whole(Path(file)), file)
     elif part.kind == "lines":
-        yield from _lines(part, text_key, answer_key)
+        yield from _lines(part, fields)
     elif part.kind == "array":
-        yield from _array(Path(part.files[0]), text_key, answer_key)
+        yield from _array(Path(part.files[0]), fields)
     else:
-        yield from _rows(part.files[0], text_key, answer_key)
+        yield from _rows(part.files[0], fields)
 
 
 def _suffix(file: Path) -> str:
@@ -129,14 +118,15 @@ def _json_kind(file: Path, text_key: str) -> str:
 
 def with_line(place: str) -> str:
     """Replace the byte offset in the place of a bad document by its line number, unless the file is compressed."""
-    file, found, byte = place.rpartition(" byte ")
-    if not found or _suffix(Path(file)) in _COMPRESSED:
+    found = re.fullmatch(r"(.*) byte (\d+)( \(.*\))?", place, re.DOTALL)
+    if not found or _suffix(Path(found[1])) in _COMPRESSED:
         return place
+    file, byte, detail = found.groups(default="")
     with open(file, "rb") as handle:
         left, line = int(byte), 1
         while left > 0 and (data := handle.read(min(left, 1 << 20))):
             left, line = left - len(data), line + data.count(b"\n")
-    return f"{file} line {line}"
+    return f"{file} line {line}{detail}"
 
 
 def _open(file: Path):
@@ -172,7 +162,7 @@ def _text(data: bytes, place: str) -> Document | BadDocument:
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
-def _lines(part: InputPart, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+def _lines(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
     file = Path(part.files[0])
     position, number = 0, 0
     try:
@@ -185,7 +175,7 @@ def _lines(part: InputPart, text_key: str, answer_key: str | None) -> Iterator[D
                 number += 1
                 # The line number is unknown inside a range; `with_line` finds it when it is shown.
                 place = f"{file} byte {position}" if part.start else f"{file} line {number}"
-                yield from _json_line(line, place, text_key, answer_key)
+                yield from _json_line(line, place, fields)
                 position += len(line)
     except _archive_errors(file) as error:
         raise UserError(
@@ -193,7 +183,7 @@ def _lines(part: InputPart, text_key: str, answer_key: str | None) -> Iterator[D
         ) from error
 
 
-def _json_line(line: bytes, place: str, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+def _json_line(line: bytes, place: str, fields: Fields) -> Iterator[Document | BadDocument]:
     if not line.strip():
         return
     try:
@@ -203,10 +193,10 @@ def _json_line(line: bytes, place: str, text_key: str, answer_key: str | None) -
     except (ValueError, RecursionError):
         yield BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
     else:
-        yield _row(row, place, text_key, answer_key)
+        yield read_row(row, place, fields)
 
 
-def _array(file: Path, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+def _array(file: Path, fields: Fields) -> Iterator[Document | BadDocument]:
     data = _read_whole(file)
     try:
         rows = json.loads(data)
@@ -215,40 +205,26 @@ def _array(file: Path, text_key: str, answer_key: str | None) -> Iterator[Docume
             f"{file}: damaged array of rows ({error}); fix it, or write one row per line as .jsonl"
         ) from error
     for number, row in enumerate(rows):
-        yield _row(row, f"{file} row {number}", text_key, answer_key)
+        yield read_row(row, f"{file} row {number}", fields)
 
 
-def _row(row: object, place: str, text_key: str, answer_key: str | None) -> Document | BadDocument:
-    row = row if isinstance(row, dict) else {}
-    return _field(row.get(text_key), place, text_key, row.get(answer_key))
-
-
-def _field(text: object, place: str, text_key: str, answer: object) -> Document | BadDocument:
-    if not isinstance(text, str):
-        return BadDocument(f"no text in field '{text_key}'", place)
-    # JSON can hold one half of a surrogate pair, which has no UTF-8 encoding.
-    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        return BadDocument("not UTF-8", place)
-    # Results are often stored as numbers; bool is an int in Python, but not a result.
-    answer = str(answer) if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else None
-    return Document(text, place, answer) if text.strip() else BadDocument(EMPTY, place)
-
-
-def _rows(file: str, text_key: str, answer_key: str | None) -> Iterator[Document | BadDocument]:
+def _rows(file: str, fields: Fields) -> Iterator[Document | BadDocument]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            columns = {"text_key": text_key} | ({"answer_key": answer_key} if answer_key else {})
+            is_text = fields.format == "text"
+            columns = {"text_key" if is_text else "format": fields.text}
+            columns |= {"answer_key": fields.answer} if fields.answer else {}
             for key, column in columns.items():
                 if column not in table.schema_arrow.names:
                     names = ", ".join(table.schema_arrow.names[:8])
                     raise UserError(f"{file}: no column '{column}'; its columns are {names}; set {key}")
             number = 0
-            for batch in table.iter_batches(batch_size=256, columns=list(columns.values())):
+            for batch in table.iter_batches(batch_size=256, columns=list(columns.values()) if is_text else None):
                 for row in batch.to_pylist():
-                    yield _field(row[text_key], f"{file} row {number}", text_key, row.get(answer_key))
+                    yield read_row(row, f"{file} row {number}", fields)
                     number += 1
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: damaged Parquet file ({error}); remove it, or download it again") from error

@@ -23,6 +23,7 @@ name = "a"
 path = "data/a"
 """
 
+CHATS = 'recipe = { input = ["a"], format = "messages", max_tokens = 200 }'
 TASKS = "[validation]\nenable = true\ntasks = [{}]\n[training]"
 
 # What is put in place of (old, new) in the sound file, or behind it, and the whole message after the file's name.
@@ -47,6 +48,29 @@ BAD = {
         [
             'validation.tasks[0].depths = [0.5]: has no effect without validation.tasks[0].kind = "needle"; set that, '
             "or remove validation.tasks[0].depths",
+        ],
+    ),
+    "chats that are cut, that see each other, and are longer than a row": (
+        ('path = "data/a"', f'path = "data/a"\n{CHATS}'),
+        [
+            'data.sources[0].packing = "concatenate": cuts chats between rows; set packing = "best_fit"',
+            "data.document_mask = false: the chats of data.sources[0] in a row would read each other; set it to true",
+            "data.sources[0].recipe.max_tokens = 200: longer than the shortest rows that read it, 128 tokens, and a "
+            "document of chats must fit into a row; lower it to 128, or raise seq_len",
+        ],
+    ),
+    "chats of any length": (
+        ('path = "data/a"', 'path = "data/a"\npacking = "best_fit"\nrecipe = { input = ["a"], format = "alpaca" }'),
+        [
+            "data.document_mask = false: the chats of data.sources[0] in a row would read each other; set it to true",
+            "data.sources[0].recipe.max_tokens: absent, and chats need it; set it to at most 128, the shortest rows",
+        ],
+    ),
+    "keys of text for chats": (
+        ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], history = "last" }'),
+        [
+            'data.sources[0].recipe.history = "last": has no effect without data.sources[0].recipe.format = "messages" '
+            'or "sharegpt" or "prompt_completion" or "alpaca"; set that, or remove data.sources[0].recipe.history',
         ],
     ),
     "unknown validation task": (

@@ -149,7 +149,7 @@ def test_bad_documents_are_counted_and_named(folder, tmp_path):
     lines = []
     manifest = prepare(tmp_path, report=lines.append)
     assert manifest.dropped == {"no text in field 'text'": 1, "not JSON": 1}
-    assert f"skipped, not JSON: 1 documents, such as {folder / 'a.jsonl'} line 2" in "\n".join(lines)
+    assert f"skipped, not JSON: 1, such as {folder / 'a.jsonl'} line 2" in "\n".join(lines)
 
 
 def test_too_many_bad_documents_stop_the_work(folder, tmp_path):

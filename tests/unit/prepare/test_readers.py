@@ -10,7 +10,8 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.prepare import input_files, readers
 from glm46.prepare.input_files import find_files
-from glm46.prepare.readers import BadDocument, Document, parts_of, read_part
+from glm46.prepare.readers import parts_of, read_part
+from glm46.prepare.rows import BadDocument, Document, Fields
 
 TEXTS = ["one\nline", "größe 中", "  x  ", "a" * 5_000, *(f"text {i} " * (i % 40 + 1) for i in range(300))]
 
@@ -27,8 +28,8 @@ def lines(texts):
 def read(files, key="text"):
     return [
         document
-        for part in parts_of(find_files([str(f) for f in files], "input"), key)
-        for document in read_part(part, key)
+        for part in parts_of(find_files([str(f) for f in files], "input"), Fields(key))
+        for document in read_part(part, Fields(key))
     ]
 
 
@@ -239,17 +240,17 @@ def test_known_results_are_read_beside_the_text(tmp_path, name):
     else:
         rows = [{"text": "a", "answer": "1/2"}, {"text": "b", "answer": 3}, {"text": "c", "answer": True}]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (part,) = parts_of([file], "text")
-    assert [d.answer for d in read_part(part, "text", "answer")] == answers
-    assert [d.answer for d in read_part(part, "text")] == [None] * 3
+    (part,) = parts_of([file], Fields("text"))
+    assert [d.answer for d in read_part(part, Fields("text", "answer"))] == answers
+    assert [d.answer for d in read_part(part, Fields("text"))] == [None] * 3
 
 
 @needs_parquet
 def test_a_parquet_file_without_the_results_is_refused(tmp_path):
     write_parquet(tmp_path / "x.parquet", TEXTS[:3])
-    (part,) = parts_of([tmp_path / "x.parquet"], "text")
+    (part,) = parts_of([tmp_path / "x.parquet"], Fields("text"))
     with pytest.raises(UserError, match="no column 'solution'; .* text, n; set answer_key"):
-        list(read_part(part, "text", "solution"))
+        list(read_part(part, Fields("text", "solution")))
 
 
 def test_text_of_this_machine_is_an_input_too(tmp_path):

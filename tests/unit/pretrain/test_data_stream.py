@@ -39,7 +39,8 @@ def two_sources(tmp_path_factory, tokenizer):
                 tokens = 2 * np.arange(first, first + 9 + number % 40, dtype=np.uint32) + which
                 first += len(tokens)
                 tokens[-1] = tokenizer.eos_id
-                writer.add(tokens, np.array([len(tokens)]), np.array([len(tokens)]), np.array([True]))
+                ends = np.array([len(tokens)])
+                writer.add({"tokens": tokens, "doc_ends": ends, "text_bytes": ends}, np.array([True]))
             splits[name] = writer.finish()
         save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
         sources.append({"name": "ab"[which], "path": str(folder), "packing": ("concatenate", "best_fit")[which]})
