@@ -11,7 +11,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from glm46.config.errors import UserError
-from glm46.data.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt
+from glm46.data.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt, raise_for_markers
 from glm46.data.conversation import Message, ToolCall
 from glm46.data.tokenizer import Tokenizer, tokenizer_file
 
@@ -94,10 +94,14 @@ _PROBE = (
 
 
 def raise_for_template(tokenizer: Tokenizer) -> None:
-    """Raise UserError if the chat template beside a tokenizer is not the chat format of GLM-4.5 and 4.6.
+    """Check that a tokenizer has the markers of the chat format, and that a template beside it is this format.
 
-    The template runs in Jinja's sandbox, with what transformers gives it. A tokenizer without a template passes.
+    The template runs in Jinja's sandbox, with what transformers gives it.
+
+    Raises:
+        UserError: a marker is missing, or the template fails or renders a probe in another way.
     """
+    raise_for_markers(tokenizer)
     found = _template_beside(tokenizer_file(tokenizer.path))
     if found is None:
         return

@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
-
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
@@ -80,7 +78,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
 
     Args:
         record: the line as Python values, such as `json.loads` or pyarrow's ``to_pylist`` give them.
-        format: one of `CHAT_FORMATS`.
+        format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
 
     Raises:
         BadConversation: the line is not a conversation of this format that an assistant takes part in.

@@ -18,7 +18,7 @@ from pathlib import Path
 from glm46.config.data import Source
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.chat import raise_for_markers
+from glm46.data.chat_template import raise_for_template
 from glm46.data.corpus import load_text
 from glm46.data.manifest import Manifest, describe_targets, load_manifest, save_manifest
 from glm46.data.pack_plans import keep_plan
@@ -83,7 +83,7 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
     require_fim_tokens(recipe, tokenizer)
     if recipe.is_chat:
-        raise_for_markers(tokenizer)
+        raise_for_template(tokenizer)
         if recipe.max_tokens is None:
             raise UserError(
                 f'max_tokens: absent, and format = "{recipe.format}" needs it; set it to at most the shortest seq_len '

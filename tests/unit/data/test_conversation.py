@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm46.config.text_recipe import CHAT_FORMATS
 from glm46.data.chat import ChatOptions, render
 from glm46.data.conversation import (
-    CHAT_FORMATS,
     BadConversation,
     Conversation,
     Message,

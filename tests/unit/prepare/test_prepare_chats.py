@@ -77,7 +77,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_recipe_names_the_formats_of_the_reader():
-    assert CHAT_FORMATS == conversation.CHAT_FORMATS == tuple(row_reader._CHAT_FIELDS)
+    assert CHAT_FORMATS == tuple(conversation._ROWS) == tuple(row_reader._CHAT_FIELDS)
 
 
 @pytest.mark.parametrize("history", ["expand", "last", "all"])
@@ -222,6 +222,10 @@ def test_what_cannot_be_read_as_chats_is_refused_before_work(here, tmp_path, cap
     write(here / "few" / "tokenizer.json", [_tokenizer_without("<|observation|>")])
     with pytest.raises(UserError, match=r"has no <\|observation\|>; chats need GLM's special tokens"):
         prepare(here, tokenizer=str(here / "few"))
+    write(here / "other" / "tokenizer.json", [_tokenizer_without("<|image|>")])
+    write(here / "other" / "chat_template.jinja", ["{{ messages[0].content }}"])
+    with pytest.raises(UserError, match="chat_template.jinja: this chat template is not that of GLM-4.5"):
+        prepare(here, tokenizer=str(here / "other"))
     arguments = ["--format", "alpaca", "--max_tokens", "99", "--filter", "prose"]
     assert main(["prepare", "--input", str(here / "in"), "--output", str(here / "o"), *arguments]) == 2
     assert 'filter = "prose": has no effect without format = "text"' in capsys.readouterr().err
