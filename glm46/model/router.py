@@ -73,9 +73,10 @@ class _BF16Linear(torch.autograd.Function):
         x_TD, weight = ctx.saved_tensors
         high_TE = grad_TE.to(x_TD.dtype)
         low_TE = (grad_TE - high_TE).to(x_TD.dtype)
-        grad_TX = torch.cat([high_TE, low_TE], dim=1)
-        grad_weight = compat.mm_in_fp32(grad_TX.t(), x_TD).unflatten(0, (2, -1)).sum(0)
-        return grad_TX @ torch.cat([weight, weight]), grad_weight.to(weight.dtype)
+        grad_TX, grad_weight = torch.cat([high_TE, low_TE], dim=1), None
+        if ctx.needs_input_grad[1]:  # not of a frozen router
+            grad_weight = compat.mm_in_fp32(grad_TX.t(), x_TD).unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+        return grad_TX @ torch.cat([weight, weight]), grad_weight
 
 
 def fp32_linear(x_TD: Tensor, weight: Tensor) -> Tensor:
