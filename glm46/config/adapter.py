@@ -37,6 +37,9 @@ class Adapter(Section):
     layers: tuple[int, int] | None = None
     """First and last layer with adapters, counted from 0. Absent: all."""
 
+    b_lr_ratio: float = Field(1.0, gt=0.0)
+    """Learning rate of B relative to that of A (LoRA+, arXiv 2402.12354)."""
+
     initial_load_path: str | None = None
     """A PEFT folder whose adapters training goes on from, with a new optimizer: of the same kind, targets and layers,
     and of these ranks. Its alpha may differ; B is then scaled. Absent: new adapters, which change nothing."""

@@ -68,6 +68,16 @@ def base_is_in_full_precision(config: RunConfig, adapter: Adapter, shape: ModelS
         )
 
 
+def magnitudes_are_on_the_device(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+    """DoRA's norms are computed where the weights are."""
+    if adapter.name == "dora" and config.training.parameter_offload:
+        yield Fault(
+            ("adapter.name", "training.parameter_offload"),
+            'training.parameter_offload = true: is not possible with adapter.name = "dora"; take "lora", or set it to '
+            "false",
+        )
+
+
 def adapted_layers_exist(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
     """The range of layers is inside the model, and every target is there."""
     first, last = adapter.layers or (0, shape.num_hidden_layers - 1)
@@ -126,6 +136,7 @@ _RULES: tuple[Callable[[RunConfig, Adapter, ModelShape], Faults], ...] = (
     base_stays_as_it_is,
     adapters_are_under_adamw,
     base_is_in_full_precision,
+    magnitudes_are_on_the_device,
     adapted_layers_exist,
     targets_are_different,
     expert_ranks_are_aligned,

@@ -36,12 +36,12 @@ def global_grad_norm(
             key = (None, ())
         if gradient is not None:
             squares.setdefault(key, []).append(gradient)
-    total = None
+    total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
     for (mesh, axes), gradients in squares.items():
         square = torch.nn.utils.get_total_norm(gradients).float().square().to(device)
         for axis in axes:
             dist.all_reduce(square, group=mesh.get_group(axis))
-        total = square if total is None else total + square
+        total += square
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()

@@ -1,4 +1,9 @@
-"""Low-rank adapters: products with ``W + scale * B A`` in place of those with a frozen weight W."""
+"""Low-rank adapters: products with ``W + scale * B A`` in place of those with a frozen weight W.
+
+DoRA scales each row of the sum to a trained magnitude: ``W'_i = m_i V_i / |V_i|`` with V = W + scale * B A, where |V_i|
+is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum are scaled, and no weight is made:
+``y_i = (m_i / |V_i|) (V x)_i``. `parallelize/magnitudes.py` computes the norms, once per optimizer step.
+"""
 
 from functools import partial
 
@@ -40,6 +45,8 @@ def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bia
     low = F.linear(x, a) * scale
     # One kernel adds: no second result of this size.
     rows = torch.addmm(F.linear(x, weight, bias).flatten(0, -2), low.flatten(0, -2), b.t())
+    if hasattr(module, "magnitude"):  # a bias is not scaled
+        rows = torch.addcmul(rows, rows if bias is None else rows - bias, _excess(module, "").to(x.dtype))
     return rows.view(*x.shape[:-1], -1)
 
 
@@ -47,7 +54,17 @@ def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Te
     """See `Experts.project`; of experts with adapters."""
     weight = local_weight(getattr(module, name))
     a, b = (local_weight(getattr(module, f"{name}_{key}")).to(x_NI.dtype) for key in ("lora_A", "lora_B"))
-    return adapted_grouped_mm(x_NI, weight, a, b, offsets, scale)[0]
+    y_NO, _ = adapted_grouped_mm(x_NI, weight, a, b, offsets, scale)
+    if hasattr(module, f"{name}_magnitude"):
+        y_NO = _add_scaled_groups(y_NO, _excess(module, f"{name}_").to(x_NI.dtype), offsets)
+    return y_NO
+
+
+def _excess(module: nn.Module, prefix: str) -> Tensor:
+    """``m / |V| - 1`` of each row, FP32, with the gradient of m. It is zero where an adapter begins: small values keep
+    their bits in BF16. The value was computed with the norms, from m in FP32; FSDP2 gathers m rounded."""
+    m = local_weight(getattr(module, f"{prefix}magnitude"))
+    return getattr(module, f"{prefix}excess") + (m - m.detach()) / getattr(module, f"{prefix}norm")
 
 
 @torch.library.custom_op("glm46::adapted_grouped_mm", mutates_args=())
@@ -76,13 +93,12 @@ def _(x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, b_EOR: Tensor, offsets: T
     return x_NI.new_empty(len(x_NI), weight_EOI.shape[1]), x_NI.new_empty(len(x_NI), a_ERI.shape[1])
 
 
-def _save_for_backward(ctx, inputs, output):
+def _save_for_product(ctx, inputs, output):
     x_NI, weight_EOI, a_ERI, b_EOR, offsets, ctx.scale = inputs
     ctx.save_for_backward(x_NI, weight_EOI, a_ERI, b_EOR, offsets, output[1])
-    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_NO: Tensor, _):
+def _product_backward(ctx, grad_NO: Tensor, _):
     x_NI, weight_EOI, a_ERI, b_EOR, offsets, low_NR = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
     grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets) * ctx.scale
@@ -92,4 +108,62 @@ def _backward(ctx, grad_NO: Tensor, _):
     return grad_x, None, grouped_outer(grad_low_NR, x_NI, offsets), grouped_outer(grad_NO, low_NR, offsets), None, None
 
 
-adapted_grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)
+adapted_grouped_mm.register_autograd(_product_backward, setup_context=_save_for_product)
+
+
+@torch.library.custom_op("glm46::add_scaled_groups", mutates_args=())
+def _add_scaled_groups(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
+    """``x + x * factor`` with the factors of each row's group, [N, O]. Its backward sums the rows of a group in one
+    grouped product; that of indexing adds them in varying order."""
+    return torch.addcmul(x_NO, x_NO, _of_rows(x_NO, factor_EO, offsets))
+
+
+@_add_scaled_groups.register_fake
+def _(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
+    return torch.empty_like(x_NO)
+
+
+def _of_rows(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
+    group_N = torch.searchsorted(offsets, torch.arange(len(x_NO), device=x_NO.device), right=True)
+    return factor_EO.index_select(0, group_N.clamp(max=len(factor_EO) - 1))  # rows past the last group are not read
+
+
+def _save_for_scaling(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _scaling_backward(ctx, grad_NO: Tensor):
+    x_NO, factor_EO, offsets = ctx.saved_tensors
+    ones = x_NO.new_ones(len(x_NO), 8)  # rows of 16 bytes, which grouped products need
+    grad_factor = grouped_outer(ones, grad_NO * x_NO, offsets)[:, 0]
+    return torch.addcmul(grad_NO, grad_NO, _of_rows(x_NO, factor_EO, offsets)), grad_factor, None
+
+
+_add_scaled_groups.register_autograd(_scaling_backward, setup_context=_save_for_scaling)
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements of a weight that are in FP32 at a time."""
+
+
+@torch.no_grad()
+def row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
+
+    Args:
+        weight: [..., O, I], any dtype; some of the rows, or of the columns, of the matrix.
+        a: [..., R, I], all of its rows.
+        b: [..., O, R].
+
+    Returns:
+        FP32 [..., O]; of some columns, their part of the sum.
+    """
+    if weight.ndim == 3:
+        return torch.stack([row_squares(*parts, scale) for parts in zip(weight, a, b, strict=True)])
+    a, rows = a.float(), max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    gram, squares = a @ a.t(), []
+    for w, of_w in zip(weight.split(rows), b.float().split(rows), strict=True):
+        w = w.float()
+        # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
+        cross = (torch.addmm(w @ a.t() * (2 * scale), of_w, gram, alpha=scale * scale) * of_w).sum(1)
+        squares.append(w.square().sum(1) + cross)
+    return torch.cat(squares)

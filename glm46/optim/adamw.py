@@ -44,9 +44,14 @@ class AdamW:
     """``param_groups``, ``state`` and ``step`` as in torch; all states exist from the start."""
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Tensor]], decays: Sequence[bool], config: Optimizer, place: StatePlace
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        kinds: Sequence[tuple[bool, float]],
+        config: Optimizer,
+        place: StatePlace,
     ):
-        """``decays``: for each parameter, True if weight decay applies. ``place`` has the states between steps."""
+        """``kinds``: for each parameter, True if weight decay applies, and the ratio of its rate to that of the others.
+        ``place`` has the states between steps."""
         self._config, self._place = config, place
         self._names = [name for name, _ in parameters]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -59,12 +64,12 @@ class AdamW:
         ]
         self.param_groups: list[dict] = []
         self._items: list[tuple[dict, list[_Entry]]] = []
-        for decay in (True, False):
-            mine = [entry for entry, decays_too in zip(entries, decays, strict=True) if decays_too == decay]
+        for decay, lr_ratio in dict.fromkeys([(True, 1.0), (False, 1.0), *kinds]):
+            mine = [entry for entry, kind in zip(entries, kinds, strict=True) if kind == (decay, lr_ratio)]
             group = {
                 "params": [entry.parameter for entry in mine],
                 "weight_decay": config.weight_decay if decay else 0.0,
-                "lr": config.adamw_lr or config.lr,
+                "lr": (config.adamw_lr or config.lr) * lr_ratio,
             }
             self.param_groups.append(group)
             self._items += [(group, item) for item in self._chunks(mine)]

@@ -67,17 +67,21 @@ class OptimizerGroup:
 
 
 def build_optimizers(
-    named_parameters: Sequence[tuple[str, Tensor]], config: Optimizer, device: torch.device | None = None
+    named_parameters: Sequence[tuple[str, Tensor]],
+    config: Optimizer,
+    device: torch.device | None = None,
+    b_lr_ratio: float = 1.0,
 ) -> OptimizerGroup:
     """The optimizers that [optimizer] asks for. Collective over the ranks that share parameters.
 
     Args:
         device: computes the updates of Muon; absent: that of the parameters. AdamW updates parameters where they are.
+        b_lr_ratio: see `assign_roles`.
 
     Raises:
         UserError: parameters without a row in the table of parameters.
     """
-    roles = assign_roles([name for name, _ in named_parameters], config)
+    roles = assign_roles([name for name, _ in named_parameters], config, b_lr_ratio)
     return OptimizerGroup(named_parameters, roles, config, device)
 
 
@@ -107,7 +111,7 @@ def make_pair(
             group["params"].append((name, parameter))
     muon = _muon(list(groups.values()), config, place, device)
     rest = [(named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"]
-    return muon, AdamW([named for named, _ in rest], [role.decay for _, role in rest], config, place)
+    return muon, AdamW([named for named, _ in rest], [(role.decay, role.lr_ratio) for _, role in rest], config, place)
 
 
 def _muon(groups: list[dict], config: Optimizer, place: StatePlace, device: torch.device | None) -> Muon:

@@ -24,6 +24,8 @@ class Role:
     optimizer: str
     decay: bool
     row_blocks: int
+    lr_ratio: float = 1.0
+    """Of its learning rate to that of the others under AdamW."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class RoleRow:
     parameters: int
 
 
-def assign_roles(names: Sequence[str], config: Optimizer) -> list[Role]:
-    """The role of each parameter, in the order given.
+def assign_roles(names: Sequence[str], config: Optimizer, b_lr_ratio: float = 1.0) -> list[Role]:
+    """The role of each parameter, in the order given; ``b_lr_ratio`` is the `lr_ratio` of every B of an adapter.
 
     Raises:
         UserError: names without a row in the table, all of them at once.
@@ -50,7 +52,8 @@ def assign_roles(names: Sequence[str], config: Optimizer) -> list[Role]:
         except KeyError:
             faults.append(f"parameter {name} has no row in glm46/planner/parameters.py: add one")
             continue
-        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks))
+        lr_ratio = b_lr_ratio if row.group == "adapter B" else 1.0
+        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio))
     if faults:
         raise UserError(*faults)
     return roles

@@ -27,7 +27,8 @@ def apply(model: Transformer, ep_mesh: DeviceMesh) -> None:
         if isinstance(module, MoE):
             for name, parameter in list(module.experts.named_parameters()):
                 whole_experts = distribute_tensor(parameter.data, ep_mesh, [Shard(0)])
-                module.experts.register_parameter(name, nn.Parameter(whole_experts))
+                own = nn.Parameter(whole_experts, requires_grad=parameter.requires_grad)
+                module.experts.register_parameter(name, own)
             module.dispatcher = AllToAllDispatcher(ep_mesh.get_group())
 
 

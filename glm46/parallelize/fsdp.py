@@ -32,12 +32,15 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
     options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
     if training.parameter_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
+    if not training.parameter_offload:
+        options["ignored_params"] = _held_experts(model, meshes)
     of_layers = {"reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]} | options
     for block in (*model.layers.values(), *model.mtp.values()):
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
-                fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_layers)
+                if set(experts.parameters()) - options.get("ignored_params", set()):
+                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_layers)
         fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **of_layers)
     # The root's parameters are used first, last and by every prediction depth: gather them once per step.
     fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)
@@ -47,6 +50,15 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
             module.set_gradient_divide_factor(1.0)
             # gloo does not support the reduction with a divide factor.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _held_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
+    """Frozen experts of which this rank holds the only shard: FSDP2 would copy what a mesh of one rank gathers."""
+    if meshes.expert_shard.size(-1) > 1:
+        return set()
+    of_experts = (parameter for module in model.modules() if isinstance(module, Experts)
+                  for parameter in module.parameters())  # fmt: skip
+    return {parameter for parameter in of_experts if not parameter.requires_grad}
 
 
 def _prefetch(model: Transformer) -> None:

@@ -59,7 +59,8 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
         dim = find_parameter(prefix + key).tensor_dim
         placement = Replicate() if dim is None else Shard(dim)
-        module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [placement])))
+        part = distribute_tensor(parameter.data, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 @lru_cache(maxsize=1)  # one for all layers and networks of a job

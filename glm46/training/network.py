@@ -16,6 +16,7 @@ from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.context import take_part
 from glm46.parallelize.fsdp import release_gathered
+from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
 from glm46.planner.plan import Plan
@@ -47,6 +48,8 @@ class Network:
     """None if the network is frozen."""
     balance: ExpertBalance | None
     """None if the network is frozen."""
+    magnitudes: list[Magnitudes]
+    """DoRA's, of each model; else none."""
     frozen_files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files, by name, that the weights under adapters were read from; see `frozen_weights`."""
 
@@ -75,6 +78,20 @@ class Network:
         """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
         buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
         return {name: tensor.detach() for name, tensor in (self.parameters | self.frozen | buffers).items()}
+
+    def loaded(self, *, new_adapters: bool) -> None:
+        """Compute what follows from weights, after they were written. Collective.
+
+        Args:
+            new_adapters: the base was written, and not the adapters: those begin, with magnitudes of the base.
+        """
+        for magnitudes in self.magnitudes:
+            magnitudes.start() if new_adapters else magnitudes.refresh()
+
+    def update(self, lr_factor: float) -> None:
+        """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
+        self.optimizer.step(lr_factor)
+        self.loaded(new_adapters=False)
 
     def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
@@ -179,6 +196,7 @@ def build_network(
             models = [Transformer(plan.shape, head=head)]
     for model in models:
         parallelize(model.requires_grad_(trainable), plan, cluster)
+    adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return Network(
@@ -187,9 +205,18 @@ def build_network(
         models=models,
         pipeline=pipeline,
         parameters=parameters,
+        magnitudes=(
+            [Magnitudes(model, adapter, cluster.meshes) for model in models]
+            if trainable and adapter is not None and adapter.name == "dora"
+            else []
+        ),
         frozen={name: parameter for name, parameter in named.items() if name not in parameters},
         optimizer=(
-            build_optimizers(list(parameters.items()), plan.config.optimizer, cluster.device) if trainable else None
+            build_optimizers(
+                list(parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
+            )
+            if trainable
+            else None
         ),
         balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
     )

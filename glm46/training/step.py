@@ -102,7 +102,7 @@ def train_step(
         network, grad_norm = task.networks[name], torch.tensor(of_network.grad_norm)
         max_norm = task.plan.config.training.max_norm
         scale_gradients(network.parameters.values(), (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-        network.optimizer.step(lr_factor)
+        network.update(lr_factor)
         network.balance.update(of_network.tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
     return outcome
 

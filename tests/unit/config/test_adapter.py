@@ -37,6 +37,10 @@ BAD = {
     "z-loss": (('balance = "none"', 'balance = "none"\nz_loss_weight = 0.1'), ["moe.z_loss_weight = 0.1", "to 0"]),
     "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
     "FP8": (("[adapter]", '[float8]\nrecipe_name = "rowwise"\n[adapter]'), ["float8.recipe_name", "remove [float8]"]),
+    "DoRA in host memory": (
+        ("[optimizer]", 'parameter_offload = true\n[optimizer]\nstate_offload = "cpu"'),
+        ["training.parameter_offload = true", 'adapter.name = "dora"', 'take "lora"'],
+    ),
     "no such layer": ("layers = [0, 99]", ["adapter.layers = [0, 99]", "num_hidden_layers = 4"]),
     "layers backwards": ("layers = [2, 1]", ["adapter.layers = [2, 1]", "first <= last"]),
     "no dense layer": (
@@ -68,7 +72,11 @@ def load(text: str, folder):
 @pytest.mark.parametrize("name", BAD)
 def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
-    text = SOUND.replace(*change) if isinstance(change, tuple) else SOUND + change + "\n"
+    text = (
+        SOUND.replace("[adapter]", '[adapter]\nname = "dora"').replace(*change)
+        if isinstance(change, tuple)
+        else SOUND + change + "\n"
+    )
     if not said:
         assert load(text, tmp_path)  # what is adapted by default may be missing
         return

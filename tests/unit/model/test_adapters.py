@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
 
 from glm46.config.adapter import Adapter
-from glm46.model.adapters import add_adapters
+from glm46.model import adapters
+from glm46.model.adapters import add_adapters, row_squares
+from glm46.model.init import fill_parameter
+from glm46.parallelize.magnitudes import Magnitudes
+from glm46.planner.parameters import adapter_rows
 from tests.unit.model.test_parity_transformers import reference_of, summed_loss
 
 TARGETS = ("attention", "dense", "shared_experts", "experts")
@@ -64,33 +70,169 @@ def tiny(tiny_shape, random_model):
     return random_model(shape)
 
 
-@pytest.mark.parametrize("targets", [*((target,) for target in TARGETS), TARGETS], ids=lambda targets: "-".join(targets))
-def test_lora_equals_peft(targets, tiny, random_batch, relative_error):
-    adapter = Adapter(rank=RANK, alpha=6.0, targets=targets, rank_stabilized=len(targets) > 1)
-    model, batch, experts = tiny, random_batch(tiny.shape), tiny.shape.n_routed_experts
+def copy_to_peft(reference, model) -> None:
+    """Give PEFT's adapters the values of ours."""
+    ours = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in to_ours(dict(reference.named_parameters()), model.shape.n_routed_experts).items():
+            tensor.copy_(ours[name])  # a view of PEFT's
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [*(("lora", (target,)) for target in TARGETS), ("lora", TARGETS), ("dora", ("attention",))],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_adapters_equal_pefts(name, targets, tiny, random_batch, relative_error):
+    """Those that PEFT can have: DoRA of attention alone."""
+    adapter = Adapter(name=name, rank=RANK, alpha=6.0, targets=targets, rank_stabilized=len(targets) > 1)
+    model, batch = tiny, random_batch(tiny.shape)
     reference = of_peft(adapter, reference_of(model)[0])
     add_adapters(model, adapter)
     randomise_adapters(model)
-    ours = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in to_ours(dict(reference.named_parameters()), experts).items():
-            tensor.copy_(ours[name])  # a view of PEFT's
+    copy_to_peft(reference, model)
+    Magnitudes(model, adapter, None).refresh()
     logits = reference(batch["input_ids"]).logits
     assert relative_error(model(batch["input_ids"]), logits) < 1e-5
     summed_loss(logits, batch["labels"]).backward()
     model(**batch).loss.backward()
-    theirs = to_ours({name: p.grad for name, p in reference.named_parameters()}, experts)
-    assert set(theirs) == {name for name, parameter in ours.items() if parameter.grad is not None}
-    assert max(relative_error(ours[name].grad, gradient) for name, gradient in theirs.items()) < 1e-5
+    ours = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    theirs = {key: parameter.grad for key, parameter in reference.named_parameters()}
+    theirs = to_ours(theirs, tiny.shape.n_routed_experts)
+    assert set(theirs) == set(ours) == set(adapter_rows(model.shape, adapter))
+    assert max(relative_error(ours[key], gradient) for key, gradient in theirs.items()) < 1e-5
 
 
-def test_an_adapter_that_begins_changes_no_bit(tiny, random_batch):
+def dora_by_peft(linears: nn.Module, sets: dict[str, tuple], scale: float) -> dict[str, tuple]:
+    """Put PEFT's DoRA around the linear layers of a module; returns its A, B and magnitude of each, with the values of
+    ``sets``."""
+    config = LoraConfig(r=RANK, lora_alpha=scale * RANK, use_dora=True, target_modules=list(sets))
+    inject_adapter_in_model(config, linears)
+    found = {}
+    for name, values in sets.items():
+        layer = linears.get_submodule(name)
+        parts = layer.lora_A.default.weight, layer.lora_B.default.weight, layer.lora_magnitude_vector.default.weight
+        for part, value in zip(parts, values, strict=True):
+            part.data.copy_(value)
+        found[name] = parts
+    return found
+
+
+class Plain(nn.Module):
+    """The three matrices of a feed-forward network or of an expert, in plain linear layers."""
+
+    def __init__(self, *weights):
+        super().__init__()
+        for name, weight in zip(SWIGLU, weights, strict=True):
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            layer.weight.data.copy_(weight)
+            self.register_module(name, layer)
+
+    def forward(self, x, row_weights=1.0):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * row_weights)
+
+
+@pytest.mark.parametrize("layer", ["0", "1"], ids=["dense", "shared experts"])
+def test_dora_of_a_feed_forward_network_equals_pefts(layer, tiny, relative_error):
+    adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
+    add_adapters(tiny, adapter)
+    randomise_adapters(tiny)
+    Magnitudes(tiny, adapter, None).refresh()
+    ours = tiny.layers[layer].mlp if layer == "0" else tiny.layers[layer].mlp.shared_experts
+    keys = ("lora_A", "lora_B", "magnitude")
+    sets = {name: tuple(getattr(ours.get_submodule(name), key) for key in keys) for name in SWIGLU}
+    plain = Plain(*(ours.get_submodule(name).weight for name in SWIGLU))
+    theirs = dora_by_peft(plain, sets, adapter.scale)
+    x, grad = torch.randn(2, 13, 48), torch.randn(2, 13, 48)
+    y, expected = ours(x), plain(x)
+    assert relative_error(y, expected) < 1e-6
+    y.backward(grad)
+    expected.backward(grad)
+    for name, parts in sets.items():
+        for part, their in zip(parts, theirs[name], strict=True):
+            assert relative_error(part.grad, their.grad) < 1e-5
+
+
+def test_dora_of_experts_equals_pefts_of_one_linear_layer_each(tiny, relative_error):
+    """Nobody else has DoRA of experts. One expert here has no rows."""
+    adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
+    add_adapters(tiny, adapter)
+    randomise_adapters(tiny)
+    Magnitudes(tiny, adapter, None).refresh()
+    ours, width = tiny.layers["1"].mlp.experts, tiny.shape.moe_intermediate_size
+    ends = [3, 9, 9, 10, 17, 20, 22, 30]
+    x, row_weights, grad = torch.randn(30, 48), torch.rand(30), torch.randn(30, 48)
+    y = ours(x, row_weights, torch.tensor(ends, dtype=torch.int32))
+    y.backward(grad)
+    keys = ("lora_A", "lora_B", "magnitude")
+    of_gate_up, of_down = ([getattr(ours, f"{name}_{key}") for key in keys] for name in ("gate_up", "down"))
+    for expert, (first, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        plain = Plain(*ours.gate_up[expert].split(width), ours.down[expert])
+        a, b, m = (part[expert].detach() for part in of_gate_up)
+        halves = {"gate_proj": (a, b[:width], m[:width]), "up_proj": (a, b[width:], m[width:])}
+        theirs = dora_by_peft(plain, halves | {"down_proj": tuple(p[expert].detach() for p in of_down)}, adapter.scale)
+        expected = plain(x[first:stop], row_weights[first:stop, None])
+        assert relative_error(y[first:stop], expected, 1e-30) < 1e-6
+        expected.backward(grad[first:stop])
+        gate, up, down = theirs.values()
+        wanted = [gate[0].grad + up[0].grad]
+        wanted += [torch.cat([one.grad, two.grad]) for one, two in zip(gate[1:], up[1:], strict=True)]
+        wanted += [part.grad for part in down]
+        for part, gradient in zip(of_gate_up + of_down, wanted, strict=True):
+            assert relative_error(part.grad[expert], gradient, 1e-6) < 1e-5
+
+
+def test_the_norm_is_not_in_the_graph(tiny, relative_error):
+    """Of one layer, by plain autograd of the formula: with the norm in the graph the gradient of B is another one."""
+    adapter = Adapter(name="dora", rank=RANK, alpha=6.0, targets=("attention",))
+    add_adapters(tiny, adapter)
+    randomise_adapters(tiny)
+    Magnitudes(tiny, adapter, None).refresh()
+    layer, x = tiny.layers["0"].self_attn.q_proj, torch.randn(13, 48)
+    grad = torch.randn(13, layer.out_features)
+    layer(x).backward(grad)
+    gradients = []
+    for is_constant in (True, False):
+        a, b, m = (part.detach().clone().requires_grad_() for part in (layer.lora_A, layer.lora_B, layer.magnitude))
+        v = layer.weight + adapter.scale * b @ a
+        norm = v.norm(dim=1, keepdim=True)
+        y = F.linear(x, m[:, None] * v / (norm.detach() if is_constant else norm), layer.bias)
+        y.backward(grad)
+        gradients.append(b.grad)
+    assert relative_error(layer.lora_B.grad, gradients[0]) < 1e-5
+    assert relative_error(layer.lora_B.grad, gradients[1]) > 0.01
+
+
+def start(model, adapter) -> Magnitudes:
+    """What follows the loading of a base: initial adapters, and DoRA's magnitudes."""
+    add_adapters(model, adapter)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            indices = [torch.arange(size) for size in parameter.shape]
+            fill_parameter(parameter.detach(), indices, tuple(parameter.shape), seed=1, name=name, std=0.02)
+    magnitudes = Magnitudes(model, adapter, None)
+    magnitudes.start()
+    return magnitudes
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_an_adapter_that_begins_changes_no_bit(name, tiny, random_batch):
     batch = random_batch(tiny.shape)
     with torch.no_grad():
         expected = tiny(**batch).loss, tiny(batch["input_ids"])
-        add_adapters(tiny, Adapter(rank=RANK))
-        randomise_adapters(tiny)
-        for name, parameter in tiny.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.zero_()
+        magnitudes = start(tiny, Adapter(name=name, rank=RANK))
         assert torch.equal(tiny(**batch).loss, expected[0]) and torch.equal(tiny(batch["input_ids"]), expected[1])
+        randomise_adapters(tiny)
+        magnitudes.refresh()
+        assert not torch.equal(tiny(**batch).loss, expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_squares_need_no_matrix_of_the_sum(dtype, monkeypatch, relative_error):
+    monkeypatch.setattr(adapters, "_CHUNK_ELEMENTS", 100)
+    w, a, b = torch.randn(2, 21, 30).to(dtype), torch.randn(2, 4, 30), 0.1 * torch.randn(2, 21, 4)
+    expected = (w.double() + 0.7 * b.double() @ a.double()).square().sum(-1)
+    assert relative_error(row_squares(w, a, b, 0.7), expected) < 1e-6
+    # Of the columns of two ranks, whose sums are added.
+    halves = [row_squares(w[..., part], a[..., part], b, 0.7) for part in (slice(0, 14), slice(14, 30))]
+    assert relative_error(sum(halves), expected) < 1e-6

@@ -1,0 +1,81 @@
+"""DoRA's norms of the rows of ``W + scale * B A``, computed on the shards: the ranks divide the rows."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from glm46.config.adapter import Adapter
+from glm46.distributed.local_tensor import global_indices, local_tensor
+from glm46.distributed.mesh import Meshes
+from glm46.model.adapters import row_squares
+from glm46.model.transformer import Transformer
+from glm46.planner.parameters import Parameter, find_parameter
+
+
+class Magnitudes:
+    """The magnitudes of a model, and the norms that they replace. Every method is collective over the stage."""
+
+    def __init__(self, model: Transformer, adapter: Adapter, meshes: Meshes | None):
+        """``meshes``: None for a model on one device. The parameters are taken now: during a forward the attributes of
+        modules are gathered weights."""
+        self._scale, self._meshes = adapter.scale, meshes
+        self._sets = [
+            (module, prefix, find_parameter(f"{name}.{prefix}magnitude"), [getattr(module, key) for key in keys])
+            for name, module in model.named_modules()
+            for prefix, keys in _keys(module)
+        ]
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Give new adapters the magnitudes with which the model is its base: those of the loaded weights."""
+        for module, prefix, row, (weight, a, b, magnitude) in self._sets:
+            norm = self._norm(weight, a, b)
+            indices = torch.meshgrid(*global_indices(magnitude), indexing="ij")
+            local_tensor(magnitude).copy_(norm[indices])
+            self._set(module, prefix, row, magnitude, norm)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the norms anew: after each change of the adapters."""
+        for module, prefix, row, (weight, a, b, magnitude) in self._sets:
+            self._set(module, prefix, row, magnitude, self._norm(weight, a, b))
+
+    def _norm(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """FP32 [O] or [E, O], whole, on the device of this rank."""
+        *rows, columns = global_indices(weight)
+        a = _whole(a)[..., columns.to(a.device)]
+        if len(rows) == 2:
+            a = a[rows[0].to(a.device)]
+        squares = row_squares(local_tensor(weight), a, local_tensor(b), self._scale)
+        whole = squares.new_zeros(weight.shape[:-1])
+        whole[torch.meshgrid(*(index.to(whole.device) for index in rows), indexing="ij")] = squares
+        if isinstance(weight, DTensor):
+            for axis, placement in enumerate(weight.placements):
+                if not isinstance(placement, Replicate):
+                    dist.all_reduce(whole, group=weight.device_mesh.get_group(axis))
+        return whole.sqrt_()
+
+    def _set(self, module: nn.Module, prefix: str, row: Parameter, magnitude: Tensor, norm: Tensor) -> None:
+        """Hand the module its part of the norms and of ``m / |V| - 1``."""
+        excess, mesh = _whole(magnitude) / norm - 1.0, None
+        if self._meshes is not None and (row.is_expert or row.tensor_dim is not None):
+            mesh = self._meshes.expert if row.is_expert else self._meshes.tensor
+        for key, value in (("norm", norm), ("excess", excess)):
+            part = value if mesh is None else value.chunk(mesh.size())[mesh.get_local_rank()]
+            setattr(module, f"{prefix}{key}", part)
+
+
+def _keys(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The prefix of each adapted weight of a module, and the keys of weight, A, B and magnitude."""
+    if hasattr(module, "magnitude"):
+        yield "", ("weight", "lora_A", "lora_B", "magnitude")
+    for name in ("gate_up", "down"):
+        if hasattr(module, f"{name}_magnitude"):
+            yield f"{name}_", (name, *(f"{name}_{key}" for key in ("lora_A", "lora_B", "magnitude")))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
