@@ -90,7 +90,7 @@ def adapted_grouped_mm(
 
 @adapted_grouped_mm.register_fake
 def _(x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, b_EOR: Tensor, offsets: Tensor, scale: float):
-    return x_NI.new_empty(len(x_NI), weight_EOI.shape[1]), x_NI.new_empty(len(x_NI), a_ERI.shape[1])
+    return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1]), x_NI.new_empty(x_NI.shape[0], a_ERI.shape[1])
 
 
 def _save_for_product(ctx, inputs, output):
@@ -124,8 +124,8 @@ def _(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _of_rows(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
-    group_N = torch.searchsorted(offsets, torch.arange(len(x_NO), device=x_NO.device), right=True)
-    return factor_EO.index_select(0, group_N.clamp(max=len(factor_EO) - 1))  # rows past the last group are not read
+    group_N = torch.searchsorted(offsets, torch.arange(x_NO.shape[0], device=x_NO.device), right=True)
+    return factor_EO.index_select(0, group_N.clamp(max=factor_EO.shape[0] - 1))  # rows past the last group are not read
 
 
 def _save_for_scaling(ctx, inputs, output):
@@ -134,7 +134,7 @@ def _save_for_scaling(ctx, inputs, output):
 
 def _scaling_backward(ctx, grad_NO: Tensor):
     x_NO, factor_EO, offsets = ctx.saved_tensors
-    ones = x_NO.new_ones(len(x_NO), 8)  # rows of 16 bytes, which grouped products need
+    ones = x_NO.new_ones(x_NO.shape[0], 8)  # rows of 16 bytes, which grouped products need
     grad_factor = grouped_outer(ones, grad_NO * x_NO, offsets)[:, 0]
     return torch.addcmul(grad_NO, grad_NO, _of_rows(x_NO, factor_EO, offsets)), grad_factor, None
 

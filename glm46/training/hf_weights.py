@@ -43,6 +43,7 @@ def load_adapters(network: Network) -> None:
     if config.initial_load_path is not None:
         folder = Path(config.initial_load_path).resolve()
         import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
+        network.loaded(new_adapters=False)
 
 
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> Path:

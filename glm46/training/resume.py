@@ -77,6 +77,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
     of_base = [load_frozen(network, checkpoints) for network in adapted.values()]
+    for network in adapted.values():
+        network.loaded(new_adapters=True)
     if config.enable:
         source = checkpoints.newest() if config.load_step == -1 else config.load_step
         if source is None and config.load_path is not None:
@@ -213,6 +215,8 @@ def _load(
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
     if f"rng.{rank}.cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"], task.cluster.device)
+    for network in task.networks.values():
+        network.loaded(new_adapters=False)
     return meta
 
 

@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from glm46.config.adapter import Adapter
 from glm46.config.model import RopeScaling
 from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
@@ -31,10 +32,13 @@ from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import Process, join, leave
+from glm46.model.adapters import add_adapters
 from glm46.model.cross_entropy import token_logprobs
+from glm46.model.init import fill_normal
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import LossSums, Transformer
 from glm46.optim.optimizers import build_optimizers
+from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.plan import initialise
 from glm46.planner import activations
 from glm46.planner.plan import Plan, resolve_plan
@@ -79,11 +83,16 @@ class Layout(NamedTuple):
     """Keys pass from rank to rank, as those of rows that are too long to gather them."""
     offload: bool = False
     """Weights, gradients and states in host memory."""
+    adapter: str = ""
+    """lora or dora of all targets on a frozen base; without prediction layers."""
+    adapted: tuple[int, int] | None = None
+    """The layers with adapters."""
 
     @property
-    def reference(self) -> tuple[int, int, bool, int | None, bool]:
+    def reference(self) -> tuple:
         """What decides what one process computes."""
-        return self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
+        options = self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
+        return *options, self.adapter, self.adapted
 
     @property
     def name(self) -> str:
@@ -105,6 +114,8 @@ class Layout(NamedTuple):
             *(["stages"] if self.stages else []),
             *(["ring"] if self.ring else []),
             *(["offload"] if self.offload else []),
+            *([self.adapter] if self.adapter else []),
+            *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
         ])  # fmt: skip
 
 
@@ -139,6 +150,14 @@ _LAYOUTS = {
         Layout(context=2, checkpointing="selective", stages=True),
         Layout(pipeline=2, checkpointing="full", stages=True),
         Layout(offload=True), Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, offload=True),
+        Layout(adapter="lora"), Layout(experts_over=2, checkpointing="selective", adapter="lora"),
+        Layout(tensor=2, key_heads=1, adapter="lora"), Layout(context=2, checkpointing="full", adapter="lora"),
+        Layout(pipeline=2, adapter="lora", adapted=(3, 4)),
+        Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, adapter="lora"),
+        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, checkpointing="selective", adapter="lora"),
+        Layout(tensor=2, checkpointing="full", adapter="dora"),
+        Layout(experts_over=2, checkpointing="selective", adapter="dora"),
+        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="dora"),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2),
@@ -160,6 +179,10 @@ _LAYOUTS = {
         Layout(pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, key_heads=1, schedule="ZBVZeroBubble", micro_batches=4),
+        Layout(adapter="lora"), Layout(replicate=2, experts_over=2, adapter="lora"),
+        Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
+        Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
+        Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
     ],
     8: [
         Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, schedule="ZBVZeroBubble", micro_batches=4),
@@ -171,6 +194,7 @@ _LAYOUTS = {
         Layout(replicate=2, tensor=2, context=2, experts_over=4, num_experts=12),
         Layout(tensor=4, context=2, experts_over=8, num_experts=16),
         Layout(replicate=2, context=2, experts_over=4, num_experts=12), Layout(num_experts=16, micro_batches=1),
+        Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
     ],
 }  # fmt: skip
 LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
@@ -286,15 +310,32 @@ def token_objective(sums: LossSums, weights: Tensor) -> Tensor:
     return weighted(sums, weights) + 0.1 * sums.mtp_losses.sum() + sums.aux_losses.sum()
 
 
+def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Move adapters away from where they begin, where B is zero and so the gradient of A."""
+    for name, parameter in parameters.items():
+        if "lora_B" in name or "magnitude" in name:
+            part, noise = local_tensor(parameter), torch.empty(local_tensor(parameter).shape)
+            places = global_indices(parameter), tuple(parameter.shape)
+            fill_normal(noise, *places, seed=STEPS, name=name, std=0.1)
+            part.copy_(noise if "lora_B" in name else part * (1 + noise))
+
+
 def run_reference(config: RunConfig, stages: bool) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
-    losses, counts and norms, first gradients and last weights of some steps."""
+    losses, counts and norms, first gradients and last weights of some steps, and the weights before these."""
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
+        if config.adapter is not None:
+            add_adapters(model, config.adapter)
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
-    parameters = dict(model.named_parameters())
-    initial = {name: p.detach().clone() for name, p in parameters.items()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    magnitudes = Magnitudes(model, config.adapter or Adapter(), None)
+    magnitudes.start()
+    begin_adapters(parameters)
+    magnitudes.refresh()
+    begun = {name: p.detach().clone() for name, p in parameters.items()}
     unseen = () if config.data.document_mask else ("document_ids",)
     first, token_weights = make_batch(0, config.data.document_mask), make_token_weights()
     is_real = first["document_ids"] >= 0
@@ -302,7 +343,8 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
     token_objective(sums, token_weights).backward()
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
-    optimizer = build_optimizers(list(parameters.items()), config.optimizer)
+    b_lr_ratio = config.adapter.b_lr_ratio if config.adapter else 1.0
+    optimizer = build_optimizers(list(parameters.items()), config.optimizer, b_lr_ratio=b_lr_ratio)
     figures, gradients = [], {}
     for step in range(STEPS):
         batch = make_batch(step, config.data.document_mask)
@@ -319,8 +361,9 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
         scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
+        magnitudes.refresh()
         figures.append((sums.loss.item(), sums.tokens_per_expert, norm.item()))
-    return initial, by_token, figures, gradients, {name: p.detach() for name, p in parameters.items()}
+    return initial, by_token, figures, gradients, {name: p.detach() for name, p in parameters.items()}, begun
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -365,6 +408,11 @@ def distances(ranks: list[dict[tuple, tuple[int, float]]], reference: dict[str, 
 
 
 def make_config(layout: Layout) -> RunConfig:
+    model, optimizer = {}, {}
+    if layout.adapter:
+        # The rate: three steps move adapters, which are small, by a part of themselves like other weights.
+        model, optimizer = {"num_nextn_predict_layers": 0}, {"name": "AdamW", "lr": 2e-4}
+    adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
     return RunConfig.model_validate_json(
         json.dumps(
             {
@@ -373,7 +421,8 @@ def make_config(layout: Layout) -> RunConfig:
                     "n_routed_experts": layout.num_experts,
                     "num_key_value_heads": layout.key_heads,
                     "sliding_window": layout.window,
-                },
+                }
+                | model,
                 "training": {
                     "mixed_precision_param": "float32",
                     "seq_len": SEQ_LEN,
@@ -383,7 +432,9 @@ def make_config(layout: Layout) -> RunConfig:
                     "lr": 1e-3,
                     "ns_dtype": "float32",
                     "state_offload": "cpu" if layout.offload else "none",
-                },
+                }
+                | optimizer,
+                "adapter": adapter | {"layers": layout.adapted} if layout.adapter else None,
                 "moe": MOE.model_dump(),
                 "mtp": {"loss_weight": MTP_WEIGHT},
                 "data": {"document_mask": layout.document_mask},
@@ -438,8 +489,11 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     torch.compiler.reset()  # other layouts of this process may have compiled the same layers
     counters.clear()
     job = build_job(make_config(layout), process)
-    parameters = job.network.parameters
-    initial = {name: (whole(p).clone(), held(p)) for name, p in parameters.items()}
+    parameters, frozen = job.network.parameters, job.network.frozen
+    initial = {name: (whole(p).clone(), held(p)) for name, p in (parameters | frozen).items()}
+    job.network.loaded(new_adapters=True)
+    begin_adapters(parameters)
+    job.network.loaded(new_adapters=False)
     by_token = run_by_token(job, layout)
     figures, gradients = [], {}
     for step in range(STEPS):
@@ -451,6 +505,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
             outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
         figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
+    assert all(p.grad is None and torch.equal(held(p).part, initial[name][1].part) for name, p in frozen.items())
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 
 
@@ -480,7 +535,7 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     """Relative differences between a layout and one process, each the largest with its place; collective, because ranks
     hold different layers."""
     initial, by_token, figures, gradients, final = found
-    initial0, by_token0, figures0, gradients0, final0 = reference
+    initial0, by_token0, figures0, gradients0, final0, begun0 = reference
     here = (
         {
             name
@@ -499,7 +554,7 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     different, names, token_squares, gradient_squares, final_squares, breaks, graphs = zip(*ranks, strict=True)
     last = distances(final_squares, final0)
     moved = {
-        n: distance / (final0[n] - initial0[n]).norm().item()
+        n: distance / (final0[n] - begun0[n]).norm().item()
         for n, distance in last.items()
         if not n.endswith("k_proj.bias")
     }
