@@ -36,7 +36,7 @@ LINE_BUDGETS = {
     "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2300, "inference": 845,
     "model": 2200, "observe": 1175, "optim": 1790, "parallelize": 1350,
     "planner": 4500, "prepare": 1780, "pretrain": 540, "reliability": 880,
-    "training": 2300,
+    "training": 2450,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
