@@ -1,15 +1,17 @@
-"""``python -m glm46 inspect``: verify a folder of shards and show rows of it as text."""
+"""``python -m glm46 inspect``: verify a folder of shards and show rows of text, or documents of chats, from it."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from glm46.commands.options import verb_parser
-from glm46.data.manifest import Manifest, load_manifest
+from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
-from glm46.data.shards import open_shard
+from glm46.data.shards import NOT_A_TARGET, open_shard
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -21,8 +23,12 @@ def inspect_command(argv: Sequence[str]) -> int:
     """
     parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
     parser.add_argument("folder", type=Path, help="a folder that prepare has made")
-    parser.add_argument("--rows", type=int, default=2, help="rows to show as text, picked at random")
-    parser.add_argument("--seq_len", type=int, default=512, help="tokens per row")
+    parser.add_argument(
+        "--rows", type=int, default=2, help="rows of text or documents of chats to show, picked at random"
+    )
+    parser.add_argument(
+        "--seq_len", type=int, default=512, help="tokens per row; of chats, most tokens shown of a document"
+    )
     parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with")
     arguments = parser.parse_args(argv)
@@ -30,9 +36,15 @@ def inspect_command(argv: Sequence[str]) -> int:
         print(line)
     tokenizer = load_tokenizer(arguments.tokenizer)
     manifest = load_manifest(arguments.folder, full=False)
+    manifest.require_tokenizer(tokenizer.fingerprint)
     sizes = {"rows": max(0, arguments.rows), "seq_len": max(1, arguments.seq_len), "seed": arguments.seed}
-    for line in show_rows(manifest, tokenizer, **sizes):
-        print(line)
+    if manifest.splits["train"].targets is None:
+        for line in show_rows(manifest, tokenizer, **sizes):
+            print(line)
+        return 0
+    console = Console(soft_wrap=True)
+    for text in show_chats(manifest, tokenizer, **sizes, brackets=not console.is_terminal):
+        console.print(text)
     return 0
 
 
@@ -44,7 +56,8 @@ def describe(folder: Path) -> Iterator[str]:
     """
     manifest = load_manifest(folder, full=True)
     yield f"{manifest.source} in {folder}, every shard verified"
-    yield f"tokenizer {manifest.tokenizer[:12]}…, ids below {manifest.vocab_size}, documents end with {manifest.eos_id}"
+    end = f", documents end with {manifest.eos_id}" if manifest.splits["train"].targets is None else ""
+    yield f"tokenizer {manifest.tokenizer[:12]}…, ids below {manifest.vocab_size}{end}"
     for name, split in manifest.splits.items():
         if not split.documents:
             yield f"{name}: empty"
@@ -53,21 +66,21 @@ def describe(folder: Path) -> Iterator[str]:
             f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text "
             f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), {len(split.shards)} shards"
         )
+        if split.targets is not None:
+            yield f"  {describe_targets(split)}"
         files = [manifest.folder / shard.file for shard in split.shards]
         lengths = np.concatenate([np.diff(open_shard(file).doc_ends, prepend=0) for file in files])
         marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
         yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
     for reason, number in manifest.dropped.items():
         yield f"skipped, {reason}: {number:,}"
+    for what, number in manifest.noted.items():
+        yield f"{what}: {number:,}"
 
 
 def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
-    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads them.
-
-    Raises:
-        UserError: the shards were made with another tokenizer.
-    """
-    manifest.require_tokenizer(tokenizer.fingerprint)
+    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads
+    them."""
     split = manifest.splits["train"]
     stream, count = TokenStream(manifest.folder, split, manifest.vocab_size), max(1, split.tokens // seq_len)
     for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
@@ -82,3 +95,30 @@ def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: i
             yield f"   document {number}, {end - start} tokens, {state}"
             yield tokenizer.decode(tokens[start : end - is_end])
             start = end
+
+
+def show_chats(
+    manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int, brackets: bool
+) -> Iterator[Text]:
+    """Yield documents of chats from the training split, their targets in colour and, with ``brackets``, in [[ ]].
+
+    Args:
+        rows: documents.
+        seq_len: most tokens shown of each.
+    """
+    stream = TokenStream(manifest.folder, manifest.splits["train"], manifest.vocab_size, marked=True)
+    starts = np.concatenate([[0], stream.doc_ends()])
+    count = len(starts) - 1
+    for number in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
+        tokens = np.empty(starts[number + 1] - starts[number], np.int64)
+        stream.read(int(starts[number]), tokens)
+        is_target = tokens < NOT_A_TARGET
+        yield Text(f"── document {number} of {count}: {len(tokens)} tokens, {is_target.sum()} targets", "dim")
+        shown = Text()
+        bounds = np.flatnonzero(np.diff(is_target[:seq_len])) + 1
+        for run in np.split(np.arange(min(len(tokens), seq_len)), bounds):
+            text, learned = tokenizer.decode(tokens[run] & ~NOT_A_TARGET), is_target[run[0]]
+            shown.append(f"[[{text}]]" if brackets and learned else text, "bold green" if learned else None)
+        if len(tokens) > seq_len:
+            shown.append(f"\n… {len(tokens) - seq_len} more tokens", "dim")
+        yield shown

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from glm46.cli import main
+from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import CHAT_FORMATS, TextRecipe
 from glm46.data import conversation
@@ -292,3 +293,21 @@ def test_a_run_makes_its_chats_and_counts_their_rows_as_epochs(make_config, here
     assert "data.sources[0].packing" in faults and "data.document_mask = false" in faults
     assert f"{here / 'chats'}: max_tokens = 96: longer than" in faults
     assert load_manifest(here / "chats", full=True) == manifests["chats"]
+
+
+def test_inspect_shows_targets_in_brackets_or_in_colour(here, capsys):
+    file = write(here / "in" / "a.jsonl", [chat(0, turns=1), json.dumps({"messages": []}) + "\n"])
+    manifest = prepare(here)
+    capsys.readouterr()
+    assert main(["inspect", str(manifest.folder)]) == 0
+    shown = capsys.readouterr().out
+    question, answer = json.loads(file.read_text().splitlines()[0])["messages"]
+    target = f"<think>{answer['reasoning_content']}</think>\n{answer['content']}<|user|>"
+    assert f"[gMASK]<sop><|user|>\n{question['content']}<|assistant|>[[\n{target}]]" in shown
+    train = manifest.splits["train"]
+    assert f"targets: {train.targets} of {train.tokens} tokens" in shown and f"{train.targets} targets" in shown
+    assert "skipped, no messages: 1" in shown and "conversations, train: 1" in shown
+    _, text = show_chats(manifest, TOKENIZER, rows=1, seq_len=20, seed=0, brackets=False)
+    assert "[[" not in text.plain and text.plain.endswith(f"… {train.tokens - 20} more tokens")
+    coloured = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
+    assert "".join(coloured) and target.startswith("".join(coloured).lstrip("\n"))
