@@ -23,7 +23,7 @@ from glm46.planner.peaks import accelerator_of
 from glm46.planner.plan import resolve_plan
 from glm46.planner.report import plan_numbers, plan_run, plan_text
 from glm46.planner.requirement import judge_config
-from glm46.planner.target_cluster import GPUS_PER_NODE, NETWORK_GBITS, Efficiencies, TargetCluster
+from glm46.planner.target_cluster import GPUS_PER_NODE, NETWORK_GBITS, STORAGE_GBYTES, Efficiencies, TargetCluster
 from glm46.planner.timeline import Order
 
 DEFAULT_GPU = "H100"
@@ -56,6 +56,10 @@ def plan_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--network", type=_above_zero, default=NETWORK_GBITS, metavar="GBIT",
         help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--storage", type=_above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
+        help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
     parser.add_argument("--price", type=_above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     _add_measured(parser)
@@ -106,7 +110,8 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
     measured = _efficiencies(arguments.measured)
-    return TargetCluster(gpu, gpus, arguments.gpus_per_node, arguments.network, arguments.price, measured)
+    node = arguments.gpus_per_node, arguments.network, arguments.price, arguments.storage
+    return TargetCluster(gpu, gpus, *node, measured)
 
 
 def _compare(argv: Sequence[str]) -> int:

@@ -122,7 +122,7 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
         text = _text(plan, stage_index)
         plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
     elif plan.config.training.parameter_offload:
-        plans = [_offloaded(memory) for memory in plans]
+        plans = [_offloaded(memory, *step.gradients_of(of_rank)) for memory, of_rank in zip(plans, parts, strict=True)]
     return [replace(memory, process=PROCESS_BYTES[device]) for memory in plans]
 
 
@@ -143,11 +143,11 @@ def _text(plan: Plan, stage_index: int) -> float:
     return rows * plan.text_stages[stage_index].seq_len * numbers
 
 
-def _offloaded(memory: MemoryPlan) -> MemoryPlan:
-    """With weights and gradients in host memory; Muon copies gradients to the device item by item."""
-    host = memory.host + memory.weights + memory.gradients
-    copies = min(memory.gradients, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES)
-    return replace(memory, weights=0.0, gradients=copies, host=host)
+def _offloaded(memory: MemoryPlan, held: float, whole: float) -> MemoryPlan:
+    """With weights and gradients in host memory; Muon copies gradients to the device item by item, and those of whole
+    weights, which a pipeline sums until the last micro-batch, stay on it."""
+    copies = min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES)
+    return replace(memory, weights=0.0, gradients=max(copies, whole), host=memory.host + memory.weights + held)
 
 
 def _by_layer(units: list[FsdpUnit], elements: Callable[[FsdpUnit], int]) -> Counter[str]:
@@ -179,11 +179,6 @@ class _Step:
         frozen = sum(held_elements(row, self._shape, self._layout) for row in rows if row.is_frozen)
         buffers = sum(row.numel(self._shape) for row in rows if row.optimizer is None)
         units = [unit for part in parts for unit in fsdp_units(part, self._shape, self._layout)]
-        gradients = held * self._master
-        if self._layout.pp > 1:
-            gradients = max(
-                gradients, sum(unit.whole(self._shape, self._layout, trained=True) for unit in units) * self._reduce
-            )
         states = [self._state_bytes(row) for row in trained]
         on_device, offload = sum(states), self._config.optimizer.state_offload
         if offload != "none":
@@ -200,7 +195,7 @@ class _Step:
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
             weights=held * self._master + frozen * self._width + buffers * FP32,
-            gradients=gradients,
+            gradients=max(self.gradients_of(parts)),
             optimizer=on_device,
             gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
             + sum(2 * FP32 * row.numel(self._shape) for row in trained if row.group == "magnitude"),
@@ -211,6 +206,14 @@ class _Step:
             host={"none": 0.0, "cpu": sum(states), "nvme": on_device}[offload],
             disk=sum(states) if offload == "nvme" else 0.0,
         )
+
+    def gradients_of(self, parts: list[StagePart]) -> tuple[float, float]:
+        """Bytes of the gradients of this rank's shards; and under a pipeline of whole weights, in the reduce type."""
+        shape, layout = self._shape, self._layout
+        held = sum(held_elements(row, shape, layout) for part in parts for row in part.rows(shape) if row.is_trained)
+        units = [unit for part in parts for unit in fsdp_units(part, shape, layout)] if layout.pp > 1 else []
+        whole = sum(unit.whole(shape, layout, trained=True) for unit in units)
+        return held * self._master, whole * self._reduce
 
     def _state_bytes(self, row: Parameter) -> int:
         """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""

@@ -63,7 +63,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         f"FLOPs per token, forward and backward, at {longest.seq_len:,} tokens": _flop_lines(plan, longest),
         f"memory of each of {counted(layout.world_size, 'rank')} ({degrees})": memory_lines(largest_stage(run.memory)),
         "stages of text": run.verdict.stages,
-        "run": _run_lines(plan),
+        "run": _run_lines(plan, run.cluster),
         f"does it fit on {run.cluster.gpus:,} x {run.cluster.gpu.name}": run.verdict.lines,
     }
     if here is not None:
@@ -76,7 +76,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
 
 def plan_numbers(run: RunPlan) -> dict:
     """The plan as a JSON object: bytes, seconds, FLOPs, dollars."""
-    plan, cost = run.plan, run.cost
+    plan, cost, size = run.plan, run.cost, checkpoint_size(run.plan)
     numbers = {
         "flavor": plan.config.model.flavor,
         "layout": asdict(plan.layout),
@@ -87,7 +87,7 @@ def plan_numbers(run: RunPlan) -> dict:
         "gpus": run.cluster.gpus,
         "fits": run.verdict.fits,
         "reasons": run.verdict.lines,
-        "checkpoint": asdict(checkpoint_size(plan)),
+        "checkpoint": asdict(size) | {"seconds": run.cluster.writing_seconds(size.total)},
         "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
     }
     if cost is not None:
@@ -134,14 +134,16 @@ def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
     ]
 
 
-def _run_lines(plan: Plan) -> list[str]:
+def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     size = checkpoint_size(plan)
+    writing = cluster.writing_seconds(size.total)
     steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
     return [
         *steps,
         _line("tokens", f"{plan.budget_tokens:,.0f}"),
         _line("FLOPs", f"{plan.flops:.3e}"),
         _line("checkpoint", _bytes(size.total), f"(weights {_bytes(size.weights)}, states {_bytes(size.states)})"),
+        _line("time to write it", _seconds(writing), f"({cluster.storage_gbytes:g} GB/s for each node)"),
         _line("Hugging Face folder", _bytes(size.hugging_face)),
     ]
 

@@ -165,7 +165,7 @@ def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, object]]]:
         if mode != config.activation_checkpoint.mode:
             changes[f"activation_checkpoint.mode = {mode}"] = {"activation_checkpoint": {"mode": mode}}
     if config.optimizer.state_offload == "none":
-        changes["optimizer.state_offload = cpu, without its time"] = {"optimizer": {"state_offload": "cpu"}}
+        changes["optimizer.state_offload = cpu"] = {"optimizer": {"state_offload": "cpu"}}
     return changes
 
 

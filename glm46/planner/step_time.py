@@ -14,6 +14,7 @@ from glm46.config.parallelism import Parallelism
 from glm46.planner.activations import Frozen
 from glm46.planner.flops import training_flops_per_token
 from glm46.planner.kernels import MicroBatch, PartOfModel, Work, part_work
+from glm46.planner.memory import rank_memory
 from glm46.planner.muon_cost import muon_cost
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
@@ -99,8 +100,9 @@ class Roofline:
         computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
 
-    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic]) -> _Cost:
-        """Seconds of the optimizer: elements by optimizer, and FLOPs of Newton-Schulz iterations in BF16.
+    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic], host: float) -> _Cost:
+        """Seconds of the optimizer: elements by optimizer, FLOPs of Newton-Schulz iterations in BF16, and bytes of
+        states in host memory, which are copied in and out at once, beside the update.
 
         Muon's products hide its exchanges, but for the first one of matrices and the last one of updates
         (`optim/muon_step.py`): with few buckets that is most of them.
@@ -109,7 +111,10 @@ class Roofline:
         computed, sent = products / (self._bf16 * self._share.products), sum(map(self.traffic, exchanges))
         calls = sum(each.calls for each in exchanges)
         waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
-        return _Cost({"optimizer": moved + computed} | ({"waiting for Muon's matrices": waited} if waited else {}))
+        cost, copied = _Cost({"optimizer": moved + computed}), host / self._share.host_bytes_per_second
+        cost.update({"waiting for Muon's matrices": waited} if waited else {})
+        cost.update({"waiting for the host": copied - cost.seconds} if copied > cost.seconds else {})
+        return cost
 
     def traffic(self, traffic: Traffic) -> float:
         """Seconds of the collectives of one kind."""
@@ -141,9 +146,12 @@ def step_time(
     micro_batches = sequences // plan.rows_per_micro_batch
     roofline = Roofline(cluster, plan)
     traffic = step_traffic(plan, stage_index, micro_batches)
+    hosts = [0.0] * layout.pp
+    if plan.config.optimizer.state_offload == "cpu" and not plan.config.training.parameter_offload:
+        hosts = [memory.host for memory in rank_memory(plan, stage_index)]
     ranks = [
-        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches)
-        for parts, of_rank in zip(parts_of_ranks(plan), traffic, strict=True)
+        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, host)
+        for parts, of_rank, host in zip(parts_of_ranks(plan), traffic, hosts, strict=True)
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = Counter(slowest.parts(micro_batches)), None
@@ -194,7 +202,9 @@ def _rank(
     stages: list[StagePart],
     traffic: list[Traffic],
     micro_batches: int,
+    host: float,
 ) -> _Rank:
+    """``host``: bytes of optimizer states that a step copies from host memory, and back."""
     batch = _micro_batch(plan, stage_index)
     mode = plan.config.activation_checkpoint.mode
     forward, backward, costs = {}, {}, {}
@@ -210,7 +220,8 @@ def _rank(
                 again = roofline.kernels(work.recomputed).seconds
                 backward[stage.index].update({"recomputation": again} if again else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
-    once = roofline.update(_updated(plan, stages), muon.flops, [each for each in traffic if each.what == MUON])
+    of_muon = [each for each in traffic if each.what == MUON]
+    once = roofline.update(_updated(plan, stages), muon.flops, of_muon, host)
     beside = Counter()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)

@@ -8,6 +8,8 @@ from glm46.planner.layout import Layout
 from glm46.planner.peaks import Accelerator
 
 GPUS_PER_NODE = 8
+STORAGE_GBYTES = 2.0
+"""GB/s that a node writes to the folder of checkpoints, assumed."""
 NETWORK_GBITS = 400.0
 """Gbit/s of a GPU's own port between nodes: ConnectX-7, one port per GPU."""
 
@@ -37,6 +39,8 @@ class Efficiencies:
     """Time of the host for one kernel: a layer takes at least that for each of its kernels."""
     call_seconds: float = 25e-6
     """Time of a collective of an empty tensor."""
+    host_bytes_per_second: float = 25e9
+    """Between a GPU and host memory in one direction, while all GPUs of a node copy both ways: half of PCIe 5.0's."""
     source: str = "assumed"
     """Where the values come from."""
 
@@ -81,7 +85,13 @@ class TargetCluster:
     """Gbit/s of a GPU's port, in one direction."""
     price: float | None = None
     """Of one GPU for one hour, in dollars."""
+    storage_gbytes: float = STORAGE_GBYTES
+    """GB/s that each node writes."""
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+
+    def writing_seconds(self, nbytes: float) -> float:
+        """Time in which all nodes write so many bytes together, each its part."""
+        return nbytes / (max(self.gpus / self.gpus_per_node, 1) * self.storage_gbytes * 1e9)
 
     def link(self, stride: int, ranks: int) -> Link:
         """The link of a group of ranks with a constant distance between neighbours.

@@ -265,6 +265,16 @@ def test_states_in_a_file_leave_some_slots_on_the_host_and_on_the_device():
     assert kept.total - filed.total == kept.optimizer - filed.optimizer
 
 
+def test_offloaded_weights_leave_the_whole_gradients_of_a_pipeline_on_the_device():
+    large = {"model": {"flavor": "GLM-4.5-Air"}, "optimizer": {"state_offload": "cpu"}}
+    degrees = {"pipeline_parallel_degree": 4, "expert_parallel_degree": 8, "data_parallel_shard_degree": 8}
+    runs = (_run(**large, parallelism=degrees, training={"parameter_offload": moves}) for moves in (False, True))
+    kept, offloaded = (plan_memory(run, 32) for run in runs)
+    assert offloaded.gradients == kept.gradients > 3 * OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES
+    shards = kept.weights  # gradients of them, in the type of the weights
+    assert offloaded.host - kept.host == pytest.approx(2 * shards, rel=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", [{"state_offload": "cpu"}, NVME], ids=["cpu", "nvme"])
 def test_offloaded_weights_and_gradients_leave_the_device(optimizer):
     degrees = {"expert_parallel_degree": 8, "data_parallel_shard_degree": 8}

@@ -15,6 +15,7 @@ from glm46.parallelize.pipeline_order import pipeline_order
 from glm46.planner.flops import attention_flops, training_flops
 from glm46.planner.kernels import MicroBatch, part_work
 from glm46.planner.layout import Layout
+from glm46.planner.memory import plan_memory
 from glm46.planner.parameters import layer_counts
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.plan import resolve_plan
@@ -234,6 +235,24 @@ def test_the_size_of_a_checkpoint():
     size = checkpoint_size(plan)
     assert (size.weights, size.states, size.hugging_face) == (4 * trained, 8 * trained, 2 * trained)
     assert checkpoint_size(resolve_plan(run("GLM-4.6"))).states < 1.02 * 4 * trained
+
+
+def test_a_checkpoint_is_written_by_all_nodes():
+    cluster = TargetCluster(accelerator_of("H100"), 64, 8, storage_gbytes=4.0)
+    assert cluster.writing_seconds(64e9) == 2.0
+    assert TargetCluster(accelerator_of("H100"), 1, 8, storage_gbytes=4.0).writing_seconds(4e9) == 1.0
+
+
+def test_offloaded_states_pass_the_host_link_beside_the_update():
+    spread = {"expert_parallel_degree": 8, "data_parallel_shard_degree": 32}
+    plain, offloaded = (run(parallelism=spread, optimizer={"state_offload": place}) for place in ("none", "cpu"))
+    kept, moved = predicted(plain), predicted(offloaded)
+    of_rank = plan_memory(offloaded, 32).host / 25e9
+    assert "waiting for the host" not in kept.parts
+    assert moved.seconds - kept.seconds == pytest.approx(moved.parts["waiting for the host"])
+    others = moved.parts["optimizer"] + moved.parts["waiting for Muon's matrices"]
+    assert moved.parts["waiting for the host"] == pytest.approx(of_rank - others)
+    assert "waiting for the host" not in predicted(offloaded, host_bytes_per_second=1e15).parts
 
 
 def test_a_described_gpu_and_wrong_descriptions():
