@@ -80,6 +80,7 @@ class Roofline:
         self._links = {
             axis: cluster.link(*group) for axis, group in groups(plan.layout, plan.shape.num_key_value_heads).items()
         }
+        self.overlap = share.overlap
         self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
 
     def kernels(self, work: Iterable[Work]) -> _Cost:
@@ -115,6 +116,10 @@ class Roofline:
         cost.update({"waiting for Muon's matrices": waited} if waited else {})
         cost.update({"waiting for the host": copied - cost.seconds} if copied > cost.seconds else {})
         return cost
+
+    def copies(self, traffic: Traffic) -> float:
+        """Seconds of FSDP2's kernels that copy gathered weights apart, or gradients together."""
+        return 2 * traffic.nbytes / self._memory
 
     def traffic(self, traffic: Traffic) -> float:
         """Seconds of the collectives of one kind."""
@@ -229,6 +234,8 @@ def _rank(
         seconds = roofline.traffic(each)
         if each.axis in _OVERLAPPED:
             beside[each.kind] += seconds
+            if each.kind != "all_reduce":
+                once["copies of weights and gradients"] += roofline.copies(each)
         elif each.axis == "world":
             once[f"waiting for {each.axis}"] += seconds
         elif each.axis != "pp":
@@ -236,7 +243,9 @@ def _rank(
                 for cost in costs.values():
                     cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
     rank = _Rank(forward, backward, once)
-    once["waiting for weights and gradients"] = _exposed(beside, rank, micro_batches, plan.layout.pp > 1)
+    once["waiting for weights and gradients"] = _exposed(
+        beside, rank, micro_batches, plan.layout.pp > 1, roofline.overlap
+    )
     return rank
 
 
@@ -252,17 +261,15 @@ def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, F
         yield "head", frozen, True
 
 
-def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool) -> float:
-    """Seconds per step of FSDP2's collectives that no kernel hides.
+def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:
+    """Seconds per step of FSDP2's collectives that no kernel hides; `Efficiencies.overlap` of them could be hidden.
 
     A pipeline gathers weights beside its first forward and reduces gradients after its last backward. Otherwise both
     run beside every micro-batch.
     """
-    reducing = beside["reduce_scatter"] + beside["all_reduce"]
-    if is_piped:
-        first = sum(cost.seconds for cost in rank.forward.values())
-        return max(beside["all_gather"] - first, 0.0) + reducing
-    return max(beside["all_gather"] + reducing - rank.seconds * micro_batches, 0.0)
+    first = sum(cost.seconds for cost in rank.forward.values())
+    hidden, hiding = (beside["all_gather"], first) if is_piped else (beside.total(), rank.seconds * micro_batches)
+    return beside.total() - min(overlap * hidden, hiding)
 
 
 def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:

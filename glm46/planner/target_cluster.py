@@ -35,6 +35,8 @@ class Efficiencies:
     """Of the bandwidth between nodes."""
     imbalance: float = 1.1
     """Load of the busiest rank that shares experts with others, over the mean."""
+    overlap: float = 1.0
+    """Of FSDP2's collectives, what runs beside kernels without slowing them. 0 on a CPU, whose cores do both."""
     launch_seconds: float = 5e-6
     """Time of the host for one kernel: a layer takes at least that for each of its kernels."""
     call_seconds: float = 25e-6
