@@ -29,7 +29,7 @@ from glm46.huggingface.write_folder import OutputFile, drafted_folder, index_of,
 
 MERGE_ERRORS = "merge_errors.json"
 _FP8 = torch.float8_e4m3fn
-_MOST_ELEMENTS = 1 << 22
+_MOST_ELEMENTS = 1 << 20
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
 
 

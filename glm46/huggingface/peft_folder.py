@@ -45,6 +45,7 @@ class AdapterFolder:
     Attributes:
         folder: as given.
         weights: our names of the adapted weights.
+        product: the adapter of a matrix, see `_product`; the last two are kept.
 
     Raises:
         UserError: all faults of the config; if it has none, all faults of names and shapes.
@@ -60,6 +61,7 @@ class AdapterFolder:
         raise_if([f"{folder / WEIGHTS}: {fault}" for fault in self._find()])
         self._file = TensorFile(folder / WEIGHTS, self._records)
         self._read_fused = lru_cache(maxsize=2)(self._fused)  # gate and up, and down, of one layer
+        self.product = lru_cache(maxsize=2)(self._product)  # the rows of a matrix, and gate and up, come in turn
 
     def __enter__(self) -> "AdapterFolder":
         return self
@@ -170,7 +172,7 @@ class AdapterFolder:
         by_expert = self._value(module, "lora_B").view(rows, rank, experts).permute(2, 0, 1).contiguous()
         return self._value(module, "lora_A").view(experts, rank, columns), by_expert, scale
 
-    def product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> Product:
+    def _product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> Product:
         """The adapter of a matrix, or of one expert's part of a stack.
 
         Args:

@@ -21,9 +21,21 @@ from glm46.huggingface.peft_export import export_adapter
 from tests.unit.huggingface.adapters import EOS, TINY, adapters, merged
 
 SHAPE = PRESETS["GLM-4.5-Air"].model_copy(update=TINY)  # with a prediction layer, and repeats
-WIDE = SHAPE.model_copy(
-    update={"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 3}
-)  # experts have whole FP8 blocks
+WIDE = SHAPE.model_copy(  # whole FP8 blocks; two of them in the columns of the dense layer
+    update={
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 2,
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Every matrix is merged in several pieces, FP8 ones in pieces of whole blocks."""
+    monkeypatch.setattr("glm46.huggingface.merge_adapter._MOST_ELEMENTS", 500)
 
 
 def base_folder(folder, shape=SHAPE, dtype=torch.bfloat16, fp8=None):
