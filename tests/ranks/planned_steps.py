@@ -31,6 +31,7 @@ from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process
 from glm46.model.router import Router
+from glm46.parallelize.magnitudes import Magnitudes
 from glm46.planner import activations
 from glm46.planner.layout import Layout
 from glm46.planner.plan import Plan, resolve_plan
@@ -172,6 +173,23 @@ CASES = {
     "dual-ep": Case(
         8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), micro_batches=4, dtype=BF16
     ),
+    "lora": Case(4, adapter=LORA, micro_batches=2, dtype=BF16),
+    "lora-full": Case(4, adapter=LORA, replicate=2, checkpointing="full"),
+    "lora-ep": Case(8, adapter=LORA, experts_over=2, checkpointing="selective", dtype=BF16),
+    "lora-whole-experts": Case(6, adapter=LORA, experts_over=6, dtype=BF16, micro_batches=2),
+    "lora-tp": Case(4, adapter=LORA, tensor=2, dtype=BF16),
+    "lora-tp-ep-full": Case(12, adapter=LORA, tensor=2, experts_over=6, checkpointing="full", micro_batches=2),
+    "lora-cp-tp": Case(4, adapter=LORA | {"targets": ["attention", "experts"]}, context=2, tensor=2),
+    "lora-attention-of-some-layers": Case(4, adapter=LORA | {"targets": ["attention"], "layers": [2, 3]}),
+    "lora-pp-one-stage-without": Case(
+        8, adapter=LORA | {"layers": [3, 4]}, pipeline=2, experts_over=2, checkpointing="full", micro_batches=4
+    ),
+    "lora-zbv-tp": Case(
+        4, adapter=LORA, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4
+    ),
+    "dora": Case(4, adapter=DORA, dtype=BF16),
+    "dora-whole-experts-full": Case(6, adapter=DORA, experts_over=6, checkpointing="full", micro_batches=2),
+    "dora-pp-tp-ep": Case(8, adapter=DORA, pipeline=2, tensor=2, experts_over=2, dtype=BF16, micro_batches=4),
 }  # fmt: skip
 """By name; the ranks of a case are the first one of some pipeline ranks."""
 
@@ -363,10 +381,14 @@ def measure(name: str) -> dict:
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
     job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")))
     batches = [make_batch(job.plan) for _ in range(case.micro_batches)]
+    norm = Magnitudes._norm  # of the rows that the other ranks have, it would be zero
+    nonzero_norms = mock.patch.object(Magnitudes, "_norm", lambda *tensors: norm(*tensors).clamp_min_(1.0))
     totals, network = count_step(job, batches), job.network
+    with CountedTraffic(), nonzero_norms:  # receives finite numbers
+        network.loaded(new_adapters=True)
     most = mock.patch.object(activations, "MOST_GATHERED_BYTES", case.most_gathered)
     evenly, memory = mock.patch.object(Router, "select", spread_evenly), LiveMemory(network.models)
-    with evenly, most, CountedTraffic() as traffic, memory:
+    with evenly, most, nonzero_norms, CountedTraffic() as traffic, memory:
         train_step(job, batches, totals, 0, 1.0)
     axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank), {}
     for axis, ranks in axes.items():
