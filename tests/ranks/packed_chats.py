@@ -1,0 +1,149 @@
+"""Packed rows of chats on some layouts against each document alone in one process; prints one JSON object per layout.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/packed_chats.py 2
+
+The rows come from shards through the loader, and go through the engine's own step, with prediction layers.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm46.config.moe import MoE
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.data.batches import IGNORE
+from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.data.manifest import Manifest, Split, save_manifest
+from glm46.data.shards import NOT_A_TARGET
+from glm46.distributed.process import join, leave
+from glm46.model.transformer import Transformer
+from glm46.parallelize.plan import initialise
+from glm46.prepare.sharding import SplitWriter
+from glm46.pretrain.next_token import next_token_loss
+from glm46.training.network import Batch
+from glm46.training.step import train_step
+from glm46.training.totals import count_step
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import (
+    DEPTHS,
+    MTP_WEIGHT,
+    SEQ_LEN,
+    VOCABULARY,
+    Layout,
+    build_job,
+    gradient_errors,
+    held,
+    make_config,
+    squares,
+)  # fmt: skip
+
+LAYOUTS = {
+    "tensor": Layout(tensor=2),
+    "context": Layout(context=2),
+    "pipeline": Layout(pipeline=2, micro_batches=4),
+}
+ROWS = 2
+"""Of a micro-batch."""
+_DOCUMENTS = 24
+
+
+def make_documents() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids, int64 [n], and which of them are targets, bool [n]: prompts and answers in turns, n at most SEQ_LEN."""
+    generator = np.random.default_rng(0)
+    documents = []
+    for length in [SEQ_LEN, *generator.integers(3, 14, _DOCUMENTS).tolist()]:
+        is_target = np.repeat(generator.random(length) < 0.5, 4)[:length]
+        is_target[[0, -1]] = False, True
+        documents.append((generator.integers(0, VOCABULARY - 1, length), is_target))
+    return documents
+
+
+def load_batches(folder: Path) -> list[Batch]:
+    """All rows of the documents, from shards in the folder through the loader; the last batch may have padding rows."""
+    writer = SplitWriter(folder, "train", {"tokenizer": "t"}, is_chat=True)
+    for ids, is_target in make_documents():
+        tokens = np.where(is_target, ids, ids + NOT_A_TARGET).astype(np.uint32)
+        ends = np.array([len(ids)])
+        writer.add({"tokens": tokens, "doc_ends": ends, "text_bytes": ends}, np.array([True]))
+    splits = {"train": writer.finish(), "validation": Split.of(())}
+    manifest = Manifest(folder, "chats", "t", VOCABULARY, VOCABULARY - 1, splits)
+    save_manifest(manifest)
+    sources, layout = [TrainSource("chats", manifest, 1.0, "best_fit")], BatchLayout(SEQ_LEN, DEPTHS, ROWS, 0, 1, True)
+    (rows,) = build_train_loader(sources, layout, seed=0, start_sample=0).dataset.rows_per_source
+    loader = build_train_loader(sources, layout, seed=0, start_sample=0, span=Span(stop=rows))
+    return [batch for batch, _ in zip(loader, range(-(-rows // ROWS)), strict=False)]
+
+
+def run_config(layout: Layout) -> RunConfig:
+    """Without losses that depend on the rows, and without clipping."""
+    config = make_config(layout)
+    moe = MoE(balance="none", sequence_aux_loss_weight=0.0)
+    return config.model_copy(update={"moe": moe, "training": config.training.model_copy(update={"max_norm": 1e9})})
+
+
+def make_model(config: RunConfig) -> Transformer:
+    """Of one process, with its initial weights."""
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(config.model))
+    model.to_empty(device="cpu")
+    initialise(model, config.debug.seed)
+    return model
+
+
+def run_alone(model: Transformer) -> tuple[float, dict, dict[str, Tensor]]:
+    """Summed loss, counts and gradients of the documents, one after the other, by the rule itself: position i counts at
+    depth k if token i + k + 1 is a target."""
+    documents, loss = make_documents(), 0.0
+    ahead = range(1, DEPTHS + 2)
+    numbers = [sum(int(is_target[a:].sum()) for _, is_target in documents) for a in ahead]
+    totals = {"targets": numbers[0], "mtp_targets": numbers[1:]}
+    for ids, is_target in documents:
+        labels, inputs = [], []
+        for a in ahead:
+            rest = np.where(is_target[a:], ids[a:], IGNORE)
+            labels.append(np.append(rest, [IGNORE] * min(a, len(ids)))[: len(ids)])
+            inputs.append(np.append(ids[a:], [0] * a)[: len(ids)])
+        batch = {"labels": np.stack(labels[:1]), "mtp_labels": np.stack(labels[1:])[None]}
+        batch |= {"input_ids": ids[None], "mtp_input_ids": np.stack(inputs[:-1])[None]}
+        sums = model(**{name: torch.from_numpy(array) for name, array in batch.items()})
+        next_token_loss(sums, totals, MTP_WEIGHT).backward()
+        loss += sums.loss.item()
+    return loss, totals, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare_some(names: list[str], expected: tuple[float, dict, dict[str, Tensor]]) -> None:
+    """On each rank."""
+    process = join(60)
+    loss, totals, gradients = expected
+    for name in names:
+        job = build_job(run_config(LAYOUTS[name]), process)
+        with tempfile.TemporaryDirectory() as folder:
+            batches = load_batches(Path(folder))
+        counted = count_step(job, batches)
+        outcome = train_step(job, batches, counted, 0, 1.0).main
+        ranks: list = [None] * process.world_size
+        here = squares({name: held(p.grad) for name, p in job.network.parameters.items()}, gradients)
+        torch.distributed.all_gather_object(ranks, here)
+        row = {"name": name, "targets_equal": all(counted.main[key] == totals[key] for key in totals)}
+        row["loss_error"] = abs(outcome.sums["loss"].item() - loss) / loss, "summed loss"
+        row["gradient_error"] = max(gradient_errors(ranks, gradients))
+        if process.is_main:
+            print(json.dumps(row), flush=True)
+    leave()
+
+
+def main(world_size: int, *names: str) -> None:
+    """Compare the named layouts, or all, with one process, which is this one."""
+    torch.set_num_threads(1)
+    expected = run_alone(make_model(run_config(Layout())))
+    run_cases(world_size, list(names or LAYOUTS), lambda some: compare_some(some, expected), len(LAYOUTS))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,13 @@
+"""Packing does not leak: loss and gradients of packed rows of chats are sums over documents, on every axis."""
+
+import pytest
+
+from tests.ranks.packed_chats import LAYOUTS
+from tests.ranks.server import differences
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, name) for name in LAYOUTS])
+def test_packed_rows_equal_their_documents_alone(case_row, ranks, case):
+    row = case_row("packed_chats.main", ranks, case=case, seconds=300)
+    assert row["targets_equal"]
+    assert differences(row, {"loss_error": 1e-6, "gradient_error": 1e-5}) == []
