@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora"])
+@pytest.mark.parametrize("name", ["lora", "dora"])
 def test_adapters_begin_as_the_base_and_their_checkpoints_hold_nothing_else(make_config, base, tmp_path, name):
     assert train(adapted(make_config, base, name=name)) == 0
     before, *_, after = losses(tmp_path / "out")
@@ -109,7 +109,7 @@ def test_another_rank_is_explained_by_its_key(make_config, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora"])
+@pytest.mark.parametrize("name", ["lora", "dora"])
 def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(make_config, base, tmp_path, capsys, name):
     config = adapted(make_config, base, in_hf=True, name=name, checkpoint={"last_save_in_hf": True})
     assert train(config) == 0
