@@ -97,15 +97,18 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
 
 
 def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
-    """Return one line per source: its size, and the tokens and epochs planned."""
+    """Return one line per source: its size, and the tokens and epochs planned; of chats also the tokens of an epoch,
+    padding of their rows included, and the share of targets."""
     lines = []
     for source in plan_sources(plan, manifests):
         split = manifests[source.name].splits["train"]
-        lines.append(
+        line = (
             f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
             f"{source.tokens:,.0f} planned, {source.epochs:.3g} epochs"
-            + (f"; {describe_targets(split)}" if split.targets is not None else "")
         )
+        if split.targets is not None and source.epochs:
+            line += f", {source.tokens / source.epochs:,.0f} tokens each; {describe_targets(split)}"
+        lines.append(line)
     return lines
 
 

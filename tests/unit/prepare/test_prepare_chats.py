@@ -283,7 +283,12 @@ def test_a_run_makes_its_chats_and_counts_their_rows_as_epochs(make_config, here
     packs = len(list(here.glob("chats/packs-96-*")))
     held = manifests["chats"].splits["train"]
     assert packs == 1 and rows * 96 / held.tokens > planned.epochs >= 0.9 * rows * 96 / held.tokens
-    assert f"; targets: {held.targets:,} of {held.tokens:,} tokens" in describe_sources(plan, manifests)[0]
+    (line,) = describe_sources(plan, manifests)
+    assert f" tokens each; targets: {held.targets:,} of {held.tokens:,} tokens" in line
+    # A budget of what the line says is one epoch.
+    epoch = int(line.split(" tokens each")[0].rpartition(" ")[2].replace(",", ""))
+    once = make_config(data={"sources": [source]}, training={"seq_len": 96, "steps": None, "tokens": epoch})
+    assert plan_sources(resolve_plan(once), manifests)[0].epochs == 1.0 and epoch % 96 == 0
     # The same folder without its recipe is held to the same rules.
     bare = {"name": "chats", "path": str(here / "chats")}
     config = make_config(data={"sources": [bare], "document_mask": False}, training={"seq_len": 64})
