@@ -1,6 +1,7 @@
 """FSDP2: every rank keeps a shard of each parameter and gathers a layer to compute it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -40,7 +41,9 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
                 if set(experts.parameters()) - options.get("ignored_params", set()):
-                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_layers)
+                    # FSDP2 would round the rows' FP32 weights.
+                    of_experts = of_layers | {"mp_policy": replace(policy, cast_forward_inputs=False)}
+                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_experts)
         fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **of_layers)
     # The root's parameters are used first, last and by every prediction depth: gather them once per step.
     fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)

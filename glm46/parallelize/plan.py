@@ -23,14 +23,14 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         `parameter_offload`, in host memory, with initial values.
     """
     config, meshes = plan.config, cluster.meshes
-    trained_type = getattr(torch, config.training.dtype)
+    trained_type, adapter = getattr(torch, config.training.dtype), config.adapter
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if config.adapter is None or not is_trained:
+    if is_trained and adapter is None:
         model.cast(trained_type)  # before sharding: the shards are the master weights
-    else:
-        # Before sharding, which divides adapters as their weights, and before FSDP2, which asks what is frozen.
+    else:  # what is frozen is kept as it is computed with
         model.cast(getattr(torch, config.training.mixed_precision_param))
-        add_adapters(model, config.adapter, trained_type)
+    if is_trained and adapter is not None:
+        add_adapters(model, adapter, trained_type)  # before sharding, and before FSDP2 asks what is frozen
     if meshes.expert is not None:
         expert.apply(model, meshes.expert)  # before compile, which must see the token dispatch
     if meshes.sequence is not None:
