@@ -141,14 +141,16 @@ def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size:
 def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """FSDP2 shards experts evenly: whole experts, or equal parts of each expert."""
     ranks, ep = _ranks_to_borrow(config, world_size), config.parallelism.expert_parallel_degree
-    width = 2 * shape.moe_intermediate_size
+    rows, adapter = [2 * shape.moe_intermediate_size, shape.hidden_size], config.adapter
+    if adapter is not None and "experts" in adapter.targets:
+        rows.append(adapter.expert_rank or adapter.rank)  # of A
     if not ranks or ranks % ep or shape.n_routed_experts % ep:
         return  # not known, or reported by the rules above
 
     def is_even(ranks: int, degree: int) -> bool:
         shards = ranks // degree
         whole = shape.n_routed_experts // degree % shards == 0
-        return whole or (width % shards == 0 and shape.hidden_size % shards == 0)
+        return whole or not any(count % shards for count in rows)
 
     if is_even(ranks, ep):
         return
@@ -171,7 +173,7 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
     yield Fault(
         ("parallelism",),
         f"{subject}: {counted(shape.n_routed_experts // ep, 'expert')} of a layer sharded over {ranks // ep} ranks, "
-        f"which divide neither their number nor an expert's {width} and {shape.hidden_size} rows; "
+        f"which divide neither their number nor an expert's {' and '.join(map(str, rows))} rows; "
         f"{', or '.join(remedies)}",
     )
 

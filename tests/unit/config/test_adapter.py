@@ -4,6 +4,9 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.presets import resolve_shape
+from glm46.config.rules_layout import expert_shards_are_even
+from glm46.config.run_config import RunConfig
 
 SOUND = """
 [model]
@@ -96,3 +99,15 @@ def test_sound_adapter_is_taken(extra, tmp_path):
 def test_the_scale_is_that_of_rank(tmp_path):
     adapter = load(SOUND + "expert_rank = 16\nalpha = 4.0\n", tmp_path).adapter
     assert adapter.scale == 0.5 and adapter.model_copy(update={"rank_stabilized": True}).scale == 4 / 8**0.5
+
+
+def test_the_rank_of_experts_divides_evenly_where_each_expert_is_sharded():
+    """FSDP2 shards A of an expert along its rank where the ranks do not divide the number of experts."""
+    for adapter, is_even in (({"expert_rank": 8}, False), ({}, True), ({"targets": ["attention"], "rank": 8}, True)):
+        config = RunConfig.model_validate({
+            "model": {"flavor": "debug", "n_routed_experts": 24, "num_nextn_predict_layers": 0}, "adapter": adapter,
+            "training": {"seq_len": 128}, "parallelism": {"data_parallel_shard_degree": 16},
+        })  # fmt: skip
+        faults = [fault.message for fault in expert_shards_are_even(config, resolve_shape(config.model), 16)]
+        assert bool(faults) != is_even
+        assert all("and 8 rows" in message and "data_parallel_shard_degree = 16" in message for message in faults)
