@@ -48,6 +48,24 @@ def test_the_answers_before_and_after_are_those_of_the_generator(make_config, ba
             assert f"user: {message}\nassistant: {answer.strip()}" in text
 
 
+def test_answers_end_with_their_stop_marker_and_say_so(make_config, base, tokenizer, capsys, monkeypatch):
+    model, _ = load_for_inference(Path(base), tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))
+    prompts = [chat_prompt(tokenizer, [Message("user", message)], thinking=False) for message in MESSAGES]
+    settings = {"sampling": Sampling(0.0), "stop": frozenset(), "vocab_size": tokenizer.vocab_size}
+    rounds = list(Generation(model, prompts, max_new_tokens=5, **settings))
+    answers = [[token for new in rounds for token in new[number]] for number in range(2)]
+    marker = answers[0][1]
+    monkeypatch.setattr("glm46.finetune.task.stop_ids", lambda tokenizer: [marker])
+    assert train(tuned(make_config, base, training={"steps": 1})) == 0
+    said = capsys.readouterr().out
+    before = said[: said.index("step       1")]
+    assert f"{sum(marker in answer for answer in answers)} of 2 ended with a stop marker" in before
+    for message, answer in zip(MESSAGES, answers, strict=True):
+        cut = answer[: answer.index(marker) + 1] if marker in answer else answer
+        state = "" if marker in answer else "│ not ended after 5 tokens"
+        assert f"user: {message}\nassistant: {tokenizer.decode(cut).strip()}{state}\n" in before
+
+
 def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
     config = tuned(make_config, base, finetune={"samples": ["word " * 30], "max_new_tokens": 16})
     with pytest.raises(UserError, match=r"finetune.max_new_tokens = 16: .* 40 positions .* lower it"):
