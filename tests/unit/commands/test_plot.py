@@ -151,7 +151,7 @@ def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arg
 
 def test_without_matplotlib_one_message_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr("glm46.commands.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("glm46.commands.options.find_spec", lambda name: None)
     assert main(["plot", str(run)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "pip install matplotlib" in said and "[plot]" in said
