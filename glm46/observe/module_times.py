@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from glm46.config.adapter import Adapter
 from glm46.config.model import ModelShape
 from glm46.observe.module_ranges import KINDS, LAYER_KINDS, kind_of
 from glm46.planner.flops import pair_flops, product_flops
@@ -117,15 +118,18 @@ def _covered(kernels: list[dict[str, Any]]) -> float:
     return covered
 
 
-def flops_by_kind(names: Iterable[str], shape: ModelShape, tokens: float, half_pairs: float) -> dict[str, float]:
+def flops_by_kind(
+    names: Iterable[str], shape: ModelShape, tokens: float, half_pairs: float, adapter: Adapter | None = None
+) -> dict[str, float]:
     """FLOPs of the products of forward and backward, by kind, as MFU counts them: without recomputation.
 
     Args:
         names: of the parameters of this rank.
         tokens, half_pairs: of the step, see `batch_flops`; this rank's share of them.
+        adapter: [adapter] of a network that trains no other weights.
     """
     flops: dict[str, float] = defaultdict(float)
-    for name, per_token in product_flops(names, shape).items():
+    for name, per_token in product_flops(names, shape, adapter).items():
         flops[kind_of(name.rpartition(".")[0])] += per_token * tokens
         if name.endswith(".self_attn.o_proj.weight"):
             core = kind_of(name.replace("o_proj.weight", "core"))

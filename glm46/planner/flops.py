@@ -127,14 +127,19 @@ def training_flops_per_token(
     return training_flops(shape, seq_len, document, adapter).total
 
 
-def product_flops(names: Iterable[str], shape: ModelShape) -> dict[str, float]:
+def product_flops(names: Iterable[str], shape: ModelShape, adapter: Adapter | None = None) -> dict[str, float]:
     """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
-    whose parameters are among them use the head too."""
+    whose parameters are among them use the head too.
+
+    Args:
+        adapter: [adapter] of a network that trains no other weights.
+    """
     names, flops = list(names), {}
+    adapters = {} if adapter is None else adapter_rows(shape, adapter)
     for name in names:
-        row = find_parameter(name)
+        row = adapters.get(name) or find_parameter(name)
         if row.is_matrix and row.part != "embedding":
-            flops[name] = _matrix_flops([row], shape)
+            flops[name] = _matrix_flops([row], shape, None if name in adapters else adapter)
     uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
     return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 

@@ -82,15 +82,17 @@ def _schedule(parallelism: Parallelism) -> str:
 
 
 def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, int, int]:
-    """First and last layer of each local stage; number and bytes of local parameters; bytes of optimizer states."""
+    """First and last layer of each local stage; number of local parameters; bytes of these and of the gradients, which
+    have their types; bytes of optimizer states."""
     layers = [[int(number) for number in model.layers] for model in networks[0].models]
-    parameters = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
+    trained = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
+    frozen = [local_tensor(parameter) for network in networks for parameter in network.frozen.values()]
     optimizers = [network.optimizer for network in networks if network.optimizer is not None]
     states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
-        sum(parameter.numel() for parameter in parameters),
-        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.numel() for parameter in (*trained, *frozen)),
+        sum(parameter.nbytes for parameter in (*trained, *trained, *frozen)),
         sum(state.nbytes for state in states),
     )
 
@@ -106,12 +108,10 @@ def _memory_lines(held: list, stages: int) -> list[str]:
             else f"ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
         )
         layers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranks[0][0])
-        counts, weights, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
-        # Gradients have the dtype of their parameters.
-        with_gradients = _span([2 * size for size in weights], 2**20)
+        counts, with_gradients, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
         lines.append(
-            f"  {where:<12} layers {layers}: {_span(counts)} parameters each, {with_gradients} MiB with gradients, "
-            f"{_span(states, 2**20)} MiB of optimizer states"
+            f"  {where:<12} layers {layers}: {_span(counts)} parameters each, "
+            f"{_span(with_gradients, 2**20)} MiB with gradients, {_span(states, 2**20)} MiB of optimizer states"
         )
     return lines
 

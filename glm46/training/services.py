@@ -136,7 +136,8 @@ def _profiled(task: Task) -> Profiled:
         sums: Counter[str] = Counter()
         for name in task.objectives:
             network = task.networks[name]
-            sums.update(flops_by_kind(network.parameters, network.shape, tokens / share, half_pairs / share))
+            names, adapter = [*network.parameters, *network.frozen], task.plan.config.adapter
+            sums.update(flops_by_kind(names, network.shape, tokens / share, half_pairs / share, adapter))
             sums["optimizer"] += network.optimizer.muon.flops()
         return sums
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import Profiling
@@ -19,7 +20,7 @@ from glm46.optim.muon import Muon
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize.plan import initialise
 from glm46.planner.flops import batch_flops, newton_schulz_flops
-from glm46.planner.parameters import named_rows
+from glm46.planner.parameters import adapter_rows, named_rows
 from glm46.pretrain.task import train
 from tests.small_run import TINY
 
@@ -104,6 +105,16 @@ def test_flops_of_all_kinds_are_those_of_the_step(flavor):
     assert sum(sum(flops_by_kind(part, shape, 3000, 10**6).values()) for part in parts) == pytest.approx(
         sum(flops.values())
     )
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_flops_of_adapters_are_those_of_the_step(name):
+    shape = PRESETS["debug"].model_copy(update={"num_nextn_predict_layers": 0})
+    adapter = Adapter(name=name, rank=8, expert_rank=4)
+    names = [*named_rows(shape), *adapter_rows(shape, adapter)]
+    flops = flops_by_kind(names, shape, 3000, 10**6, adapter)
+    assert sum(flops.values()) == pytest.approx(batch_flops(shape, 3000, 10**6, adapter), rel=1e-12)
+    assert flops.keys() < set(KINDS)
 
 
 def test_flops_of_the_optimizer_are_those_of_its_matrices():
