@@ -59,7 +59,9 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_adapters_begin_as_the_base_and_their_checkpoints_hold_nothing_else(make_config, base, tmp_path, name):
-    assert train(adapted(make_config, base, name=name)) == 0
+    profiling = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1}
+    assert train(adapted(make_config, base, name=name, profiling=profiling)) == 0
+    assert (tmp_path / "out/profile_traces/step-000004/rank0_modules.json").is_file()
     before, *_, after = losses(tmp_path / "out")
     assert before == losses(base)[-1] and after < before
     step = tmp_path / "out/checkpoint/step-000004"
