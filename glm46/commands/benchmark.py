@@ -16,6 +16,7 @@ from glm46.benchmark.model_speed import CONTESTANTS, Contestant, Workload, media
 from glm46.benchmark.rounds import SECONDS
 from glm46.commands.environment import describe_version
 from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
@@ -39,7 +40,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("benchmark")
-    kinds = parser.add_subparsers(title="what", metavar="model|generate|checkpoint|rates", required=True)
+    kinds = parser.add_subparsers(title="what", metavar="model|finetune|generate|checkpoint|rates", required=True)
     model = kinds.add_parser("model", help="training step against transformers on the same weights")
     model.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset of the model")
     model.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
@@ -56,6 +57,16 @@ def _parser() -> VerbParser:
         help="contestant, repeatable; absent: all that are installed, on a CPU without the compiled one",
     )
     model.set_defaults(run=_model)
+    finetune = kinds.add_parser("finetune", help="steps of all weights, LoRA and DoRA, interleaved")
+    finetune.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
+    finetune.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
+    finetune.add_argument("--batch", type=positive, default=2, help="sequences")
+    finetune.add_argument("--seq-len", type=positive, default=512, help="tokens of each")
+    finetune.add_argument("--rank", type=positive, default=32, help="of the adapters")
+    finetune.add_argument("--expert-rank", type=positive, default=8, help="of the adapters of routed experts")
+    finetune.add_argument("--rounds", type=positive, help=f"timed steps of each; {_FITTING}")
+    finetune.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
+    finetune.set_defaults(run=_finetune)
     generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
@@ -126,6 +137,25 @@ def _model(arguments: argparse.Namespace) -> None:
             _progress(f"measuring the memory of {contestant.name}")
             contestant.peak_bytes = peak_bytes_on_cpu(contestant.name, work, torch.get_num_threads())
     _print(_report(work, contestants))
+
+
+def _finetune(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from glm46.benchmark.finetune_speed import finetune_speed
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    has_gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16 if has_gpu else torch.float32
+    work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
+    _print(
+        f"step (forward, backward, AdamW) of {work.flavor}, {work.shape().num_hidden_layers} layers, without MTP, "
+        f"{work.batch} x {work.seq_len} tokens, rank {arguments.rank}, of experts {arguments.expert_rank}, "
+        f"{str(dtype).removeprefix('torch.')}\n{_environment(work)}"
+    )
+    adapter = Adapter(rank=arguments.rank, expert_rank=arguments.expert_rank)
+    _print(finetune_speed(work, adapter, arguments.rounds, _progress))
 
 
 def _rates(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "": 25, "__main__": 22, "ablation": 440, "benchmark": 700, "checkpoint": 2350, "cli": 105,
+    "": 25, "__main__": 22, "ablation": 440, "benchmark": 815, "checkpoint": 2350, "cli": 105,
     "commands": 3910, "compat": 310, "config": 3370, "data": 2640,
     "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2300, "inference": 845,
     "model": 2200, "observe": 1175, "optim": 1790, "parallelize": 1350,

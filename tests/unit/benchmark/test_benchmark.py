@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from glm46.benchmark.finetune_speed import RECOMPUTED, TRAINED, FineTuning
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
 from glm46.benchmark.rounds import timed_rounds
 from glm46.cli import main
 from glm46.commands.benchmark import benchmark_command
+from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.planner.target_cluster import Efficiencies
 
@@ -102,3 +104,27 @@ def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
     assert main(["plan", "--config", debug, "--gpu", described, "--measured", str(file)]) == 0
     assert f"efficiencies: {measured.source}" in capsys.readouterr().out
     assert main(["benchmark", *options[:-1], str(tmp_path / "none" / "file")]) == 2
+
+
+@pytest.mark.slow
+def test_ways_of_fine_tuning_begin_at_one_loss_and_change_what_they_train():
+    runs = {
+        (trained, recomputed): FineTuning(TINY, trained, Adapter(rank=8, expert_rank=4), recomputed)
+        for trained in TRAINED for recomputed in RECOMPUTED
+    }  # fmt: skip
+    losses = [run.forward() for run in runs.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
+    for (trained, _), run in runs.items():
+        before = {name: weight.clone() for name, weight in run.model.named_parameters()}
+        assert run.step() == pytest.approx(losses[0], rel=1e-6) and run.forward() < losses[0]
+        changed = {name for name, weight in run.model.named_parameters() if not torch.equal(weight, before[name])}
+        assert changed and all(
+            ("lora_" in name or "magnitude" in name) == (trained != "all weights") for name in changed
+        )
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_raced(capsys):
+    main(["benchmark", "finetune", "--flavor", "debug", "--layers", "2", "--seq-len", "32", "--rounds", "1"])
+    text = capsys.readouterr().out
+    assert text.count("LoRA, ") == 3 and text.count("DoRA, ") == 2 and text.count("all weights, ") == 3
