@@ -29,7 +29,7 @@ from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
-from glm46.huggingface.merge_adapter import MERGE_ERRORS, merge_adapter
+from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import HFNames, raise_if
 from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
@@ -37,9 +37,6 @@ from glm46.planner.curriculum import describe_attention
 
 _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
-
-_MOST_LOST = 0.5
-"""Norm of the rounding error over that of an adapter's change, from which on `merge` warns."""
 
 
 def convert_command(argv: Sequence[str]) -> int:
@@ -176,16 +173,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     total = sum(record.nbytes for _, record in find_tensors(arguments.base).values())
     with bytes_progress("merging", total, _report) as report:
         errors = merge_adapter(arguments.base, arguments.adapter, arguments.output, target=target, report=report)
-    changes = sorted(of["change"] for of in errors.values())
-    print(f"{arguments.output}: {len(errors)} weights changed, by {changes[0]:.1e} to {changes[-1]:.1e} of their norm")
-    worst = max(errors, key=lambda name: errors[name]["rounding"])
-    lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]
-    print(f"rounding is at most {errors[worst]['rounding']:.3f} of the change, of {worst}; all: {MERGE_ERRORS}")
-    if lost:
-        _report(
-            f"warning: in {len(lost)} weights rounding is over {_MOST_LOST} of the change: the merged model is not "
-            "the trained one; merge with --dtype float32, or serve the adapter beside the base"
-        )
+    for line in merge_lines(arguments.output, errors):
+        (_report if line.startswith("warning") else print)(line)
     return 0
 
 

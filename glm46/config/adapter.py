@@ -1,10 +1,10 @@
 """The section [adapter]."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Section
+from glm46.config.section import Needs, Section
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
@@ -43,6 +43,9 @@ class Adapter(Section):
     initial_load_path: str | None = None
     """A PEFT folder whose adapters training goes on from, with a new optimizer: of the same kind, targets and layers,
     and of these ranks. Its alpha may differ; B is then scaled. Absent: new adapters, which change nothing."""
+
+    save_merged: Annotated[bool, Needs("checkpoint.last_save_in_hf"), Needs("checkpoint.initial_load_in_hf")] = False
+    """At the end of training also write the base with the adapters added, in the types of the base."""
 
     @property
     def scale(self) -> float:

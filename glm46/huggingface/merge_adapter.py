@@ -31,6 +31,8 @@ MERGE_ERRORS = "merge_errors.json"
 _FP8 = torch.float8_e4m3fn
 _MOST_ELEMENTS = 1 << 20
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
+_MOST_LOST = 0.5
+"""Norm of the rounding error over that of an adapter's change, from which on there is a warning."""
 
 
 @torch.no_grad()
@@ -81,6 +83,23 @@ def merge_adapter(
                 for name, content in merge.small_files(base, errors).items():
                     create_durably(draft / name, [content])
     return errors
+
+
+def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
+    """What to tell a user about a merged folder; ``errors`` is the result of `merge_adapter`."""
+    changes = sorted(of["change"] for of in errors.values())
+    worst = max(errors, key=lambda name: errors[name]["rounding"])
+    lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]
+    lines = [
+        f"{folder}: {len(errors)} weights changed, by {changes[0]:.1e} to {changes[-1]:.1e} of their norm",
+        f"rounding is at most {errors[worst]['rounding']:.3f} of the change, of {worst}; all: {MERGE_ERRORS}",
+    ]
+    if lost:
+        lines.append(
+            f"warning: in {len(lost)} weights rounding is over {_MOST_LOST} of the change: the merged model is not "
+            "the trained one; use convert merge --dtype float32, or serve the adapter beside the base"
+        )
+    return lines
 
 
 class _Merge:

@@ -93,7 +93,7 @@ class Pretraining:
     def export(self, progress: Progress) -> str:
         """See `Task.export`."""
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)  # not in force yet if no step was trained
-        return str(save_weights(self.network, self.tokenizer, progress))
+        return save_weights(self.network, self.tokenizer, progress)
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: a continuation of [inference] prompt."""

@@ -10,6 +10,7 @@ from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
+from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import has_repeats
 from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.peft_import import import_adapter
@@ -46,22 +47,25 @@ def load_adapters(network: Network) -> None:
         network.loaded(new_adapters=False)
 
 
-def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> Path:
+def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> str:
     """Save the model as a Hugging Face folder under job.dump_folder; of a network with adapters these alone, as a PEFT
-    folder. Collective.
+    folder, and with adapter.save_merged also the base with the adapters added. Collective.
 
     A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
     folder does.
 
     Returns:
-        The folder.
+        The folder; of a merged one also what was rounded.
     """
     config, shape = network.plan.config, network.shape
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     if config.adapter is not None:
         base, adapters = config.checkpoint.initial_load_path, network.parameters
         export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base)
-        return folder
+        if not config.adapter.save_merged:
+            return str(folder)
+        merged = folder.with_name(f"{folder.name}-merged")
+        return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
         origin = Path(config.checkpoint.initial_load_path)
@@ -70,4 +74,4 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
     options = ExportOptions(dtype=torch.bfloat16, repeat_shared=repeat_shared, other_files=files)
     export_weights(folder, shape, config_json, network.weights(), options=options)
-    return folder
+    return str(folder)
