@@ -26,8 +26,8 @@ BOUNDS = {
     "token_gradient_error": 1e-5,
     # AdamW's first steps divide a gradient by its own size, which amplifies rounding where a gradient is tiny.
     "update_error": 1e-3,
-    # Of the weights themselves, without biases: these start at zero and are nothing but their update. Three steps move a
-    # weight by a tenth of its size, so this is a tenth of the updates' error: up to 1.2e-5 is seen, by the CPU's kernels.
+    # Of the weights themselves, without biases: these start at zero and are nothing but their update. Three steps move
+    # a weight by a tenth of its size, so this is a tenth of an update's error: up to 1.2e-5 is seen, on some CPUs.
     "weight_error": 3e-5,
 }
 
