@@ -1,0 +1,67 @@
+"""What is asked of an engine and what it returns: the only types that engines and reinforcement learning share."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+
+class Request(NamedTuple):
+    """One sample to draw."""
+
+    prompt: list[int]
+    seed: int
+    """Decides the draws: the same request, weights and rules give the same tokens in any batch, on any number of ranks."""
+    max_new_tokens: int
+
+
+class SamplingRules(NamedTuple):
+    """How the tokens of all requests of a call are drawn: from the whole distribution, without top-p and top-k."""
+
+    temperature: float
+    """Logits are divided by it; 0 takes the most likely token."""
+    stop: frozenset[int]
+    """Ids that end a completion."""
+    vocab_size: int
+    """Ids from here on are padding rows of the head; their probability is 0."""
+    routes: bool = False
+    """Return the chosen experts."""
+
+
+class Span(NamedTuple):
+    """The tokens of a completion from `start` on were drawn by this version of the weights."""
+
+    start: int
+    version: int
+
+
+class Completion(NamedTuple):
+    """A drawn sample."""
+
+    tokens: list[int]
+    """With the stop token, if it was drawn."""
+    logprobs: list[float]
+    """Of each token, of the distribution that it was drawn from (at the temperature), natural logarithm."""
+    finish: Literal["stop", "length", "abort"]
+    spans: list[Span]
+    routes: np.ndarray | None
+    """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
+
+
+class Engine(Protocol):
+    """Draws completions with weights of the policy network."""
+
+    def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+        """Completions of all requests of the job, in their order.
+
+        Collective for the in-process engine: every rank passes all requests and gets all completions.
+        """
+        ...
+
+    def update(self, version: int) -> None:
+        """Make the engine's weights those of the policy network, and name them by `version`. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
