@@ -11,7 +11,7 @@ class Request(NamedTuple):
 
     prompt: list[int]
     seed: int
-    """Decides the draws: the same request, weights and rules give the same tokens in any batch, on any number of ranks."""
+    """Decides the draws: request, weights and rules give the same tokens in any batch, on any number of ranks."""
     max_new_tokens: int
 
 
