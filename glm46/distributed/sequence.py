@@ -37,7 +37,7 @@ class SequenceShard:
         return torch.from_numpy(np.stack([balanced_places(row, self.ranks, window) for row in document_ids.numpy()]))
 
     def cut(self, rows: dict[str, Tensor], places_BRS: Tensor) -> dict[str, Tensor]:
-        """This rank's part of tensors [B, S] or [B, K, S] on the CPU, by the result of `places`."""
+        """This rank's part of tensors [B, S], [B, K, S] or [B, S, L, A] on the CPU, by the result of `places`."""
         return {name: _pick(tensor, places_BRS[:, self.rank]) for name, tensor in rows.items()}
 
     def restore(self, part: Tensor, places_BRS: Tensor) -> Tensor:
@@ -50,6 +50,8 @@ class SequenceShard:
 
 
 def _pick(tensor: Tensor, places_BS: Tensor) -> Tensor:
+    if tensor.ndim == 4:
+        return tensor[torch.arange(len(tensor)).unsqueeze(1), places_BS]
     if tensor.ndim == 3:
         places_BS = places_BS.unsqueeze(1).expand(-1, tensor.shape[1], -1)
     return tensor.gather(-1, places_BS)

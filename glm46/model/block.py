@@ -28,11 +28,13 @@ class TransformerBlock(nn.Module):
         layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]. Also return the routing statistics of an MoE layer, None for a dense one."""
+        """Map [B, S, D] to [B, S, D]. Also return the routing statistics of an MoE layer, None for a dense one; only an
+        MoE layer takes routes [B, S, A], see `Router.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, layout)
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
             return x + self.mlp(normed), None
-        y, statistics = self.mlp(normed, is_real, options)
+        y, statistics = self.mlp(normed, is_real, options, routes)
         return x + y, statistics

@@ -22,11 +22,11 @@ class MoE(nn.Module):
         self.dispatcher: TokenDispatcher = LocalDispatcher()
 
     def forward(
-        self, x: Tensor, is_real: Tensor | None, options: RoutingOptions
+        self, x: Tensor, is_real: Tensor | None, options: RoutingOptions, routes: Tensor | None = None
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]; `is_real` is boolean [B, S] or None. Also return the statistics of the routing,
-        None if `options` turns them off."""
-        routing = self.router(x, is_real, options)
+        """Map [B, S, D] to [B, S, D]; further arguments as of `Router.forward`. Also return the statistics of the
+        routing, None if `options` turns them off."""
+        routing = self.router(x, is_real, options, routes)
         x_TD = x.reshape(-1, x.shape[-1])
         pending = self.dispatcher.start(x_TD, routing, self.num_experts)
         # Computed while tokens travel, in backward too. It must come before the experts: a recomputation of this layer

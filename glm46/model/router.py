@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from glm46 import compat
 from glm46.config.model import ModelShape
 from glm46.model.layers import local_weight
+from glm46.model.routes import replay, route_type
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class RoutingOptions:
     """Compute the router z-loss."""
     statistics: bool = True
     """Return `RoutingStatistics`. Decoding needs none and saves their kernels."""
+    record: bool = False
+    """Return the chosen experts with the statistics."""
 
 
 class RoutingStatistics(NamedTuple):
@@ -44,6 +47,8 @@ class RoutingStatistics(NamedTuple):
     """int64 [E]: real tokens of each expert."""
     overflow: Tensor
     """int64 scalar: assignments dropped by the capacity."""
+    routes: Tensor | None = None
+    """[B, S, A] of `route_type` with `RoutingOptions.record`: the chosen experts of this rank's tokens."""
 
 
 class Routing(NamedTuple):
@@ -99,14 +104,24 @@ class Router(nn.Module):
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 
-    def forward(self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions) -> Routing:
-        """Route every token of [B, S, D]; `is_real` is boolean [B, S], or None without padding."""
+    def forward(
+        self, x_BSD: Tensor, is_real: Tensor | None, options: RoutingOptions, routes_BSA: Tensor | None = None
+    ) -> Routing:
+        """Route every token of [B, S, D].
+
+        Args:
+            is_real: boolean [B, S], or None without padding.
+            routes_BSA: of `route_type`: experts to use instead of the router's choice, see `model/routes.py`. Only the
+                choice is replayed: the weights are those of the live scores, and so is the router's gradient.
+        """
         B, S, D = x_BSD.shape
         logits_TE = fp32_linear(x_BSD.reshape(B * S, D), local_weight(self.weight))
         if options.temperature is not None:
             logits_TE = logits_TE / options.temperature
         scores_TE = logits_TE.sigmoid()
         experts_TA = self.select(scores_TE.detach() + self.e_score_correction_bias)
+        if routes_BSA is not None:
+            experts_TA = replay(routes_BSA, experts_TA, self.shape.n_routed_experts)
         weights_TA = scores_TE.gather(1, experts_TA)
         if self.shape.norm_topk_prob:
             weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
@@ -128,6 +143,7 @@ class Router(nn.Module):
             aux_losses=self._aux_losses(logits_TE, scores_TE, is_real, (B, S), options),
             tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),
             overflow=assigned - kept_TA.sum(),
+            routes=(experts_TA.view(B, S, -1).to(route_type(self.shape.n_routed_experts)) if options.record else None),
         )
         return Routing(weights_TA, experts_TA, statistics)
 

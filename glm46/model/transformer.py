@@ -146,6 +146,7 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         mtp_input_ids: Tensor | None = None,
         mtp_labels: Tensor | None = None,
+        routes: Tensor | None = None,
         options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
         form: HeadForm = summed_loss,
     ) -> "Tensor | LossSums | StageOutput":
@@ -163,6 +164,8 @@ class Transformer(nn.Module):
             labels: int64 [B, S], -100 without a target.
             mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them multi-token prediction layers do
                 not run.
+            routes: [B, S, L, A] of `route_type`, of the whole model: experts to use instead of the routers' choice, see
+                `model/routes.py`. A part takes those of its layers.
             options: additions of training to the routing.
             form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
 
@@ -179,8 +182,10 @@ class Transformer(nn.Module):
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, options
         statistics: list[RoutingStatistics] = []
-        for layer in self.layers.values():
-            hidden, of_layer = layer(hidden, *context)
+        for i, layer in self.layers.items():
+            place = int(i) - self.shape.first_k_dense_replace
+            replayed = () if routes is None or place < 0 else (routes[:, :, place],)
+            hidden, of_layer = layer(hidden, *context, *replayed)
             if of_layer is not None:
                 statistics.append(of_layer)
         if self.embed_tokens is not None and mtp_input_ids is not None:
@@ -233,7 +238,7 @@ class Transformer(nn.Module):
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
             return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
-        losses, counts, overflow = (torch.stack(values) for values in zip(*statistics, strict=True))
+        losses, counts, overflow = (torch.stack(values) for values in zip(*(s[:3] for s in statistics), strict=True))
         return losses.sum(0), counts, overflow
 
     def routers(self) -> dict[str, nn.Module]:

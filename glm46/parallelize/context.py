@@ -40,7 +40,7 @@ def take_part(
     """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
 
     Args:
-        rows: [B, S] or [B, K, S], ``input_ids`` among them.
+        rows: [B, S], [B, K, S] or [B, S, L, A], ``input_ids`` among them.
         document_ids: [B, S]; None to attend across documents.
         window: of the model.
         shard: None without context parallelism.

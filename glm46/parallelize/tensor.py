@@ -94,8 +94,11 @@ def _of_whole_head(forward, group: dist.ProcessGroup):
 def _with_own_padding(forward, group: dist.ProcessGroup):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
-    def with_own_padding(x: Tensor, is_real: Tensor | None, options):
-        return forward(x, None if is_real is None else is_real.chunk(ranks, dim=1)[rank], options)
+    def own(whole: Tensor | None) -> Tensor | None:
+        return None if whole is None else whole.chunk(ranks, dim=1)[rank]
+
+    def with_own_padding(x: Tensor, is_real: Tensor | None, options, routes: Tensor | None = None):
+        return forward(x, own(is_real), options, own(routes))
 
     return with_own_padding
 

@@ -12,6 +12,7 @@ from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import copy_to_device
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
+from glm46.model.routes import compact_routes
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.context import take_part
@@ -108,13 +109,15 @@ class Network:
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
-        are [B, S] or [B, K, S]. A batch without `mtp_labels` trains no multi-token prediction; under a pipeline every
-        layer must take part."""
+        are [B, S], [B, K, S], or ``routes``, see `model/routes.py`. A batch without `mtp_labels` trains no multi-token
+        prediction; under a pipeline every layer must take part."""
         names = ["input_ids", "positions", "labels"]
         if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
         # Passed explicitly: without document masks padding stays padding.
         rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
+        if "routes" in rows:
+            rows["routes"] = compact_routes(rows["routes"], tuple(batch["input_ids"].shape), self.plan.shape)
         window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
         ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
         part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring)
@@ -163,10 +166,14 @@ class Network:
         return [outputs]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, form: HeadForm = summed_loss) -> LossSums | None:
+    def evaluate(self, batch: Batch, form: HeadForm = summed_loss, *, replay_routes: bool = False) -> LossSums | None:
         """The output for a batch of the loader, None on pipeline stages without the head. Collective. Call `release`
-        after the last one."""
-        inputs = self.to_device(batch)
+        after the last one.
+
+        Args:
+            replay_routes: use the experts of the batch's ``routes``.
+        """
+        inputs = self.to_device(batch, ("routes",) if replay_routes else ())
         return self.models[0](**inputs, form=form) if self.pipeline is None else self.pipeline.evaluate(inputs, form)
 
     def release(self) -> None:

@@ -122,7 +122,8 @@ def compute_gradients(
     network.optimizer.zero_grad()
     batches = [network.to_device(batch, objective.fields) for batch in micro_batches]
     arguments = {"options": routing_options(moe, clock, network.cluster.device), "form": objective.form}
-    return network.forward_backward(batches, arguments, whole, auxiliary, objective.fields)
+    of_objective = [name for name in objective.fields if name != "routes"]  # the model takes those
+    return network.forward_backward(batches, arguments, whole, auxiliary, of_objective)
 
 
 @torch.no_grad()

@@ -42,7 +42,8 @@ class Objective(Protocol):
     form: HeadForm
     """Form of the head; `LossSums` says which fields of the output it fills in."""
     fields: tuple[str, ...]
-    """Fields of the batch that `loss` and `sums` read, [B, S] or [B, K, S]."""
+    """Fields of the batch that `loss` and `sums` read, [B, S] or [B, K, S]. With ``routes`` among them, see
+    `model/routes.py`, the network computes with the experts of this field."""
 
     def count(self, micro_batches: list[Batch]) -> Counts:
         """Count this rank's micro-batches. The engine sums the counts over all ranks by name. ``targets`` is what the
