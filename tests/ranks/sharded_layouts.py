@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from glm46.config.adapter import Adapter
-from glm46.config.model import RopeScaling
+from glm46.config.model import ModelShape, RopeScaling
 from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
@@ -36,6 +36,7 @@ from glm46.model.adapters import add_adapters
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.init import fill_normal
 from glm46.model.router import RoutingOptions
+from glm46.model.routes import compact_routes, moe_layers
 from glm46.model.transformer import LossSums, Transformer
 from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize.magnitudes import Magnitudes
@@ -87,12 +88,14 @@ class Layout(NamedTuple):
     """lora or dora of all targets on a frozen base; without prediction layers."""
     adapted: tuple[int, int] | None = None
     """The layers with adapters."""
+    routes: bool = False
+    """The experts of most tokens are given, see `make_routes`."""
 
     @property
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.adapted
+        return *options, self.adapter, self.adapted, self.routes
 
     @property
     def name(self) -> str:
@@ -116,6 +119,7 @@ class Layout(NamedTuple):
             *(["offload"] if self.offload else []),
             *([self.adapter] if self.adapter else []),
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
+            *(["routes"] if self.routes else []),
         ])  # fmt: skip
 
 
@@ -158,6 +162,9 @@ _LAYOUTS = {
         Layout(tensor=2, checkpointing="full", adapter="dora"),
         Layout(experts_over=2, checkpointing="selective", adapter="dora"),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="dora"),
+        Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
+        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
+        Layout(experts_over=2, compiled=True, routes=True),
     ],
     4: [
         Layout(), Layout(num_experts=12), Layout(replicate=2),
@@ -295,6 +302,14 @@ def build_job(config: RunConfig, process: Process) -> Job:
     return Job(plan, cluster, {"model": network}, {"model": NextToken(network)})
 
 
+def make_routes(step: int, shape: ModelShape) -> Tensor:
+    """Of the rows of a step: random experts, no route for one token in five."""
+    generator = torch.Generator().manual_seed(step)
+    size = ROWS, SEQ_LEN, moe_layers(shape), shape.n_routed_experts
+    routes = torch.rand(size, generator=generator).argsort(-1)[..., : shape.num_experts_per_tok]
+    return routes.masked_fill(torch.rand(ROWS, SEQ_LEN, 1, 1, generator=generator) < 0.2, -1)
+
+
 def make_token_weights() -> Tensor:
     """Of the labels of any step: weights of log-probability and of entropy, [ROWS, 2, SEQ_LEN]."""
     return torch.randn(ROWS, 2, SEQ_LEN, generator=torch.Generator().manual_seed(STEPS))
@@ -320,7 +335,7 @@ def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
             part.copy_(noise if "lora_B" in name else part * (1 + noise))
 
 
-def run_reference(config: RunConfig, stages: bool) -> tuple:
+def run_reference(config: RunConfig, stages: bool, routes: bool) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps, and the weights before these."""
     with torch.device("meta"):
@@ -339,7 +354,10 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
     unseen = () if config.data.document_mask else ("document_ids",)
     first, token_weights = make_batch(0, config.data.document_mask), make_token_weights()
     is_real = first["document_ids"] >= 0
-    sums = model(**{n: t for n, t in first.items() if n not in unseen}, is_real=is_real, **BY_TOKEN)
+    given = [compact_routes(make_routes(step, model.shape), (ROWS, SEQ_LEN), model.shape) for step in range(STEPS)]
+    given = given if routes else [None] * STEPS
+    seen = {n: t for n, t in first.items() if n not in unseen}
+    sums = model(**seen, is_real=is_real, routes=given[0], **BY_TOKEN)
     token_objective(sums, token_weights).backward()
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
@@ -353,7 +371,7 @@ def run_reference(config: RunConfig, stages: bool) -> tuple:
         optimizer.zero_grad()
         if stages:
             model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
-        sums = model(**seen, is_real=is_real, options=OPTIONS)
+        sums = model(**seen, is_real=is_real, routes=given[step], options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
         assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         loss_of_step(batch, step)(sums).backward()
@@ -458,6 +476,7 @@ def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
     mask, readers = job.plan.config.data.document_mask, job.plan.layout.dp_degree
     batch = make_batch(step, mask) | {"weights": make_token_weights()}
+    batch["routes"] = make_routes(step, job.plan.shape)
     share = ROWS // count // readers
     first = [micro * (ROWS // count) + job.cluster.dp_rank * share for micro in range(count)]
     return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
@@ -466,7 +485,8 @@ def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
 def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:
     """Value and gradients of `token_objective` over all rows, by the engine's own forward and backward; collective."""
     network, fields = job.network, ("weights",)
-    batches = [network.to_device(batch, fields) for batch in micro_batches(job, 0, layout.micro_batches)]
+    taken = (*fields, *job.objectives["model"].fields)
+    batches = [network.to_device(batch, taken) for batch in micro_batches(job, 0, layout.micro_batches)]
     *_, outputs = network.forward_backward(
         batches,
         BY_TOKEN,
@@ -489,6 +509,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     torch.compiler.reset()  # other layouts of this process may have compiled the same layers
     counters.clear()
     job = build_job(make_config(layout), process)
+    job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
     initial = {name: (whole(p).clone(), held(p)) for name, p in (parameters | frozen).items()}
     job.network.loaded(new_adapters=True)
@@ -600,7 +621,9 @@ def main(world_size: int, *names: str) -> None:
     torch.set_num_threads(1)
     layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
     kinds = {layout.reference: layout for layout in layouts.values()}
-    references = {kind: run_reference(make_config(layout), layout.stages) for kind, layout in kinds.items()}
+    references = {
+        kind: run_reference(make_config(layout), layout.stages, layout.routes) for kind, layout in kinds.items()
+    }
 
     def work(some: list[str]) -> None:
         compare_some([layouts[name] for name in some], references)

@@ -37,6 +37,7 @@ GRAPHS = {
     "pp2-DualPipeV-micro4-compiled": (0, 3),
     "ep2-compiled": (9, 11),
     "ep2-compiled-inductor": (9, 11),
+    "ep2-compiled-routes": (10, 12),  # prediction layers take no routes, so they share less code with MoE layers
     "cp2-compiled-ring": (10, 15),
     "tp2-compiled": (17, 20),
     "tp2-keys1-compiled": (21, 23),
@@ -49,7 +50,7 @@ each exchange with other ranks is a break. Lower them after an improvement."""
 
 
 def test_no_two_layouts_have_one_name():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 52, 4: 42, 8: 11}
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 56, 4: 42, 8: 11}
 
 
 def layout_case(ranks: int, name: str, layout: Layout):
