@@ -53,6 +53,10 @@ class FineTuning:
             )
         return prompts
 
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """See `Task.prepare`: nothing to do."""
+        return {}
+
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
         return self._text.next(progress, sequences)

@@ -49,6 +49,10 @@ class Pretraining:
         self.stream = DataStream(plan, cluster, self.manifests)
         self.network.attend_as(plan.stage_after(0).shape)
 
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """See `Task.prepare`: nothing to do."""
+        return {}
+
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
         self.network.attend_as(stage_at(self.plan.text_stages, progress.samples).shape)

@@ -54,6 +54,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         services.profiler.step_begins(progress.step + 1)
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
     while progress.tokens < plan.budget_tokens:
+        columns = prepare_step(task, services, progress)
         step = begin_step(task, services, progress)
         if step.must_stop:
             break
@@ -72,12 +73,18 @@ def train(task: Task, services: Services, progress: Progress) -> int:
             size, batches.read_seconds, batch_flops(plan.shape, size, totals.half_pairs, plan.config.adapter)
         )
 
-        validation = end_step(task, services, progress, step, outcome, lr_factor) or validation
+        validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
     gc.enable()
     services.profiler.drop()
     services.watchdog.close()
     services.saver.finish(progress, validation)
     return _end(task, services, progress)
+
+
+def prepare_step(task: Task, services: Services, progress: Progress) -> dict[str, float]:
+    """`Task.prepare`, in its own time: a watchdog of steps does not know how long completions take. Collective."""
+    with services.watchdog.unwatched("preparing the step"):
+        return task.prepare(progress, services.stop)
 
 
 def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
@@ -115,9 +122,18 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
 
 
 def end_step(
-    task: Task, services: Services, progress: Progress, step: NextStep, outcome: StepOutcome, lr_factor: float
+    task: Task,
+    services: Services,
+    progress: Progress,
+    step: NextStep,
+    outcome: StepOutcome,
+    lr_factor: float,
+    columns: dict[str, float],
 ) -> dict[str, float]:
     """Report a step, validate and save if it is time. Collective.
+
+    Args:
+        columns: what `Task.prepare` adds to the row of metrics.
 
     Returns:
         Validation metrics; empty if it was not time.
@@ -136,7 +152,7 @@ def end_step(
     is_last = progress.tokens >= task.plan.budget_tokens
     if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
         row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
-        services.report.train(row | services.saver.metrics() | services.stragglers.metrics())
+        services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded
     if progress.step % config.training.gc_freq == 0:

@@ -91,6 +91,15 @@ class Task(Protocol):
     identity_keys: tuple[str, ...]
     """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
 
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """Do what the next step needs of all ranks before its batches are read, such as drawing completions. It may be
+        left out if a stop is requested on some rank: no step follows then. Collective.
+
+        Returns:
+            Columns of the step's row of metrics; most tasks have nothing to do.
+        """
+        ...
+
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """Read the micro-batches of a step of ``sequences`` samples over all ranks. Not collective: a rank that fails
         raises UserError alone."""

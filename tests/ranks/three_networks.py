@@ -111,6 +111,9 @@ class TinyReinforcement:
         }
         self.stream = DataStream(plan, cluster, self.manifests)
 
+    def prepare(self, progress, stop):
+        return {}
+
     def next(self, progress, sequences):
         step = self.stream.next(progress, sequences)
         for batch in step.micro_batches:
