@@ -35,7 +35,7 @@ LINE_BUDGETS = {
     "commands": 3910, "compat": 310, "config": 3370, "data": 2640,
     "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2310, "inference": 845,
     "model": 2215, "observe": 1175, "optim": 1790, "parallelize": 1350,
-    "planner": 4500, "prepare": 1780, "pretrain": 540, "reliability": 880,
+    "planner": 4500, "prepare": 1780, "pretrain": 560, "reliability": 880,
     "rollout": 700,
     "training": 2450,
 }  # fmt: skip
