@@ -35,7 +35,7 @@ def call_in_workers(
     waiting = iter(enumerate(items))
     try:
         for _, task in zip(range(workers), waiting, strict=False):
-            connection, process = _start_worker(start, arguments, function)
+            connection, process = start_worker(start, arguments, function)
             processes[connection] = process
             connection.send(task)
         busy = set(processes)
@@ -53,7 +53,13 @@ def call_in_workers(
             process.join()
 
 
-def _start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
+def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
+    """Start a process that calls ``start(*arguments)``, then ``function(*item)`` for each ``(number, item)`` sent to it.
+
+    Returns:
+        The connection, which gives ``(number, result, None)`` for each call, or after an exception ``(None, exception,
+        traceback)`` and no more; and the process.
+    """
     # Spawned: a fork of a process with threads (torch, a progress bar) may hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

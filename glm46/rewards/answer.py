@@ -1,0 +1,43 @@
+"""What a reward reads, and how rewards are named and weighted."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Answer(NamedTuple):
+    """A completion to judge."""
+
+    prompt: str
+    """The last message of the prompt."""
+    text: str
+    """The completion without its stop token; of a thinking model with its thought."""
+    label: Any
+    """What the prompt file states under its label key; None if it has no such key."""
+    thinking: bool
+    """Whether the model could think: the text then holds the thought, which the prompt has closed otherwise."""
+    tokens: int
+    """Of the completion, its stop token included."""
+    is_finished: bool
+    """Ended by a stop token, not by its longest length."""
+
+    @property
+    def result(self) -> str:
+        """The text behind the thought."""
+        return self.text.rpartition("</think>")[2].strip()
+
+
+Reward = Callable[[Answer, Mapping[str, Any]], float]
+"""From an answer and the options of the reward. An error of any kind drops the sample."""
+
+
+@dataclass(frozen=True)
+class RewardRule:
+    """One table of [[rl.rewards]]."""
+
+    name: str
+    """A built-in reward, or ``package.module:function``."""
+    weight: float = 1.0
+    seconds: float = 10.0
+    """Longest time for one answer."""
+    options: Mapping[str, Any] = field(default_factory=dict)

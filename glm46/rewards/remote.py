@@ -1,0 +1,37 @@
+"""The reward that a server gives."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from glm46.rewards.answer import Answer
+
+_LARGEST_REPLY = 1 << 20
+
+
+def remote(answer: Answer, options: Mapping[str, Any]) -> float:
+    """POST prompt, text and label as JSON to ``url``; the reply is a number, or a table with the key ``reward``.
+
+    Args:
+        answer: what is sent.
+        options: ``url``; ``tries`` (3), with a second between them; ``seconds`` (5) for each.
+
+    Raises:
+        OSError, ValueError: no try gave a number.
+    """
+    body = json.dumps({"prompt": answer.prompt, "response": answer.text, "label": answer.label}).encode()
+    tries = options.get("tries", 3)
+    for number in range(1, tries + 1):
+        request = urllib.request.Request(options["url"], body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=options.get("seconds", 5)) as reply:
+                found = json.loads(reply.read(_LARGEST_REPLY))
+            return found["reward"] if isinstance(found, dict) else found
+        except (OSError, ValueError, KeyError):
+            if number == tries:
+                raise
+            time.sleep(1.0)
+    raise ValueError(f"tries = {tries}: must be at least 1")

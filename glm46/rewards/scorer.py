@@ -1,0 +1,162 @@
+"""Scores answers by weighted rewards; what may hang or crash runs in processes that can be killed."""
+
+import importlib
+import math
+import numbers
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Process
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.prepare.workers import start_worker
+from glm46.rewards.answer import Answer, Reward, RewardRule
+from glm46.rewards.code import code
+from glm46.rewards.maths import maths
+from glm46.rewards.remote import remote
+from glm46.rewards.text import choice, exact, repetition, well_formed
+
+_HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
+"""Rewards that cannot hang."""
+_IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
+BUILT_IN = (*_HERE, *_IN_PROCESSES)
+READ_LABELS = frozenset({"exact", "choice", "math", "code"})
+"""Built-in rewards that are nothing without a label."""
+
+_START_SECONDS = 120.0
+"""For a process to import what a reward of the user's imports."""
+
+
+class Score(NamedTuple):
+    """The judgement of an answer."""
+
+    total: float | None
+    """Weighted sum of the parts; None if a reward failed: the sample is to be dropped."""
+    parts: dict[str, float]
+    """By the name of each reward, before its weight; without those that failed."""
+    fault: str
+    """The first failure; empty if none."""
+
+
+class _Task(NamedTuple):
+    answer: int
+    rule: int
+
+
+class Scorer:
+    """Scores answers by the tables of [[rl.rewards]].
+
+    Args:
+        rules: all rewards; their names differ.
+        processes: at most so many answers are judged at once by rewards that may hang.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded.
+    """
+
+    def __init__(self, rules: Sequence[RewardRule], processes: int = 4):
+        self._rules, self._most = tuple(rules), processes
+        self._idle: list[tuple[Connection, Process]] = []
+        if any(rule.name not in _HERE for rule in self._rules):
+            self._idle.append(self._start())
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """The scores of the answers in their order. An error, a value that is no finite number, or no value within the
+        time of its rule drops the answer."""
+        tasks = [_Task(number, rule) for number in range(len(answers)) for rule in range(len(self._rules))]
+        here = [task for task in tasks if self._rules[task.rule].name in _HERE]
+        found = {task: _value(self._rules[task.rule], _HERE, answers[task.answer]) for task in here}
+        found |= self._in_processes([task for task in tasks if task not in found], answers)
+        return [self._score([found[_Task(number, rule)] for rule in range(len(self._rules))]) for number in
+                range(len(answers))]  # fmt: skip
+
+    def close(self) -> None:
+        """End the processes."""
+        for _, process in self._idle:
+            process.kill()
+            process.join()
+        self._idle.clear()
+
+    def _score(self, values: Sequence[float | str]) -> Score:
+        pairs = list(zip(self._rules, values, strict=True))
+        parts = {rule.name: value for rule, value in pairs if isinstance(value, float)}
+        faults = [f"{rule.name}: {value}" for rule, value in pairs if isinstance(value, str)]
+        total = None if faults else sum(rule.weight * parts[rule.name] for rule in self._rules)
+        return Score(total, parts, faults[0] if faults else "")
+
+    def _start(self) -> tuple[Connection, Process]:
+        """Start a process, and wait until it has loaded the functions."""
+        connection, process = start_worker(_load, (self._rules,), _judge)
+        connection.send((0, (0, None)))
+        if not connection.poll(_START_SECONDS):
+            process.kill()
+            raise UserError(f"rl.rewards: its functions were not imported within {_START_SECONDS:g} s")
+        try:
+            number, error, _ = connection.recv()
+        except (EOFError, OSError):
+            raise UserError("rl.rewards: the process that imports its functions ended") from None
+        if number is None:
+            raise UserError(f"rl.rewards: a function cannot be loaded: {type(error).__name__}: {error}") from error
+        return connection, process
+
+    def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, float | str]:
+        """The value of each task, or why there is none."""
+        waiting, found = deque(tasks), {}
+        busy: dict[Connection, tuple[Process, _Task, float]] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self._most:
+                connection, process = self._idle.pop() if self._idle else self._start()
+                task = waiting.popleft()
+                connection.send((0, (task.rule, answers[task.answer])))
+                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds)
+            first = min(deadline for _, _, deadline in busy.values())
+            for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):
+                process, task, _ = busy.pop(connection)
+                try:
+                    found[task] = connection.recv()[1]
+                    self._idle.append((connection, process))
+                except (EOFError, OSError):
+                    process.join()
+                    found[task] = f"its process ended with code {process.exitcode}"
+            now = time.monotonic()
+            for connection in [one for one, (_, _, deadline) in busy.items() if deadline <= now]:
+                process, task, _ = busy.pop(connection)
+                process.kill()
+                process.join()
+                found[task] = f"no value within {self._rules[task.rule].seconds:g} s"
+        return found
+
+
+_LOADED: list[Callable[[Answer], float | str]] = []
+"""In a process of a Scorer: the rewards by the number of their rule."""
+
+
+def _load(rules: Sequence[RewardRule]) -> None:
+    _LOADED.extend(partial(_value, rule, {rule.name: _find(rule.name)}) for rule in rules)
+
+
+def _find(name: str) -> Reward:
+    if ":" not in name:
+        return (_HERE | _IN_PROCESSES)[name]
+    module, _, function = name.partition(":")
+    of_user = getattr(importlib.import_module(module), function)
+    return lambda answer, options: of_user(answer, **options)
+
+
+def _judge(rule: int, answer: Answer | None) -> float | str:
+    return 0.0 if answer is None else _LOADED[rule](answer)  # None asks whether the functions are loaded
+
+
+def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | str:
+    """The value of a reward, or why there is none. Verifiers raise what is no Exception, such as a timeout of
+    math-verify's."""
+    try:
+        value: Any = rewards[rule.name](answer, rule.options)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            return f"gave {value!r:.60}, which is no finite number"
+        return float(value)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,28 @@
+"""Rewards of a user with faults, for the processes of `Scorer`."""
+
+import os
+import time
+
+
+def hang(answer):
+    while True:
+        time.sleep(60)
+
+
+def crash(answer):
+    os._exit(7)
+
+
+def words(answer):
+    return "1.0"
+
+
+def infinite(answer):
+    return float("inf")
+
+
+def some(answer, bad):
+    """Fails where the label is ``bad``."""
+    if answer.label == bad:
+        raise SystemExit(3)
+    return len(answer.text)

@@ -1,0 +1,152 @@
+"""Rewards of answers, and what happens to a sample whose reward fails."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.rewards.answer import Answer, RewardRule
+from glm46.rewards.code import code
+from glm46.rewards.maths import maths
+from glm46.rewards.remote import remote
+from glm46.rewards.scorer import Scorer
+from glm46.rewards.text import choice, exact, repetition, well_formed
+
+BAD = "tests.unit.rewards.bad_rewards"
+
+
+def answer(text, label=None, thinking=False, finished=True) -> Answer:
+    return Answer("question", text, label, thinking, len(text), finished)
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "label", "expected"),
+    [
+        (exact, "<think>34</think>\n35 ", "35", 1),
+        (exact, "35", "34", 0),
+        (exact, "b", ["a", "b"], 1),
+        (exact, "35", 35, 1),
+        (choice, "The answer is (C).", "C", 1),
+        (choice, "A is wrong, so \\boxed{B}", "B", 1),
+        (choice, "A or B? Answer: a", "B", 0),
+        (maths, "so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        (maths, "first \\boxed{1}, then \\boxed{2}", "1", 0),
+        (maths, "3 and 4 make 1,007.", "1007", 1),
+        (maths, "nothing", "1", 0),
+        (maths, "<think>7</think>It is 8", "7", 0),
+        (repetition, "a b c d e f", None, 0),
+        (repetition, "a b c d a b c d", None, -0.2),
+        (repetition, "a b", None, 0),
+    ],
+)
+def test_text_is_compared(reward, text, label, expected):
+    assert reward(answer(text, label), {}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "finished", "expected"),
+    [
+        ("\n<think>so</think>\nyes", True, True, 1),
+        ("\nso</think>yes", True, True, 1),
+        ("<think>so</think>yes</think>", True, True, 0),
+        ("yes", True, True, 0),
+        ("<think>so</think>", True, True, 0),
+        ("<think>so</think>yes", True, False, 0),
+        ("</think><think>yes", True, True, 0),
+        ("yes", False, True, 1),
+        ("yes</think>no", False, True, 0),
+    ],
+)
+def test_form_of_a_thought(text, thinking, finished, expected):
+    assert well_formed(answer(text, thinking=thinking, finished=finished), {}) == expected
+
+
+PROGRAM = "text\n```python\n{}\n```"
+
+
+@pytest.mark.parametrize(
+    ("program", "label", "options", "expected"),
+    [
+        ("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"], {}, 1),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {}, 0),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {"all": False}, 0.5),
+        ("print(int(input()) * 2)", json.dumps({"inputs": ["2", "3"], "outputs": ["4\n", "6"]}), {}, 1),
+        ("while True: pass", ["pass"], {"seconds": 0.2}, 0),
+        ("x = bytearray(10 ** 9)", ["pass"], {"memory_gib": 0.25}, 0),
+        ("open('out', 'w').write('x' * 2 ** 22)", ["pass"], {}, 0),
+    ],
+)
+def test_code_runs_against_its_tests_within_limits(program, label, options, expected):
+    assert code(answer(PROGRAM.format(program), label), options) == expected
+
+
+def test_code_without_tests_is_no_score():
+    with pytest.raises(ValueError, match="assert"):
+        code(answer(PROGRAM.format("1"), []), {})
+    assert code(answer("no block", ["pass"]), {}) == 0
+
+
+def test_a_server_gives_the_reward():
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if len(seen) > 1 else 503)
+            self.end_headers()
+            self.wfile.write(b'{"reward": 0.25}')
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = {"url": f"http://127.0.0.1:{server.server_port}/judge", "seconds": 2}
+    try:
+        with pytest.raises(OSError, match="503"):
+            remote(answer("yes", "no"), options | {"tries": 1})
+        assert remote(answer("yes", "no"), options) == 0.25
+    finally:
+        server.shutdown()
+    assert seen[-1] == {"prompt": "question", "response": "yes", "label": "no"}
+
+
+def test_a_failing_reward_drops_the_sample_and_no_other():
+    rules = [
+        RewardRule("exact", weight=2.0),
+        RewardRule(f"{BAD}:some", weight=0.5, options={"bad": "b"}),
+    ]
+    scorer = Scorer(rules, processes=2)
+    try:
+        good, dropped, other = scorer.score([answer("a", "a"), answer("b", "b"), answer("ccc", "a")])
+    finally:
+        scorer.close()
+    assert good.total == 2.5
+    assert good.parts == {"exact": 1.0, f"{BAD}:some": 1.0}
+    assert dropped.total is None
+    assert "SystemExit" in dropped.fault
+    assert other.total == 1.5
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("hang", "0.3 s"), ("crash", "code 7"), ("words", "number"), ("infinite", "number")]
+)
+def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(function, said):
+    scorer = Scorer([RewardRule(f"{BAD}:{function}", seconds=0.3)], processes=1)
+    began = time.monotonic()
+    try:
+        scores = scorer.score([answer("a"), answer("b")])
+    finally:
+        scorer.close()
+    assert [score.total for score in scores] == [None, None]
+    assert all(said in score.fault for score in scores)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", f"{BAD}:no_such_function"])
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
+    with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
+        Scorer([RewardRule(name)])
