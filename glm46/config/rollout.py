@@ -1,16 +1,51 @@
 """The section [rollout]: how completions are drawn for reinforcement learning."""
 
-from pydantic import Field
+import re
+from typing import Annotated, Literal
 
-from glm46.config.section import Section
+from pydantic import AfterValidator, Field
+
+from glm46.config.section import LocalPath, Needs, Section
+
+_SERVED = Needs("kind", ("vllm", "sglang"))
+
+
+def _server(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/:]+(:\d+)?/?", url):
+        raise ValueError("is not the address of a server; write http://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _different(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(urls)) < len(urls):
+        raise ValueError("an address is there twice; remove one")
+    return urls
 
 
 class Rollout(Section):
     """[rollout]: how completions are drawn: from the whole distribution, without top-p and top-k, whose support the
     trainer would not know."""
 
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """local: by the ranks that train. vllm, sglang: by inference servers, which are started beforehand and load the
+    policy after each update."""
+
     max_new_tokens: int = Field(ge=1)
     """Longest completion in tokens. With the longest prompt it fits into training.seq_len."""
 
     temperature: float = Field(1.0, gt=0.0)
     """Logits are divided by it when tokens are drawn, and in training."""
+
+    urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
+    """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
+
+    weights_folder: Annotated[LocalPath | None, _SERVED] = None
+    """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
+    path. Absent: a folder in job.dump_folder."""
+
+    deadline_seconds: Annotated[float, _SERVED] = Field(1800.0, gt=0.0)
+    """Longest time for one completion, its wait in the server included, and for one server's update. A completion that
+    takes longer is aborted; what was drawn by then is kept."""
+
+    restart_seconds: Annotated[float, _SERVED] = Field(300.0, ge=0.0)
+    """Longest wait for a server to come back when none is left. After it the run ends."""

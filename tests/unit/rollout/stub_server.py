@@ -1,0 +1,182 @@
+"""A server on loopback that speaks the calls of vLLM and SGLang which we use, draws from a made-up model, and fails as
+told. Not a model of either server: that is what tests/servers is for."""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+STOP = 2
+
+
+def logprob(version: int, token: int) -> float:
+    """Of the made-up model with weights of this version."""
+    return -1.0 - (token * 7 + version * 3) % 11 / 10
+
+
+def scores(version: int, sequences: list[list[int]]) -> list[list[float]]:
+    """What a trainer with weights of this version computes."""
+    return [[logprob(version, token) for token in tokens[1:]] for tokens in sequences]
+
+
+def draw(prompt: list[int], seed: int, length: int) -> list[int]:
+    """The tokens of a request, whatever the version and the server."""
+    tokens = random.Random(f"{prompt} {seed}").choices(range(3, 50), k=length)
+    return [*tokens[: seed % length], STOP] if seed % 3 == 0 else tokens
+
+
+class StubServer:
+    """Set the attributes at any time; they hold for the next call.
+
+    Attributes:
+        fault: "hang", "500", "truncated", "other version", "bad logprobs", "restarted"; it holds for generation.
+        model: log-probability of a token by version and token.
+        stale: loading answers 200 and changes nothing.
+        half: loading leaves a model that is neither the old nor the new one.
+        dies_after: completions after which the server ends.
+        calls: paths in order, with the bodies.
+    """
+
+    def __init__(self, *, port: int = 0):
+        self.fault, self.stale, self.half, self.dies_after = "", False, False, None
+        self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
+        self.version, self.name, self.calls = 0, "default", []
+        self.model = logprob
+        self._aborted, self._lock = set(), threading.Lock()
+        self.drawn: list[tuple] = []
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self._answer({})
+
+            def do_POST(self):
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _answer(self, body):
+                stub.calls.append((self.path, body))
+                reply = stub.answer(self.path.partition("?")[0].strip("/").replace("/", "_"), body)
+                status = reply if isinstance(reply, int) else 200
+                content = b"failed" if isinstance(reply, int) else json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if stub.fault == "truncated" else content)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuse all connections from now on."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def paths(self) -> list[str]:
+        """The calls so far without their bodies."""
+        return [path for path, _ in self.calls]
+
+    def answer(self, path: str, body: dict):
+        """The reply, or the number of an error."""
+        known = getattr(self, f"_{path}", None)
+        return 404 if known is None else known(body)
+
+    def _health(self, body):
+        return {}
+
+    _pause = _resume = _reset_prefix_cache = _pause_generation = _continue_generation = _flush_cache = _health
+
+    def _v1_models(self, body):
+        return {"data": [{"max_model_len": self.context}]}
+
+    def _get_server_info(self, body):
+        return {"dtype": self.dtype, "context_length": self.context}
+
+    def _collective_rpc(self, body):
+        if body["method"] == "glm46_describe":
+            facts = {"revision": 1, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            return {"results": [facts]}
+        if body["method"] != "glm46_load":
+            return 500
+        return {"results": [{"version": self._load(Path(body["args"][0]))}]}
+
+    def _load(self, folder: Path) -> int:
+        version = json.loads((folder / "version.json").read_text())["version"]
+        if not self.stale:
+            self.version = version
+        return version
+
+    def _update_weights_from_disk(self, body):
+        self._load(Path(body["model_path"]))
+        self.name = body["weight_version"]
+        return {"success": True}
+
+    def _update_weight_version(self, body):
+        self.name = body["new_version"]
+        return {}
+
+    def _abort_requests(self, body):
+        self._aborted |= set(body.get("request_ids", ()))
+        return {}
+
+    def _abort_request(self, body):
+        self._aborted |= {body.get("rid")}
+        return {}
+
+    def _model(self, token: int) -> float:
+        return self.model(self.version, token) - 0.4 * self.half * (token % 2)
+
+    def _draw(self, name: str, prompt: list[int], seed: int, length: int):
+        """Tokens and finish reason, or the number of an error."""
+        if self.fault == "500":
+            return 500
+        with self._lock:
+            self.drawn.append((tuple(prompt), seed))
+            if self.dies_after is not None and len(self.drawn) > self.dies_after:
+                threading.Thread(target=self.stop, daemon=True).start()
+                return 500
+        tokens = draw(prompt, seed, length)
+        if self.fault == "hang":
+            waiting = threading.Event()
+            while name not in self._aborted and not waiting.wait(0.02):
+                pass
+            return tokens[: len(tokens) // 2], "abort"
+        return tokens, "stop" if tokens[-1] == STOP else "length"
+
+    def _inference_v1_generate(self, body):
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        if "prompt_logprobs" in sampling:
+            places = [{str(token): {"logprob": self._model(token)}} for token in prompt[1:]]
+            return {"prompt_logprobs": [None, *places], "choices": []}
+        if len(prompt) >= self.context:
+            return 400
+        name = "generate-tokens-" + body["request_id"]
+        drawn = self._draw(name, prompt, sampling["seed"], sampling["max_tokens"])
+        if isinstance(drawn, int):
+            return drawn
+        tokens, finish = drawn
+        values = [float("nan") if self.fault == "bad logprobs" else self._model(token) for token in tokens]
+        names = {"other version": "77", "restarted": "default"}
+        span = {"start": 0, "end": len(tokens), "version": names.get(self.fault, self.name)}
+        content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
+        choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
+        return {"choices": [choice | {"weight_versions": [span]}]}
+
+    def _generate(self, body):
+        prompt, sampling = body["input_ids"], body["sampling_params"]
+        if "logprob_start_len" in body:
+            places = [[None, prompt[0], None], *([self._model(token), token, None] for token in prompt[1:])]
+            return {"meta_info": {"input_token_logprobs": places}}
+        drawn = self._draw(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        if isinstance(drawn, int):
+            return drawn
+        tokens, finish = drawn
+        places = [[self._model(token), token, None] for token in tokens]
+        meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self.name}
+        return {"meta_info": meta}

@@ -1,0 +1,211 @@
+"""The pool of servers against a stub: every fault ends in bounded time, in completions of others or one message."""
+
+import json
+import time
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.rollout import server_pool
+from glm46.rollout.records import Request, SamplingRules
+from glm46.rollout.server_pool import EngineError, ServerPool, Weights
+from glm46.rollout.sglang_server import SglangServer
+from glm46.rollout.vllm_server import VllmServer
+from tests.unit.rollout.stub_server import STOP, StubServer, draw, logprob, scores
+
+RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
+PROBE = [[5, 6, 7, 8], [9, 10, 11]]
+REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5, 7) for seed in range(1, 5)]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(server_pool, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(server_pool, "_GRACE_SECONDS", 0.3)
+
+
+@pytest.fixture
+def stubs():
+    made = [StubServer(), StubServer()]
+    yield made
+    for stub in made:
+        stub.stop()
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def make_pool(stubs, tmp_path, lines):
+    def make(kind=VllmServer, *, servers=stubs, deadline=5.0, restart=0.2):
+        made = [kind(stub.url, range(50, 52)) for stub in servers]
+        return ServerPool(made, deadline=deadline, restart=restart, say=lines.append)
+
+    return make
+
+
+@pytest.fixture
+def weights(tmp_path):
+    def make(version):
+        folder = tmp_path / str(version)
+        folder.mkdir(exist_ok=True)
+        (folder / "version.json").write_text(json.dumps({"version": version, "files": {}}))
+        return Weights(version, folder, PROBE, scores(version, PROBE))
+
+    return make
+
+
+def check(completions, requests, version):
+    for completion, request in zip(completions, requests, strict=True):
+        assert completion.tokens == draw(request.prompt, request.seed, request.max_new_tokens)
+        assert completion.logprobs == [logprob(version, token) for token in completion.tokens]
+        assert completion.spans == [(0, version)]
+        assert completion.finish == ("stop" if completion.tokens[-1] == STOP else "length")
+
+
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stubs, kind):
+    pool = make_pool(kind)
+    for version in (1, 2):
+        pool.update(weights(version))
+        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        first, second = ({prompt for prompt, _ in stub.drawn[-12:]} for stub in stubs)
+        assert first and second and len(first) + len(second) == 3
+        for stub in stubs:
+            stub.drawn.clear()
+
+
+def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, weights, stubs):
+    make_pool().update(weights(3))
+    paths = stubs[0].paths()
+    order = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume", "/inference/v1/generate"]
+    places = [len(paths) - 1 - paths[::-1].index(path) for path in order]
+    assert places == sorted(places)
+
+
+def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, weights, stubs):
+    pool = make_pool(servers=stubs[:1])
+    for version in (1, 2):
+        pool.update(weights(version))
+        pool.generate(REQUESTS[:1], RULES)
+    first, second = [body for path, body in stubs[0].calls if path == "/inference/v1/generate" and "request_id" in body]
+    sampling = first["sampling_params"]
+    assert sampling["stop_token_ids"] == [STOP] and sampling["ignore_eos"] and sampling["seed"] == 1
+    assert sampling["logit_bias"] == {"50": -100.0, "51": -100.0}
+    assert first["cache_salt"] != second["cache_salt"] and first["request_id"] != second["request_id"]
+
+
+@pytest.mark.parametrize("fault", ["500", "truncated", "other version", "bad logprobs", "restarted"])
+def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault):
+    pool = make_pool()
+    pool.update(weights(1))
+    stubs[0].fault = fault
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    assert [line for line in lines if f"{stubs[0].url} is left out" in line]
+    stubs[0].fault = ""
+    pool.update(weights(2))
+    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 2"
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+
+
+@pytest.mark.parametrize("fault", ["500", "truncated"])
+def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault):
+    pool = make_pool(servers=stubs[:1])
+    pool.update(weights(1))
+    stubs[0].fault = fault
+    began = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        pool.generate(REQUESTS, RULES)
+    assert time.monotonic() - began < 5 and len(error.value.faults) == 1
+    assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
+
+
+def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs):
+    pool = make_pool(servers=stubs[:1], deadline=0.3)
+    pool.update(weights(1))
+    stubs[0].fault = "hang"
+    began = time.monotonic()
+    completions = pool.generate(REQUESTS[:3], RULES)
+    assert 0.3 <= time.monotonic() - began < 2
+    for completion, request in zip(completions, REQUESTS, strict=False):
+        assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
+        assert completion.tokens == draw(request.prompt, request.seed, 6)[: len(completion.tokens)]
+
+
+def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, weights, stubs, lines):
+    pool = make_pool()
+    pool.update(weights(1))
+    stubs[0].dies_after = 2
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    assert any("is left out" in line for line in lines)
+    back = StubServer(port=stubs[0].port)
+    try:
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        assert lines[-1] == f"rollout: {back.url} draws with version 1" and back.drawn and back.name == "1"
+    finally:
+        back.stop()
+
+
+def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs):
+    pool = make_pool()
+    pool.update(weights(1))
+    for stub in stubs:
+        stub.stop()
+    with pytest.raises(EngineError) as error:
+        pool.generate(REQUESTS, RULES)
+    assert all(stub.url in str(error.value) for stub in stubs)
+    assert "rollout.urls" in str(error.value) and "rollout.restart_seconds" in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["stale", "half"])
+def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault):
+    pool = make_pool()
+    pool.update(weights(1))
+    setattr(stubs[1], fault, True)
+    pool.update(weights(2))
+    assert f"{stubs[1].url} is left out" in lines[-1] and "version 2" in lines[-1]
+    drawn = len(stubs[1].drawn)
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    assert len(stubs[1].drawn) == drawn
+
+
+def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines):
+    """Rounding in BF16 is larger than a small step: old weights show by bits that are the same as before."""
+
+    def model(version, token):
+        return logprob(0, token) - 0.01 * version
+
+    pool = make_pool()
+    for stub in stubs:
+        stub.dtype, stub.model = "bfloat16", model
+    for version in (1, 2):
+        expected = [[model(version, token) for token in tokens[1:]] for tokens in PROBE]
+        pool.update(weights(version)._replace(expected=expected))
+        stubs[1].stale = True
+    left_out = [line for line in lines if "is left out" in line]
+    assert len(left_out) == 1 and stubs[1].url in left_out[0] and "weights are old" in left_out[0]
+
+
+def test_request_beyond_the_context_is_refused_before_it_is_sent(make_pool, weights, stubs):
+    pool = make_pool()
+    pool.update(weights(1))
+    with pytest.raises(UserError, match="rollout.max_new_tokens") as error:
+        pool.generate([Request([3] * 60, 1, 6)], RULES)
+    assert "--max-model-len 66" in str(error.value) and not stubs[0].drawn
+
+
+def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, weights, stubs):
+    stubs[1].logprobs_mode = "raw_logprobs"
+    with pytest.raises(UserError, match="processed_logprobs") as error:
+        make_pool().update(weights(1))
+    assert stubs[1].url in str(error.value) and not isinstance(error.value, EngineError)
+
+
+def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
+    pool = make_pool()
+    pool.update(weights(1))
+    with pytest.raises(UserError, match="--no-enable-prefix-caching"):
+        pool.generate(REQUESTS, RULES._replace(routes=True))
