@@ -19,6 +19,7 @@ from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.rules_profiling import PROFILING_RULES
+from glm46.config.rules_rl import RL_RULES
 from glm46.config.run_config import RunConfig
 
 
@@ -212,6 +213,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     budget_is_given_once,
     *DATA_RULES,
     *FINETUNE_RULES,
+    *RL_RULES,
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,

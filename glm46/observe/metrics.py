@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Group = Literal["progress", "loss", "optimizer", "speed", "hardware", "experts", "validation"]
+Group = Literal["progress", "loss", "policy", "optimizer", "speed", "hardware", "experts", "validation"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens", "tokens", "progress", "Tokens of the batches trained on since the start of the run."),
     Metric("curriculum_tokens", "tokens", "progress", "Tokens since the curriculum began, earlier phases included."),
     Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
-    Metric("loss", "nats/token", "loss", "Mean cross-entropy of the next token over the last step's labels."),
+    Metric(
+        "loss", "nats/token", "loss",
+        "Mean cross-entropy of the next token over the last step's labels; with [rl] the loss of policy or critic.",
+    ),
     Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the previous row."),
     Metric("perplexity", "1", "loss", "exp(loss)."),
     Metric("mtp_loss", "nats/token", "loss", "Mean cross-entropy of the multi-token prediction layers.", "depth"),
@@ -41,6 +44,20 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
+    Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
+    Metric("return_mean", "1", "loss", "Mean return of the tokens, the target of the critic."),
+    Metric("clip_fraction", "ratio", "policy", "Tokens whose loss is that of the bound."),
+    Metric("entropy", "nats/token", "policy", "Mean entropy of the policy at the tokens of the samples."),
+    Metric("ratio_deviation", "1", "policy", "Root mean square of the ratio of new to old policy - 1."),
+    Metric("ratio_far", "ratio", "policy", "Tokens whose ratio is above 2 or below 1/2."),
+    Metric("old_policy_kl", "nats/token", "policy", "KL of the old policy from the new one, estimator k3."),
+    Metric("reference_kl", "nats/token", "policy", "KL of the policy from the reference, estimator k3."),
+    Metric(
+        "mismatch_kl", "nats/token", "policy", "KL of the rollout's policy from the trainer's old one, estimator k3."
+    ),
+    Metric("mismatch_logprob", "nats", "policy", "Mean absolute difference of their log-probabilities of a token."),
+    Metric("correction_mean", "ratio", "policy", "Mean weight of the tokens by [rl.correction]."),
+    Metric("correction_dropped", "ratio", "policy", "Tokens with the weight 0."),
     Metric("lr", "1", "optimizer", "Learning rate of the last step."),
     Metric("grad_norm", "1", "optimizer", "Global norm of the gradient before clipping."),
     Metric("skipped_steps", "steps", "optimizer", "Steps skipped since the start: a spike, or a non-finite value."),
@@ -96,7 +113,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 
-_OF_NETWORKS = ("loss", "optimizer", "experts")
+_OF_NETWORKS = ("loss", "policy", "optimizer", "experts")
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 

@@ -54,7 +54,7 @@ def call_in_workers(
 
 
 def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
-    """Start a process that calls ``start(*arguments)``, then ``function(*item)`` for each ``(number, item)`` it is sent.
+    """Start a process that calls ``start(*arguments)``, then ``function(*item)`` of each ``(number, item)`` it is sent.
 
     Returns:
         The connection, which gives ``(number, result, None)`` for each call, or after an exception ``(None, exception,

@@ -23,7 +23,7 @@ LAYERS = {
     "inference": 6,
     "training": 7, "evaluation": 7,
     "pretrain": 8, "rollout": 8, "ablation": 8,
-    "finetune": 9, "benchmark": 9,
+    "finetune": 9, "rl": 9, "benchmark": 9,
     "commands": 10,
     "cli": 11,
     "__main__": 12,
@@ -32,11 +32,11 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 815, "checkpoint": 2350, "cli": 105,
-    "commands": 3910, "compat": 310, "config": 3410, "data": 2640,
+    "commands": 3910, "compat": 310, "config": 3890, "data": 2640,
     "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2310, "inference": 845,
-    "model": 2215, "observe": 1175, "optim": 1790, "parallelize": 1350,
+    "model": 2215, "observe": 1215, "optim": 1790, "parallelize": 1350,
     "planner": 4500, "prepare": 1780, "pretrain": 560, "reliability": 880,
-    "rewards": 420, "rollout": 1700,
+    "rewards": 420, "rl": 800, "rollout": 1700,
     "training": 2450,
 }  # fmt: skip
 LINE_GOAL = 17_500

@@ -1,0 +1,202 @@
+"""The section [rl]: the algorithm of reinforcement learning, as a preset and the keys that it sets."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from glm46.config.section import Needs, Section
+
+Algorithm = Literal[
+    "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
+    "distillation",
+]  # fmt: skip
+_LEVELS = ("token", "sequence", "geometric")
+
+
+class Clip(Section):
+    """[rl.clip]: how far the ratio of new to old policy may lead. Absent keys are those of the preset."""
+
+    kind: Literal["ppo", "cispo", "tv"] | None = None
+    """ppo: the smaller gain of the ratio and the clipped ratio. cispo: the clipped ratio is a constant weight of the
+    log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped; a token whose
+    probability has already moved by more than the bounds in the direction of its advantage has no gradient."""
+
+    low: float | None = Field(None, ge=0.0)
+    """ppo, cispo: the ratio is clipped below 1 - low; from 1 on no bound. tv: largest fall of a probability."""
+
+    high: float | None = Field(None, ge=0.0)
+    """ppo, cispo: the ratio is clipped above 1 + high. tv: largest rise of a probability."""
+
+    dual: float = Field(0.0, ge=0.0)
+    """ppo: with a negative advantage A the loss of a token is at most -dual * A (arXiv 1912.09729); 0: no bound."""
+
+
+class KL(Section):
+    """[rl.kl]: penalty for the distance from another policy. Absent keys are those of the preset."""
+
+    weight: float | None = Field(None, ge=0.0)
+    """Factor of the penalty; 0: no penalty, and no reference network."""
+
+    to: Literal["reference", "old"] | None = None
+    """reference: the policy that the run began with, or with the preset "distillation" the teacher. old: the policy
+    that the ratio divides by."""
+
+    where: Literal["loss", "reward"] | None = None
+    """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
+
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """With d = log policy - log other: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d."""
+
+
+class Correction(Section):
+    """[rl.correction]: weights for the difference between the policy as the engine computed it and as the trainer does,
+    w = old policy of the trainer / policy of the rollout. Absent keys are those of the preset."""
+
+    level: Literal["none", "token", "sequence", "geometric"] | None = None
+    """none: no weights. token: w of each token. sequence: its product over a sample. geometric: the mean of that."""
+
+    mode: Literal["truncate", "clip", "mask"] | None = None
+    """truncate: min(w, high) (TIS). clip: into [low, high]. mask: 0 outside of [low, high] (IcePop)."""
+
+    low: float | None = Field(None, ge=0.0)
+    """Absent: 1 / high."""
+
+    high: float | None = Field(None, ge=1.0)
+    """Upper bound of w."""
+
+    normalize: bool = False
+    """Divide the weights by their mean over the optimizer step, all ranks and micro-batches: over tokens, or at the
+    levels of samples over samples."""
+
+    reject_level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Take what lies outside of [reject_low, reject_high] out of the loss, at this level (MIS)."""
+
+    reject_low: Annotated[float | None, Needs("reject_level", _LEVELS)] = Field(None, ge=0.0)
+    """Absent: 1 / reject_high."""
+
+    reject_high: Annotated[float, Needs("reject_level", _LEVELS)] = Field(2.0, ge=1.0)
+    """Upper bound; for "geometric" near 1, such as 1.0001."""
+
+    veto: float = Field(0.0, ge=0.0, lt=1.0)
+    """A sample with a token whose w is below this leaves the loss; 0: no sample does."""
+
+
+class Critic(Section):
+    """[rl.critic]: the value network of algorithms with advantage = "gae"."""
+
+    value_clip: float = Field(0.2, ge=0.0)
+    """The loss counts no approach to the return beyond this distance from the old value; 0: no bound."""
+
+    lr: float | None = Field(None, gt=0.0)
+    """Peak learning rate. Absent: optimizer.lr."""
+
+    warmup_tokens: int = Field(0, ge=0)
+    """Tokens of the schedule's clock during which only the critic learns."""
+
+
+class RL(Section):
+    """[rl]: train a policy on rewards of its own samples. ``algorithm`` is a preset of the other keys."""
+
+    algorithm: Algorithm = "gspo"
+    """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
+    dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
+    2402.14740; tv: a mask on the change of probabilities in place of a clip; distillation: on-policy, towards the
+    reference."""
+
+    prompts_per_rollout: int = Field(ge=1)
+    """Prompts drawn at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
+    training.global_batch_size samples."""
+
+    group_size: int = Field(8, ge=1)
+    """Samples of each prompt."""
+
+    ratio: Literal["token", "sequence"] | None = None
+    """Ratio of new to old policy: of each token, or one of each sample, the geometric mean over its tokens (GSPO).
+    Absent: that of the preset."""
+
+    old_policy: Literal["trainer", "rollout"] | None = None
+    """Log-probabilities that the ratio divides by: computed by the trainer before the first step of a rollout, or
+    those of the engine, which spares this forward pass. Absent: that of the preset."""
+
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"] | None = None
+    """group_std: (reward - mean of its group) / deviation of its group; group_mean: without the division;
+    leave_one_out: reward - mean of the others of its group; returns: sum of the later rewards of the tokens; gae:
+    generalised advantage estimation with a critic. Absent: that of the preset."""
+
+    whiten: bool | None = None
+    """Give the advantages of all tokens of a rollout the mean 0 and the deviation 1. Absent: that of the preset."""
+
+    gamma: float | None = Field(None, ge=0.0, le=1.0)
+    """Discount per token, for advantage = "returns" or "gae". Absent: that of the preset."""
+
+    gae_lambda: float | None = Field(None, ge=0.0, le=1.0)
+    """Weight of later value differences, for advantage = "gae". Absent: 1."""
+
+    reduction: Literal["token_mean", "sample_mean", "constant"] | None = None
+    """token_mean: mean over all tokens of the optimizer step; sample_mean: mean over samples of the means over their
+    tokens; constant: sum over tokens / (samples * training.seq_len). Absent: that of the preset."""
+
+    entropy_weight: float = Field(0.0, ge=0.0)
+    """Factor of the entropy that the loss rewards."""
+
+    dynamic_sampling: bool | None = None
+    """Use only groups whose rewards differ, and draw more prompts in place of the others. Absent: that of the
+    preset."""
+
+    overlong_share: float | None = Field(None, ge=0.0, le=1.0)
+    """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
+    0: none do. Absent: that of the preset."""
+
+    clip: Clip = Field(default_factory=Clip)
+    kl: KL = Field(default_factory=KL)
+    correction: Correction = Field(default_factory=Correction)
+    critic: Critic | None = None
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of one rollout over all ranks."""
+        return self.prompts_per_rollout * self.group_size
+
+    def resolved(self) -> "RL":
+        """The same section with every absent key of the preset filled in."""
+        return RL.model_validate(_merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True)))
+
+
+def _merged(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """A table with the keys of another one in their place; tables inside are merged alike."""
+    both = {
+        key: _merged(table[key], value) if isinstance(value, dict) and isinstance(table.get(key), dict) else value
+        for key, value in stated.items()
+    }
+    return table | {key: value for key, value in both.items() if value is not None}
+
+
+_BASE: dict[str, Any] = dict(
+    ratio="token", old_policy="trainer", advantage="group_std", whiten=False, gamma=1.0, gae_lambda=1.0,
+    reduction="sample_mean", critic={},
+    dynamic_sampling=False, overlong_share=0.0,
+    clip=dict(kind="ppo", low=0.2, high=0.2),
+    kl=dict(weight=0.0, to="reference", where="loss", estimator="k3"),
+    correction=dict(level="none", mode="truncate", high=2.0),
+)  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "gspo": dict(ratio="sequence", clip=dict(low=3e-4, high=4e-4), correction=dict(level="token")),
+    "gspo_glm": dict(ratio="sequence", clip=dict(low=1e-4, high=2e-4), correction=dict(level="token")),
+    "grpo": dict(),
+    "dr_grpo": dict(advantage="group_mean", reduction="constant"),
+    "dapo": dict(reduction="token_mean", clip=dict(high=0.28), dynamic_sampling=True, overlong_share=0.2),
+    "cispo": dict(reduction="token_mean", clip=dict(kind="cispo", low=1.0, high=4.0)),
+    "ppo": dict(advantage="gae", whiten=True, reduction="token_mean"),
+    "reinforce++": dict(advantage="returns", whiten=True, reduction="token_mean"),
+    "reinforce++_baseline": dict(advantage="group_mean", whiten=True, reduction="token_mean"),
+    "rloo": dict(advantage="leave_one_out"),
+    # The penalty is 1e-3 * (log ratio)^2, twice k2.
+    "tv": dict(
+        advantage="group_mean", reduction="token_mean", old_policy="rollout", clip=dict(kind="tv"),
+        kl=dict(weight=2e-3, to="old", estimator="k2"),
+    ),
+    "distillation": dict(
+        advantage="returns", gamma=0.0, reduction="token_mean", kl=dict(weight=1.0, where="reward", estimator="k1")
+    ),
+}  # fmt: skip
+"""What each algorithm sets, beside `_BASE`."""

@@ -1,0 +1,111 @@
+"""Losses of a policy for each token, before any reduction: functions of tensors."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are limited to this: exp of it is far outside of every clip, and finite in FP32."""
+
+
+class TokenLosses(NamedTuple):
+    """Losses of tokens, in their shape."""
+
+    loss: Tensor
+    is_clipped: Tensor
+    """bool: the bound, not the ratio itself, decides."""
+
+
+def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate of KL(policy | other) at tokens drawn from the policy (J. Schulman, "Approximating KL Divergence").
+
+    Args:
+        logprobs, others: log-probabilities of the same tokens, of one shape.
+        estimator: with d = logprobs - others: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, at most 10.
+    """
+    d = logprobs - others
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    d = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return (torch.expm1(-d) + d).clamp(max=10.0)
+
+
+def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """Sum values over the tokens of each sample.
+
+    Args:
+        values: any shape, 0 where there is no sample.
+        sample: int64 of this shape; negative where there is no sample.
+
+    Returns:
+        [samples].
+    """
+    return values.new_zeros(samples).index_add(0, sample.clamp(min=0).flatten(), values.flatten())
+
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """New over old probability of each token."""
+    return (logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def sequence_ratio(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    sample: Tensor,
+    sample_tokens: Tensor,
+    samples: int,
+    sum_parts: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Tensor:
+    """Geometric mean of the ratios of a sample, at each of its tokens (GSPO, arXiv 2507.18071).
+
+    Args:
+        logprobs, old_logprobs: of one shape, 0 where there is no sample.
+        sample: int64 of this shape, negative where there is no sample.
+        sample_tokens: of this shape, floating: tokens of the sample of each token; 0 where there is no sample.
+        samples: numbers in ``sample`` are below this.
+        sum_parts: adds up [samples] over the ranks that hold parts of the same samples, with gradient. Collective then.
+    """
+    sums = sum_parts(sum_by_sample(logprobs - old_logprobs, sample, samples))
+    mean = sums[sample.clamp(min=0)].where(sample >= 0, 0.0) / sample_tokens.clamp(min=1)
+    return mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0) -> TokenLosses:
+    """max(-r A, -clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347); with ``dual`` above 0, where A < 0, at most
+    -dual A (1912.09729). All tensors have one shape."""
+    plain, bounded = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
+    loss, is_clipped = torch.maximum(plain, bounded), bounded > plain
+    if dual:
+        limit = torch.where(advantages < 0, -dual * advantages, torch.inf)
+        loss, is_clipped = torch.minimum(loss, limit), is_clipped | (loss > limit)
+    return TokenLosses(loss, is_clipped)
+
+
+def weighted_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
+    """-clip(r, 1 - low, 1 + high) A logprob, where the clipped ratio is a constant (CISPO, arXiv 2506.13585)."""
+    weight = ratio.detach().clamp(1 - low, 1 + high)
+    return TokenLosses(-weight * advantages * logprobs, weight != ratio)
+
+
+def masked_loss(
+    ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> TokenLosses:
+    """-r A, but 0 where the probability has risen by more than ``high`` and A > 0, or fallen by more than ``low`` and
+    A < 0: a mask of total variation, not of the ratio, which is large for rare tokens without need."""
+    rise = (logprobs.exp() - old_logprobs.exp()).detach()
+    is_far = torch.where(advantages > 0, rise > high, (advantages < 0) & (rise < -low))
+    return TokenLosses((-ratio * advantages).where(~is_far, 0.0), is_far)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> TokenLosses:
+    """max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2 of each token; with ``clip`` 0 only the first."""
+    plain = (values - returns).square()
+    if not clip:
+        return TokenLosses(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = (near - returns).square()
+    return TokenLosses(torch.maximum(plain, bounded) / 2, bounded > plain)
