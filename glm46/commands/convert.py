@@ -27,11 +27,11 @@ from glm46.distributed.ranks import CheckpointError
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.fp8 import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import HFNames, raise_if
 from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
 
@@ -61,7 +61,10 @@ def _parser() -> VerbParser:
     export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     export.add_argument("--output", type=Path, required=True, help="new folder")
     export.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
-    types = "type of the weights; fp8-…: projections in FP8 with a scale per 128 x 128 block or per row, the rest BF16"
+    types = (
+        "type of the weights; fp8-…: projections in FP8 with a scale per 128 x 128 block or per row, the rest BF16; "
+        "int4: projections in INT4 with a scale per 128 weights of a row"
+    )
     export.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
     export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
     duplicates = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
@@ -82,7 +85,7 @@ def _parser() -> VerbParser:
     merge.add_argument("--adapter", type=Path, required=True, help="PEFT folder, of LoRA or DoRA")
     merge.add_argument("--output", type=Path, required=True, help="new folder")
     types = "type of the changed weights; fp8-…: of all projections; default: as in the base"
-    merge.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], help=types)
+    merge.add_argument("--dtype", choices=["bfloat16", "float32", *FP8_SCHEMES], help=types)
     merge.set_defaults(run=_merge)
     return parser
 
@@ -110,21 +113,21 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     stored = {name: tensors.stored(name) for name in names.entries}
     options = ExportOptions(
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
-        fp8=SCHEMES.get(arguments.dtype),
+        scheme=SCHEMES.get(arguments.dtype),
         repeat_shared=arguments.mtp_copies,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
     config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(options.dtype).removeprefix("torch."))
-    if options.fp8 is not None:
-        config[CONFIG_KEY] = config_of_scheme(options.fp8, names)
+    if options.scheme is not None:
+        config[CONFIG_KEY] = config_of_scheme(options.scheme, names)
     total = sum(tensor.nbytes for tensor in stored.values())
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
     if shape.rope_scaling is not None:
         print(f"RoPE scaling of its last step: {describe_attention(shape)[1]}; config.json has it")
-    if options.fp8 is not None:
+    if options.scheme is not None:
         errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
         worst = max(errors, key=lambda name: errors[name]["relative"])
         print(f"largest relative error {errors[worst]['relative']:.4f}, of {worst}; all of them: {ERRORS_FILE}")
@@ -169,7 +172,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    target = None if arguments.dtype is None else SCHEMES.get(arguments.dtype) or getattr(torch, arguments.dtype)
+    target = None if arguments.dtype is None else FP8_SCHEMES.get(arguments.dtype) or getattr(torch, arguments.dtype)
     total = sum(record.nbytes for _, record in find_tensors(arguments.base).values())
     with bytes_progress("merging", total, _report) as report:
         errors = merge_adapter(arguments.base, arguments.adapter, arguments.output, target=target, report=report)

@@ -12,9 +12,9 @@ from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import lay_out
 from glm46.huggingface.config_json import CONFIG
-from glm46.huggingface.fp8 import Scheme, quantised_names
 from glm46.huggingface.import_weights import SINGLE_FILE, ReportBytes
 from glm46.huggingface.names import HFNames
+from glm46.huggingface.schemes import Scheme, quantised_names
 from glm46.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
 
 
@@ -24,8 +24,8 @@ class ExportOptions:
 
     dtype: torch.dtype = torch.bfloat16
     """Type of the weights. The routers' selection biases are always FP32."""
-    fp8: Scheme | None = None
-    """Store projections in FP8 with these scales. One process only: a scale needs its whole block."""
+    scheme: Scheme | None = None
+    """Quantise projections so. One process only: a scale needs its whole block or group."""
     repeat_shared: bool = False
     """Repeat embedding and head in the prediction layers, as GLM-4.5 and GLM-4.5-Air do; GLM-4.6 does not."""
     max_file_bytes: int = 5_000_000_000
@@ -61,26 +61,28 @@ def export_weights(
             the disk.
     """
     ranks = Ranks.of_this_run()
-    assert options.fp8 is None or ranks.size == 1
+    assert options.scheme is None or ranks.size == 1
     names = HFNames(shape, repeat_shared=options.repeat_shared)
     files = _lay_out_files(names, options)
     contents = {CONFIG: json_bytes(config), **options.other_files}
     with drafted_folder(folder, sum(file.nbytes for file in files), ranks) as draft:
-        return write_tensors(draft, names.entries, files, tensors, ranks, contents, fp8=options.fp8, report=report)
+        return write_tensors(
+            draft, names.entries, files, tensors, ranks, contents, scheme=options.scheme, report=report
+        )
 
 
 def _lay_out_files(names: HFNames, options: ExportOptions) -> list[OutputFile]:
     """Assign tensors to files, in the order of the model; start a new file if the next tensor does not fit."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     filled = 0
-    in_fp8 = quantised_names(names, options.fp8)
+    quantised = quantised_names(names, options.scheme)
     for entry in names.entries.values():
         dtype = torch.float32 if entry.is_fp32 else options.dtype
         for part in entry.parts:
             stored = [(part.hf_name, dtype, part.hf_shape)]
-            if options.fp8 is not None and part.hf_name in in_fp8:
-                scales = (part.hf_name + options.fp8.suffix, torch.float32, options.fp8.scale_shape(part.hf_shape))
-                stored = [(part.hf_name, torch.float8_e4m3fn, part.hf_shape), scales]
+            if options.scheme is not None and part.hf_name in quantised:
+                of_suffix = options.scheme.stored(part.hf_shape)
+                stored = [(part.hf_name + suffix, *of) for suffix, of in of_suffix.items()]
             nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)
             if groups[-1] and filled + nbytes > options.max_file_bytes:
                 groups.append([])

@@ -18,12 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm46.config.errors import UserError
 from glm46.files.tensor_file import Box
 from glm46.huggingface.names import HFEntry, HFNames, HFPart
-
-CONFIG_KEY = "quantization_config"
-ERRORS_FILE = "quantization_errors.json"
 
 _BLOCK = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -31,7 +27,6 @@ _ROUNDS_TO_LARGEST = 464.0
 """Largest number that rounds to 448: half a step above it. If the largest number of a block lies between half of this
 and this, its rounded value does too, so quantising again finds the same scale."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16)
-_IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,13 @@ class Scheme:
     suffix: str = "_scale"
     """Appended to a weight's name, gives the name of its scales."""
 
+    format = "float-quantized"
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """Of the names of the tensors that store a weight."""
+        return "", self.suffix
+
     def grid(self, columns: int) -> tuple[int, int]:
         """Rows and columns that share a scale, in a weight with this number of columns."""
         return (1, columns) if self.block is None else self.block
@@ -51,123 +53,68 @@ class Scheme:
         """Shape of the scales of a weight."""
         return tuple(-(-size // step) for size, step in zip(shape, self.grid(shape[1]), strict=True))
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this shape is stored in FP8. vLLM and SGLang refuse to fuse matrices with a size that is
+        not a multiple of the block (`validate_fp8_block_shape`), such as the dense layer of GLM-4.5-Air with 10,944
+        rows."""
+        return self.block is None or not any(size % step for size, step in zip(shape, self.block, strict=True))
 
-SCHEMES = {"fp8-block": Scheme(), "fp8-channel": Scheme(block=None)}
-"""Schemes of an export, by `--dtype`."""
+    def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Suffix of the weight's name -> type and shape of each tensor that stores it."""
+        return {"": (torch.float8_e4m3fn, shape), self.suffix: (torch.float32, self.scale_shape(shape))}
 
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors that store a weight, FP32 [O, I], by suffix."""
+        values, scales = quantise(weight, self)
+        return {"": values, self.suffix: scales}
 
-def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
-    """Hugging Face names of the tensors that an export stores in FP8: the projections of attention, dense layers and
-    experts, except families with a size that is not a multiple of the block."""
-    if scheme is None:
-        return frozenset()
-    without = {None, *_unfit_families(names, scheme)}
-    return frozenset(name for name, (entry, _) in names.places.items() if entry.row.fp8_family not in without)
+    def boxes(self, shape: tuple[int, ...], box: Box) -> dict[str, Box]:
+        """Boxes of the stored tensors that a box of the weight needs."""
+        return {"": box, self.suffix: scales_of_box(self, shape[1], box)}
 
+    def dequantise(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
+        """FP32 weights of a box, from the parts of its `boxes`."""
+        return dequantise(parts[""], parts[self.suffix], self, shape[1], box)
 
-def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
-    """Families with a size that is not a multiple of the block, such as the dense layer of GLM-4.5-Air with 10,944
-    rows. vLLM and SGLang refuse to fuse such matrices (`validate_fp8_block_shape`), so they stay in BF16."""
-    if scheme.block is None:
-        return []
-    unfit = set()
-    for entry, part in names.places.values():
-        family = entry.row.fp8_family
-        if family is not None and any(size % step for size, step in zip(part.hf_shape, scheme.block, strict=True)):
-            unfit.add(family)
-    return sorted(unfit)
+    def weights_in(
+        self, records: Mapping[str, Any], names: HFNames
+    ) -> tuple[dict[str, tuple[int, ...]], set[str], list[str]]:
+        """See `Int4.weights_in`. Tensors that are not part of the model are not judged here."""
+        found: dict[str, tuple[int, ...]] = {}
+        stored_names, faults = set(), []
+        for name, record in records.items():
+            if record.dtype != torch.float8_e4m3fn:
+                continue
+            found[name] = record.shape
+            scale = records.get(name + self.suffix)
+            is_refused = name in names.places and not _may_be_fp8(*names.places[name])
+            if is_refused or len(record.shape) != 2:
+                faults.append(f"tensor {name} is FP8; only projections and shared_head.head may be")
+            elif scale is None:
+                faults.append(f"tensor {name} is FP8, but {name}{self.suffix} is missing")
+            elif scale.shape != self.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
+                faults.append(
+                    f"tensor {name}{self.suffix} is {list(scale.shape)} {scale.dtype}, it must be "
+                    f"{list(self.scale_shape(record.shape))} in FP32 or BF16"
+                )
+            stored_names |= {name, name + self.suffix}
+        return found, stored_names, faults
 
-
-def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
-    """The `quantization_config` of an export. Activations are quantised dynamically, so no calibration is needed.
-
-    Raises:
-        UserError: no projection of this model fits the scheme.
-    """
-    unfit = _unfit_families(names, scheme)
-    if not quantised_names(names, scheme):
-        raise UserError(
-            f"--dtype fp8-block: no projection of this model has sizes that are multiples of {_BLOCK}; use fp8-channel"
-        )
-    common = {"num_bits": 8, "type": "float", "symmetric": True}
-    if scheme.block is None:
-        weights, inputs = {"strategy": "channel"}, {"strategy": "token"}
-    else:
-        weights = {"strategy": "block", "block_structure": list(scheme.block)}
-        inputs = {"strategy": "group", "group_size": scheme.block[1]}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"dynamic": False} | weights,
-        "input_activations": common | {"dynamic": True} | inputs,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": _IGNORED + [f"re:.*{family}$" for family in unfit],
-        "kv_cache_scheme": None,
-    }
-
-
-def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
-    """The scheme of a folder's weights; None if they are not quantised.
-
-    Args:
-        raw: content of its config.json.
-        file: named in the message.
-
-    Raises:
-        UserError: the quantisation is not supported.
-    """
-    config = raw.get(CONFIG_KEY)
-    if config is None:
-        return None
-    try:
-        if config["quant_method"] == "fp8":
-            rows, columns = config["weight_block_size"]
-            return Scheme((int(rows), int(columns)), "_scale_inv")
-        if config["quant_method"] == "compressed-tensors" and config["format"] == "float-quantized":
-            (group,) = config["config_groups"].values()
-            weights = group["weights"]
-            if weights["num_bits"] == 8 and weights["symmetric"] and weights["strategy"] == "channel":
-                return Scheme(None)
-            if weights["num_bits"] == 8 and weights["symmetric"] and weights["strategy"] == "block":
-                rows, columns = weights["block_structure"]
-                return Scheme((int(rows), int(columns)))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        pass
-    raise UserError(
-        f"{file}: {CONFIG_KEY} is not supported; use the BF16 model, or FP8 weights quantised as compressed-tensors "
-        "with one scale per block or row, or as fp8 with weight_block_size"
-    )
-
-
-def scale_faults(scheme: Scheme, records: Mapping[str, Any], names: HFNames) -> tuple[set[str], list[str]]:
-    """Names of the tensors that are scales, and the faults of scales and FP8 weights. Tensors that are not part of the
-    model are not judged here.
-
-    Args:
-        records: Hugging Face name -> record with `dtype` and `shape`.
-    """
-    scales, faults = set(), []
-    for name, record in records.items():
-        if record.dtype != torch.float8_e4m3fn:
-            continue
-        scale = records.get(name + scheme.suffix)
-        is_refused = name in names.places and not _may_be_fp8(*names.places[name])
-        if is_refused or len(record.shape) != 2:
-            faults.append(f"tensor {name} is FP8; only projections and shared_head.head may be")
-        elif scale is None:
-            faults.append(f"tensor {name} is FP8, but {name}{scheme.suffix} is missing")
-        elif scale.shape != scheme.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
-            faults.append(
-                f"tensor {name}{scheme.suffix} is {list(scale.shape)} {scale.dtype}, it must be "
-                f"{list(scheme.scale_shape(record.shape))} in FP32 or BF16"
-            )
-        scales.add(name + scheme.suffix)
-    return scales, faults
+    def group_of_config(self) -> dict[str, Any]:
+        """The group of layers in `quantization_config`. Activations are quantised dynamically, so no calibration is
+        needed."""
+        common = {"num_bits": 8, "type": "float", "symmetric": True}
+        if self.block is None:
+            weights, inputs = {"strategy": "channel"}, {"strategy": "token"}
+        else:
+            weights = {"strategy": "block", "block_structure": list(self.block)}
+            inputs = {"strategy": "group", "group_size": self.block[1]}
+        return {
+            "targets": ["Linear"],
+            "weights": common | {"dynamic": False} | weights,
+            "input_activations": common | {"dynamic": True} | inputs,
+            "output_activations": None,
+        }
 
 
 def _may_be_fp8(entry: HFEntry, part: HFPart) -> bool:
@@ -221,12 +168,3 @@ def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, colu
     step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
     difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
     return bool((difference.abs_() <= weight.abs() / 8 + step).all())
-
-
-def error_of(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme) -> dict[str, float]:
-    """Quantisation error: its norm relative to the weight's norm, and the largest absolute error of one element."""
-    box = tuple((0, size) for size in weight.shape)
-    difference = dequantise(values, scales, scheme, weight.shape[1], box).sub_(weight)
-    norm = weight.norm().item()
-    relative = difference.norm().item() / norm if norm > 0 else 0.0
-    return {"relative": relative, "largest": difference.abs().max().item()}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
 from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
-from glm46.huggingface.fp8 import Scheme, dequantise, matches, scale_faults, scales_of_box, scheme_of
+from glm46.huggingface.fp8 import Scheme as Fp8
+from glm46.huggingface.fp8 import matches
 from glm46.huggingface.names import HFNames, has_repeats, raise_if
+from glm46.huggingface.schemes import Scheme, scheme_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -87,8 +89,19 @@ def _read_index(index: Path) -> dict[str, str]:
     return listed
 
 
-def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tuple[Path, Record]]]:
-    """Check a folder against the model; returns the table of its names and its tensors as `find_tensors` does.
+class CheckedFolder(NamedTuple):
+    """What a folder stores of the model."""
+
+    names: HFNames
+    found: dict[str, tuple[Path, Record]]
+    """Tensors of its files by Hugging Face name, those of quantised weights included."""
+    scheme: Scheme | None
+    quantised: dict[str, tuple[int, ...]]
+    """Quantised weights and their shapes."""
+
+
+def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
+    """Check a folder against the model.
 
     Raises:
         UserError: all faults of config.json; if it has none, all faults of the tensors.
@@ -108,23 +121,23 @@ def check_folder(folder: Path, shape: ModelShape) -> tuple[HFNames, dict[str, tu
     scheme = scheme_of(raw, str(folder / CONFIG))
     # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
     empty = {name for name, (_, record) in found.items() if name not in names.places and not prod(record.shape)}
-    if scheme is not None:
+    if isinstance(scheme, Fp8):
         empty |= {name + scheme.suffix for name in empty}  # one scale per row is not empty
     found = {name: place for name, place in found.items() if name not in empty}
     records = {name: record for name, (_, record) in found.items()}
-    scales, faults = scale_faults(scheme, records, names) if scheme else ((), [])
-    faults += names.name_faults(name for name in found if name not in scales)
+    quantised, stored_names, faults = scheme.weights_in(records, names) if scheme else ({}, set(), [])
+    weights = {name: (record.shape, record.dtype) for name, record in records.items() if name not in stored_names}
+    weights |= {name: (size, torch.bfloat16) for name, size in quantised.items()}
+    faults += names.name_faults(weights)
     unfit: list[str] = []
-    for name, (_, record) in found.items():
-        is_fp8 = scheme is not None and record.dtype == torch.float8_e4m3fn  # checked by scale_faults
-        dtype = torch.bfloat16 if is_fp8 else record.dtype
-        if name in names.places and (fault := names.fault(name, record.shape, dtype)) is not None:
+    for name, (size, dtype) in weights.items():
+        if name in names.places and (fault := names.fault(name, size, dtype)) is not None:
             unfit.append(fault)
     faults += unfit[:_TENSORS_SHOWN]
     if len(unfit) > _TENSORS_SHOWN:
         faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors differ in shape or type from the model's")
     raise_if([f"{folder}: {fault}" for fault in faults])
-    return names, found
+    return CheckedFolder(names, found, scheme, quantised)
 
 
 def stored_shape(folder: Path) -> ModelShape:
@@ -201,15 +214,14 @@ class FolderReader:
     Attributes:
         names: of the folder's tensors that the model has.
         found: Hugging Face name -> file and record, scales included.
-        scheme: of its FP8 weights, or None.
+        scheme: of its quantised weights, or None.
 
     Raises:
         UserError: see `check_folder`.
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
-        self.names, self.found = check_folder(folder, shape)
-        self.scheme = scheme_of(read_config(folder), str(folder / CONFIG))
+        self.names, self.found, self.scheme, self._quantised = check_folder(folder, shape)
         self._records: dict[Path, dict[str, Record]] = {}
         for name, (path, record) in self.found.items():
             self._records.setdefault(path, {})[name] = record
@@ -257,24 +269,28 @@ class FolderReader:
         return faults
 
     def read(self, hf_name: str, box: Box, target: Tensor) -> None:
-        """Read a box of a weight into memory of any type; FP8 is converted through FP32."""
-        if self.found[hf_name][1].dtype == torch.float8_e4m3fn:
-            values = self._file(hf_name).read(hf_name, box)
-            target.copy_(dequantise(values, *self._scales(hf_name, box)))
-        else:
+        """Read a box of a weight into memory of any type; quantised values are converted through FP32."""
+        shape = self._quantised.get(hf_name)
+        if shape is None:
             self._file(hf_name).fill(hf_name, box, target)
+        else:
+            assert self.scheme is not None
+            target.copy_(self.scheme.dequantise(self._parts(hf_name, box), shape, box))
 
     def _equals(self, hf_name: str, box: Box, target: Tensor) -> bool:
         """Whether a box of a repeat equals the values read before; in FP8, up to rounding."""
-        values = self._file(hf_name).read(hf_name, box)
-        if values.dtype != torch.float8_e4m3fn:
-            return torch.equal(target, values.to(target))
-        return matches(target.float().cpu(), values, *self._scales(hf_name, box))
+        if hf_name not in self._quantised:
+            return torch.equal(target, self._file(hf_name).read(hf_name, box).to(target))
+        scheme = self.scheme
+        assert isinstance(scheme, Fp8)  # no other scheme quantises repeats
+        parts, columns = self._parts(hf_name, box), self._quantised[hf_name][1]
+        return matches(target.float().cpu(), parts[""], parts[scheme.suffix], scheme, columns, box)
 
-    def _scales(self, hf_name: str, box: Box) -> tuple[Tensor, Scheme, int, Box]:
+    def _parts(self, hf_name: str, box: Box) -> dict[str, Tensor]:
+        """What a box of a quantised weight needs, by suffix."""
         assert self.scheme is not None
-        columns, name = self.found[hf_name][1].shape[1], hf_name + self.scheme.suffix
-        return self._file(name).read(name, scales_of_box(self.scheme, columns, box)), self.scheme, columns, box
+        boxes = self.scheme.boxes(self._quantised[hf_name], box).items()
+        return {suffix: self._file(hf_name + suffix).read(hf_name + suffix, part) for suffix, part in boxes}
 
     def _file(self, hf_name: str) -> TensorFile:
         path = self.found[hf_name][0]

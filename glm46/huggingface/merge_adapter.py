@@ -8,23 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm46.config.errors import UserError
 from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
 from glm46.huggingface.config_json import CONFIG, read_config
-from glm46.huggingface.fp8 import (
-    CONFIG_KEY,
-    ERRORS_FILE,
-    Scheme,
-    config_of_scheme,
-    dequantise,
-    quantise,
-    quantised_names,
-)
+from glm46.huggingface.fp8 import Scheme, dequantise, quantise
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderReader, ReportBytes, find_tensors, stored_shape
+from glm46.huggingface.int4 import Int4
 from glm46.huggingface.names import raise_if
 from glm46.huggingface.peft_folder import AdapterFolder
+from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, quantised_names
 from glm46.huggingface.write_folder import OutputFile, drafted_folder, index_of, json_bytes
 
 MERGE_ERRORS = "merge_errors.json"
@@ -111,7 +106,10 @@ class _Merge:
 
     def __init__(self, base: Path, adapter: Path, target: torch.dtype | Scheme | None):
         shape = stored_shape(base)
-        self.reader, self.adapter, self._target = FolderReader(base, shape), AdapterFolder(adapter, shape), target
+        self.reader, self._target = FolderReader(base, shape), target
+        if isinstance(self.reader.scheme, Int4):
+            raise UserError(f"{base}: its weights are INT4; merge into the folder that it was made from")
+        self.adapter = AdapterFolder(adapter, shape)
         self._stored = find_tensors(base)  # those included that the model does not have
         places, weights = self.reader.names.places, set(self.adapter.weights)
         self._changed = frozenset(name for name, (entry, _) in places.items() if entry.name in weights)

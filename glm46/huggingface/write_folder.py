@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glm46.checkpoint.stored_values import StoredTensor
@@ -23,9 +22,9 @@ from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, is_finite
 from glm46.huggingface.boxes import Interval, intervals_of, overlaps
-from glm46.huggingface.fp8 import ERRORS_FILE, Scheme, error_of, quantise
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, ReportBytes
 from glm46.huggingface.names import HFEntry, raise_if
+from glm46.huggingface.schemes import ERRORS_FILE, Scheme, error_of
 
 Source = Tensor | StoredTensor
 """Source of a tensor's values: a plain tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
@@ -83,7 +82,7 @@ def write_tensors(
     ranks: Ranks,
     contents: Mapping[str, bytes],
     *,
-    fp8: Scheme | None = None,
+    scheme: Scheme | None = None,
     report: ReportBytes | None = None,
 ) -> int:
     """Write the parts of all ranks into the files of a draft, and the small files beside them. Collective.
@@ -107,13 +106,13 @@ def write_tensors(
                 (draft / file.name).write_bytes(file.header)
     with ranks.stage(f"writing {draft}") as stage:
         with ExitStack() as opened:
-            writer = _FolderWriter(draft, files, opened, fp8)
+            writer = _FolderWriter(draft, files, opened, scheme)
             writer.write([entries[name] for name in mine], tensors, report)
         stage.value = writer.elements  # after closing the files, which syncs them to the disk
     with ranks.stage(f"completing {draft}"):
         _require_whole(entries, stage.values)
         if ranks.is_first:
-            errors = {ERRORS_FILE: json_bytes(writer.errors)} if fp8 else {}
+            errors = {ERRORS_FILE: json_bytes(writer.errors)} if scheme else {}
             _complete(draft, files, {**contents, **errors})
     return writer.bytes_written
 
@@ -160,13 +159,16 @@ class _FolderWriter:
 
     Attributes:
         elements: our name -> elements written, repeats included.
-        errors: Hugging Face name -> `fp8.error_of` of each quantised tensor.
+        errors: Hugging Face name -> `error_of` of each quantised weight.
     """
 
-    def __init__(self, draft: Path, files: Sequence[OutputFile], opened: ExitStack, fp8: Scheme | None):
-        self._draft, self._opened, self._fp8 = draft, opened, fp8
+    def __init__(self, draft: Path, files: Sequence[OutputFile], opened: ExitStack, scheme: Scheme | None):
+        self._draft, self._opened, self._scheme = draft, opened, scheme
         self.errors: dict[str, dict[str, float]] = {}
         self._file_of = {hf_name: file for file in files for hf_name in file.records}
+        if scheme is not None:  # a quantised weight is in the file of what stores it
+            first = scheme.suffixes[0]
+            self._file_of |= {name.removesuffix(first): file for name, file in self._file_of.items()}
         self._open: dict[str, TensorFile] = {}
         self.elements: dict[str, int] = {}
 
@@ -192,18 +194,21 @@ class _FolderWriter:
         local = _local(tensor)
         intervals = _intervals(tensor)
         for part in entry.parts:
-            dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
-            if self._fp8 is not None and dtype == torch.float8_e4m3fn:
+            if self._scheme is not None and self._is_quantised(part.hf_name, self._scheme):
                 weight = local[part.index()].float().cpu()
                 self._require_finite(part.hf_name, weight)
-                self._quantise(part.hf_name, weight, self._fp8)
+                self._quantise(part.hf_name, weight, self._scheme)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
                 continue
+            dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             for overlap in overlaps(part, intervals):
                 values = local[overlap.local].to(dtype).cpu().contiguous()
                 self._require_finite(part.hf_name, values)
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()
+
+    def _is_quantised(self, hf_name: str, scheme: Scheme) -> bool:
+        return all(hf_name + suffix in self._file_of for suffix in scheme.suffixes)
 
     @staticmethod
     def _require_finite(hf_name: str, values: Tensor) -> None:
@@ -211,9 +216,10 @@ class _FolderWriter:
             raise ValueError(f"tensor {hf_name} {NOT_FINITE}")
 
     def _quantise(self, hf_name: str, weight: Tensor, scheme: Scheme) -> None:
-        values, scales = quantise(weight, scheme)
-        self.errors[hf_name] = error_of(weight, values, scales, scheme)
-        for name, stored in ((hf_name, values), (hf_name + scheme.suffix, scales)):
+        parts = scheme.quantise(weight)
+        self.errors[hf_name] = error_of(weight, parts, scheme)
+        for suffix, stored in parts.items():
+            name = hf_name + suffix
             self._file(name).write(name, tuple((0, size) for size in stored.shape), stored)
 
     def _file(self, hf_name: str) -> TensorFile:

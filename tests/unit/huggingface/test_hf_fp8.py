@@ -14,19 +14,11 @@ from glm46.distributed.local_tensor import global_indices
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.fp8 import (
-    CONFIG_KEY,
-    ERRORS_FILE,
-    SCHEMES,
-    Scheme,
-    config_of_scheme,
-    dequantise,
-    quantise,
-    scales_of_box,
-    scheme_of,
-)
+from glm46.huggingface.fp8 import Scheme, dequantise, quantise, scales_of_box
 from glm46.huggingface.import_weights import SINGLE_FILE, FolderReader, check_folder
 from glm46.huggingface.names import HFNames
+from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
+from glm46.huggingface.schemes import FP8_SCHEMES as SCHEMES
 from glm46.model.transformer import Transformer
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
@@ -43,7 +35,7 @@ def export(folder, fp8, tensors):
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
     if fp8 is not None:
         config[CONFIG_KEY] = config_of_scheme(fp8, HFNames(shape, repeat_shared=False))
-    export_weights(folder, shape, config, tensors, options=ExportOptions(fp8=fp8))
+    export_weights(folder, shape, config, tensors, options=ExportOptions(scheme=fp8))
     return folder
 
 
@@ -161,7 +153,7 @@ def test_a_repeated_head_in_fp8_is_read_as_in_the_published_folders(change, tens
     names = HFNames(shape, repeat_shared=True)
     scheme = SCHEMES["fp8-channel"]
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16") | {CONFIG_KEY: config_of_scheme(scheme, names)}
-    export_weights(folder, shape, config, tensors, options=ExportOptions(fp8=scheme, repeat_shared=True))
+    export_weights(folder, shape, config, tensors, options=ExportOptions(scheme=scheme, repeat_shared=True))
     stored = stored_in(folder)
     repeat = f"model.layers.{shape.num_hidden_layers}.shared_head.head.weight"
     head = stored["lm_head.weight"].roll(1, 0) if change == "another head" else stored["lm_head.weight"]
@@ -185,7 +177,7 @@ def test_fp8_tensors_without_elements_are_omitted(name, tmp_path):
     tensors = {n: torch.nn.init.normal_(t.detach()) for n, t in [*model.named_parameters(), *model.named_buffers()]}
     config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
     config |= {CONFIG_KEY: config_of_scheme(scheme, HFNames(shape, repeat_shared=False))}
-    export_weights(tmp_path / "a", shape, config, tensors, options=ExportOptions(fp8=scheme))
+    export_weights(tmp_path / "a", shape, config, tensors, options=ExportOptions(scheme=scheme))
     stored = stored_in(tmp_path / "a")
     for projection, size in (("gate", (0, 256)), ("up", (0, 256)), ("down", (256, 0))):
         empty = f"model.layers.1.mlp.shared_experts.{projection}_proj.weight"

@@ -15,8 +15,9 @@ import pytest
 
 from glm46.config.presets import PRESETS
 from glm46.huggingface.export_weights import ExportOptions, _lay_out_files
-from glm46.huggingface.fp8 import SCHEMES, config_of_scheme, scheme_of
 from glm46.huggingface.names import HFNames
+from glm46.huggingface.schemes import FP8_SCHEMES as SCHEMES
+from glm46.huggingface.schemes import config_of_scheme, scheme_of
 
 TINY = dict(num_hidden_layers=3, n_routed_experts=4, first_k_dense_replace=1)
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -104,7 +105,7 @@ def parameters_of_layer(shape, prefix: str, module: str, quantization, *, dense:
 def test_servers_fill_every_parameter_and_use_every_tensor(preset, scheme, repeats):
     shape = PRESETS[preset].model_copy(update=TINY)
     names = HFNames(shape, repeat_shared=repeats)
-    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES.get(scheme), repeat_shared=repeats))
+    files = _lay_out_files(names, ExportOptions(scheme=SCHEMES.get(scheme), repeat_shared=repeats))
     exported = [name for file in files for name in file.records]
     quantization = config_of_scheme(SCHEMES[scheme], names) if scheme else None
     main = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -132,7 +133,7 @@ def sizes_refused(shape, scheme: str, parts: int) -> list[str]:
     names = HFNames(shape, repeat_shared=False)
     if SCHEMES[scheme].block is None:
         return []
-    fp8 = {name for file in _lay_out_files(names, ExportOptions(fp8=SCHEMES[scheme])) for name in file.records}
+    fp8 = {name for file in _lay_out_files(names, ExportOptions(scheme=SCHEMES[scheme])) for name in file.records}
     refused = []
     for name in sorted(fp8):
         if not name.endswith("_proj.weight_scale"):
@@ -179,7 +180,7 @@ def test_our_fp8_folders_keep_the_same_tensors_in_bf16_as_the_published_ones(pre
             kinds += ["embed_tokens", "eh_proj", "enorm", "hnorm", "shared_head.norm"]
         ignore |= {f"model.layers.{i}.{kind}" for kind in kinds}
     names = HFNames(shape, repeat_shared=True)
-    files = _lay_out_files(names, ExportOptions(fp8=SCHEMES["fp8-channel"], repeat_shared=True))
+    files = _lay_out_files(names, ExportOptions(scheme=SCHEMES["fp8-channel"], repeat_shared=True))
     stored = {name for file in files for name in file.records}
     plain = {name.removesuffix(".weight") for name in names.places if f"{name}_scale" not in stored}
     assert plain - ignore == {f"model.layers.{shape.num_hidden_layers}.shared_head.head"} and ignore <= plain

@@ -13,11 +13,12 @@ from glm46.config.presets import PRESETS
 from glm46.files.tensor_file import TensorFile
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.fp8 import SCHEMES, config_of_scheme
 from glm46.huggingface.import_weights import FolderReader, find_tensors, import_weights
 from glm46.huggingface.merge_adapter import merge_adapter
 from glm46.huggingface.names import HFNames
 from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.schemes import FP8_SCHEMES as SCHEMES
+from glm46.huggingface.schemes import config_of_scheme
 from tests.unit.huggingface.adapters import EOS, TINY, adapters, merged
 
 SHAPE = PRESETS["GLM-4.5-Air"].model_copy(update=TINY)  # with a prediction layer, and repeats
@@ -44,7 +45,7 @@ def base_folder(folder, shape=SHAPE, dtype=torch.bfloat16, fp8=None):
     names = HFNames(shape, repeat_shared=True)
     weights = {name: torch.randn(entry.shape, generator=generator) * 0.1 for name, entry in names.entries.items()}
     options = ExportOptions(
-        dtype=dtype, fp8=fp8, repeat_shared=True, max_file_bytes=30_000, other_files={"tokenizer.json": b"{}"}
+        dtype=dtype, scheme=fp8, repeat_shared=True, max_file_bytes=30_000, other_files={"tokenizer.json": b"{}"}
     )
     config = config_of(shape, None, eos_ids=EOS, dtype=str(dtype).removeprefix("torch."))
     if fp8 is not None:
