@@ -33,7 +33,7 @@ LAYERS = {
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 815, "checkpoint": 2350, "cli": 105,
     "commands": 3910, "compat": 310, "config": 3890, "data": 2640,
-    "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2310, "inference": 845,
+    "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 260, "huggingface": 2575, "inference": 845,
     "model": 2215, "observe": 1215, "optim": 1790, "parallelize": 1350,
     "planner": 4500, "prepare": 1780, "pretrain": 560, "reliability": 880,
     "rewards": 420, "rl": 800, "rollout": 1700,
