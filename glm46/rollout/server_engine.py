@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from glm46.rollout.vllm_server import VllmServer
 VERSION_FILE = "version.json"
 """In a folder of weights: its version, and length and SHA-256 of each of its files."""
 
+_HASHED_AT_ONCE = 8
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -64,14 +66,16 @@ class ServerEngine:
             UserError: the disk is full, or at the first update: a server runs with other options than needed.
         """
         path = self._folder / f"version-{version:08d}"
-        is_first = dist.get_rank() == 0
-        if is_first and path.exists():  # of a run that was killed; export begins with a collective
+        if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
             shutil.rmtree(path)
         self._export(path)
         expected = self._score(self._probe)
 
         def hand_over() -> bytes:
-            files = {file.name: vars(hash_file(file)) for file in sorted(path.iterdir())}
+            names = sorted(path.iterdir())
+            with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+                records = list(threads.map(hash_file, names))
+            files = {name.name: vars(record) for name, record in zip(names, records, strict=True)}
             create_durably(path / VERSION_FILE, [json_bytes({"version": version, "files": files})])
             sync_folder(path)
             self._pool.update(Weights(version, path, self._probe, expected))

@@ -1,0 +1,95 @@
+"""Two ranks draw from one stub of a server, for longer than their process group waits; print one JSON object per rank.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/server_rollouts.py
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from glm46.config.rollout import Rollout
+from glm46.distributed.process import join, leave
+from glm46.rollout import first_rank
+from glm46.rollout.records import Request, SamplingRules
+from glm46.rollout.server_engine import ServerEngine
+from glm46.rollout.server_pool import EngineError
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.unit.rollout.stub_server import STOP, StubServer, scores
+
+TIMEOUT, DEADLINE = 2, 3.0
+PROBE = [[5, 6, 7, 8]]
+REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
+
+
+def draw(rank: int, folder: Path) -> dict:
+    """What a rank gets and sees."""
+    first_rank._SIGN_OF_LIFE_SECONDS = 0.2
+    stub = StubServer() if rank == 0 else None
+    port = torch.tensor([stub.port if stub else 0])
+    dist.broadcast(port, 0)
+    version, lines = 0, []
+
+    def export(path: Path) -> None:
+        if rank == 0:
+            path.mkdir(parents=True)
+            (path / "model.safetensors").write_bytes(b"weights %d" % version)
+        dist.barrier()
+
+    config = Rollout(
+        kind="vllm",
+        max_new_tokens=6,
+        urls=[f"http://127.0.0.1:{port.item()}"],
+        deadline_seconds=DEADLINE,
+        restart_seconds=0.0,
+    )
+    engine = ServerEngine(
+        config,
+        folder=folder,
+        export=export,
+        score=lambda sequences: scores(version, sequences),
+        probe=PROBE,
+        padding=range(0),
+        say=lines.append,
+    )
+    rules, found = SamplingRules(1.0, frozenset({STOP}), 50), {}
+    for version in (1, 2):
+        engine.update(version)
+        found[f"version {version}"] = engine.generate(REQUESTS, rules)
+    found["folders"] = sorted(path.name for path in folder.iterdir())
+    found["manifest"] = json.loads((folder / "version-00000002/version.json").read_text())
+    if stub:
+        stub.fault = "hang"
+    found["slow"] = engine.generate(REQUESTS[:1], rules)
+    if stub:
+        stub.stop()
+    try:
+        engine.generate(REQUESTS, rules)
+    except EngineError as error:
+        found["error"] = str(error)
+    engine.close()
+    return found | {"rank": rank, "left": len(list(folder.iterdir())), "lines": lines}
+
+
+def main() -> None:
+    """Print what each rank found."""
+    with tempfile.TemporaryDirectory() as name:
+        log, folder = Path(name, "log-"), Path(name, "weights")
+
+        def work(rank: int) -> int:
+            join(TIMEOUT)
+            Path(name, f"{rank}.json").write_text(json.dumps(draw(rank, folder)))
+            dist.barrier()
+            leave()
+            return 0
+
+        if any(await_ranks(start_ranks(2, log, work), 60)):
+            raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+        for rank in range(2):
+            print(Path(name, f"{rank}.json").read_text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

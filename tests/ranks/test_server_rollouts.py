@@ -1,0 +1,23 @@
+"""All ranks get what servers draw, however long it takes, and the same errors."""
+
+import hashlib
+
+from tests.ranks.server_rollouts import DEADLINE, REQUESTS, TIMEOUT
+from tests.unit.rollout.stub_server import draw, logprob
+
+
+def test_ranks_get_completions_and_errors_of_the_first_rank(server):
+    assert DEADLINE > TIMEOUT  # a rank waits longer than its process group would
+    first, second = server.rows("server_rollouts.main", seconds=60)
+    for version in (1, 2):
+        assert first[f"version {version}"] == second[f"version {version}"]
+        for request, completion in zip(REQUESTS, first[f"version {version}"], strict=True):
+            tokens, logprobs, _, spans, _ = completion
+            assert tokens == draw(*request) and spans == [[0, version]]
+            assert logprobs == [logprob(version, token) for token in tokens]
+    assert first["folders"] == ["version-00000002"] and first["left"] == 0
+    files = {"model.safetensors": {"bytes": 9, "sha256": hashlib.sha256(b"weights 2").hexdigest()}}
+    assert first["manifest"] == {"version": 2, "files": files}
+    assert first["slow"] == second["slow"] and first["slow"][0][2] == "abort"
+    assert "rollout.urls" in first["error"] and second["error"] == ""
+    assert second["lines"] == [] and "is left out" in first["lines"][-1]

@@ -1,0 +1,21 @@
+"""Completions survive the way from rank 0 to the others."""
+
+import numpy as np
+
+from glm46.rollout.first_rank import pack, unpack
+from glm46.rollout.records import Completion, Span
+
+
+def test_completions_are_the_same_after_the_way():
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    completions = [
+        Completion([5, 2], [-0.1, -1 / 3], "stop", [Span(0, 7)], routes),
+        Completion([], [], "abort", [], None),
+        Completion([9, 9, 9], [-1.0, 0.0, -2e-30], "length", [Span(0, 7), Span(2, 8)], routes[:1].astype(np.uint16)),
+    ]
+    for before, after in zip(completions, unpack(pack(completions)), strict=True):
+        assert before[:4] == after[:4]
+        assert (before.routes is None) == (after.routes is None)
+        if before.routes is not None:
+            assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
+    assert unpack(pack([])) == []
