@@ -1,4 +1,4 @@
-"""``python -m glm46 inspect``: verify a folder of shards and show rows of text, or documents of chats, from it."""
+"""``python -m glm46 inspect``: verify a folder of shards and show rows of text, documents of chats, or pairs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from glm46.commands.options import verb_parser
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
+from glm46.data.pairs import BEGIN
 from glm46.data.shards import NOT_A_TARGET, open_shard
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -24,7 +25,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
     parser.add_argument("folder", type=Path, help="a folder that prepare has made")
     parser.add_argument(
-        "--rows", type=int, default=2, help="rows of text or documents of chats to show, picked at random"
+        "--rows", type=int, default=2, help="rows of text, documents of chats or pairs to show, picked at random"
     )
     parser.add_argument(
         "--seq_len", type=int, default=512, help="tokens per row; of chats, most tokens shown of a document"
@@ -100,11 +101,12 @@ def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: i
 def show_chats(
     manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int, brackets: bool
 ) -> Iterator[Text]:
-    """Yield documents of chats from the training split, their targets in colour and, with ``brackets``, in [[ ]].
+    """Yield documents of chats from the training split, their targets in colour and, with ``brackets``, in [[ ]]; of
+    pairs each half.
 
     Args:
         rows: documents.
-        seq_len: most tokens shown of each.
+        seq_len: most tokens shown of each document, or half.
     """
     stream = TokenStream(manifest.folder, manifest.splits["train"], manifest.vocab_size, marked=True)
     starts = np.concatenate([[0], stream.doc_ends()])
@@ -113,12 +115,24 @@ def show_chats(
         tokens = np.empty(starts[number + 1] - starts[number], np.int64)
         stream.read(int(starts[number]), tokens)
         is_target = tokens < NOT_A_TARGET
-        yield Text(f"── document {number} of {count}: {len(tokens)} tokens, {is_target.sum()} targets", "dim")
-        shown = Text()
-        bounds = np.flatnonzero(np.diff(is_target[:seq_len])) + 1
-        for run in np.split(np.arange(min(len(tokens), seq_len)), bounds):
-            text, learned = tokenizer.decode(tokens[run] & ~NOT_A_TARGET), is_target[run[0]]
-            shown.append(f"[[{text}]]" if brackets and learned else text, "bold green" if learned else None)
-        if len(tokens) > seq_len:
-            shown.append(f"\n… {len(tokens) - seq_len} more tokens", "dim")
-        yield shown
+        what = "pair" if manifest.is_paired else "document"
+        yield Text(f"── {what} {number} of {count}: {len(tokens)} tokens, {is_target.sum()} targets", "dim")
+        ids = tokens & ~NOT_A_TARGET
+        begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:] if manifest.is_paired else []
+        halves = zip(("chosen", "rejected"), np.split(np.arange(len(tokens)), begins), strict=False)
+        for name, half in halves:
+            if manifest.is_paired:
+                yield Text(f"─ {name}: {len(half)} tokens, {is_target[half].sum()} targets", "dim")
+            yield _shown(ids[half], is_target[half], tokenizer, seq_len, brackets)
+
+
+def _shown(ids: np.ndarray, is_target: np.ndarray, tokenizer: Tokenizer, most: int, brackets: bool) -> Text:
+    """The first tokens of a document as text, see `show_chats`."""
+    shown = Text()
+    bounds = np.flatnonzero(np.diff(is_target[:most])) + 1
+    for run in np.split(np.arange(min(len(ids), most)), bounds):
+        text, learned = tokenizer.decode(ids[run]), is_target[run[0]]
+        shown.append(f"[[{text}]]" if brackets and learned else text, "bold green" if learned else None)
+    if len(ids) > most:
+        shown.append(f"\n… {len(ids) - most} more tokens", "dim")
+    return shown

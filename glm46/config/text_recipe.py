@@ -9,7 +9,11 @@ from glm46.config.section import LocalPath, Needs, Section
 CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""
 
+PAIRS = "preference"
+"""The value for which a row is a pair of answers."""
+
 _TEXT, _CHATS = Needs("format", "text"), Needs("format", CHAT_FORMATS)
+_MARKED = Needs("format", (*CHAT_FORMATS, PAIRS))
 
 
 class Recipe(Section):
@@ -24,27 +28,29 @@ class Recipe(Section):
     text_key: str = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
 
-    format: Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca"] = "text"
-    """What a document is. text: any text. The others: a row with a conversation, of which the tokens that the model
-    samples are the targets (docs/finetuning.md lists the fields). A source of chats needs packing = "best_fit" and
-    data.document_mask = true."""
+    format: Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"] = "text"
+    """What a document is. text: any text. preference: a row with a better and a worse answer to one prompt, for
+    [finetune.preference]; both are in one document. The others: a row with a conversation. Of these two the tokens that
+    the model samples are the targets (docs/finetuning.md lists the fields), and a source of them, of chats in short,
+    needs packing = "best_fit" and data.document_mask = true."""
 
     history: Annotated[Literal["expand", "last", "all"], _CHATS] = "expand"
     """Chats: reasoning is removed from the turns before the last user message. expand: a document for each user turn
     with reasoning, so that every turn is trained as it was sampled. last: only the last user turn is trained. all: one
     document, in which every turn is trained."""
 
-    no_reasoning: Annotated[Literal["nothink", "mask", "train"], _CHATS] = "nothink"
+    no_reasoning: Annotated[Literal["nothink", "mask", "train"], _MARKED] = "nothink"
     """Chats: turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought
-    that is no target. train: an empty thought that is a target, so that the model may stop thinking."""
+    that is no target. train: an empty thought that is a target, so that the model may stop thinking. Both answers of a
+    pair have one prompt: it allows thinking if one of them has reasoning."""
 
-    max_tokens: Annotated[int | None, _CHATS] = Field(None, ge=2)
+    max_tokens: Annotated[int | None, _MARKED] = Field(None, ge=2)
     """Chats: most tokens of a document, at most the shortest seq_len that reads the source, because documents are not
-    cut between rows. Required."""
+    cut between rows; of a pair, of both halves together. Required."""
 
-    too_long: Annotated[Literal["drop", "cut", "error"], _CHATS] = "drop"
+    too_long: Annotated[Literal["drop", "cut", "error"], _MARKED] = "drop"
     """Chats: documents of more than ``max_tokens``. drop: they are left out. cut: their first tokens are kept, if a
-    target is among them. error: preparation stops."""
+    target is among them; of a pair, those of the longer half or of both. error: preparation stops."""
 
     held_out: float = Field(0.01, ge=0.0, lt=1.0)
     """Share of the documents that is kept for validation; the hash of a document decides."""
@@ -96,8 +102,13 @@ class Recipe(Section):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the rows are conversations."""
+        """Whether the rows are conversations, or pairs."""
         return self.format != "text"
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the rows are pairs."""
+        return self.format == PAIRS
 
     @property
     def duplicates(self) -> Literal["exact", "near"]:

@@ -113,14 +113,40 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
         thinks[last] = any(thinks) if options.history == "all" else thinks[last]
     documents = []
     for first, k in groups:
-        start, end = spans[first][0], spans[k][1]
-        targets = {index for index in range(start, end) if messages[index].is_trained}
-        pieces = _pieces(messages[:end], conversation.tools, thinks[k], targets, options.no_reasoning == "train")
-        stop = _OBSERVATION if messages[end - 1].tool_calls else _USER
-        document = _encode([*pieces, (stop, end - 1 in targets)], tokenizer)
+        trained = range(spans[first][0], spans[k][1])
+        document = _document(conversation, trained, tokenizer, thinks[k], options.no_reasoning == "train")
         if document.is_target.any():
             documents.append(document)
     return Rendered(documents, _counts(conversation, documents))
+
+
+def render_pair(
+    halves: Sequence[Conversation], tokenizer: Tokenizer, no_reasoning: Literal["nothink", "mask", "train"]
+) -> list[ChatDocument]:
+    """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with
+    ``history = "last"``. The prompt is the same in both: with thinking if a half has reasoning.
+
+    Raises:
+        UserError: the tokenizer lacks one of GLM's special tokens.
+    """
+    turns = [range(([0] + _ends_of_user_turns(half.messages))[-2], len(half.messages)) for half in halves]
+    reasons = any(half.messages[i].reasoning.strip() for half, turn in zip(halves, turns, strict=True) for i in turn)
+    thinks = reasons or no_reasoning != "nothink"
+    return [
+        _document(half, turn, tokenizer, thinks, no_reasoning == "train")
+        for half, turn in zip(halves, turns, strict=True)
+    ]
+
+
+def _document(
+    conversation: Conversation, trained: range, tokenizer: Tokenizer, thinks: bool, train_empty_thought: bool
+) -> ChatDocument:
+    """The document that ends with the last of the ``trained`` messages."""
+    messages = conversation.messages[: trained.stop]
+    targets = {index for index in trained if messages[index].is_trained}
+    pieces = _pieces(messages, conversation.tools, thinks, targets, train_empty_thought)
+    stop = _OBSERVATION if messages[-1].tool_calls else _USER
+    return _encode([*pieces, (stop, trained.stop - 1 in targets)], tokenizer)
 
 
 def chat_prompt(

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-_ROLES = {
+ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant",
@@ -176,7 +176,7 @@ def _message(row: object, index: int) -> Message:
     if not isinstance(row, Mapping):
         raise BadConversation("message is not an object", f"message {index}")
     name = row.get("role")
-    role = _ROLES.get(name) if isinstance(name, str) else None
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise BadConversation("unknown role", repr(name))
     trained = _is_trained(row)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.config.text_recipe import PAIRS
 from glm46.data.shards import open_shard
 from glm46.files.durable import hash_file, replace_durably
 
@@ -90,6 +91,11 @@ class Manifest:
     settings: dict = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each document is a pair, see `data/pairs.py`."""
+        return self.settings.get("format") == PAIRS
 
     def require_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""

@@ -1,6 +1,6 @@
 """The parallel half of preparing text: turn one part of the input into files of tokens and facts per document.
 
-A conversation is one unit of duplicates and of the split, and gives one or more documents.
+A conversation is one unit of duplicates and of the split, and gives one or more documents; a pair gives one.
 """
 
 import hashlib
@@ -13,7 +13,8 @@ import numpy as np
 
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.chat import ChatOptions, render
+from glm46.data.chat import ChatOptions, render, render_pair
+from glm46.data.pairs import EQUAL_HALVES
 from glm46.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.array_file import map_arrays, write_arrays
@@ -109,8 +110,8 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
             documents, size, tally = [], 0, Tally()
         if isinstance(document, BadDocument):
             reason, place = document.args
-            # Empty files are common and harmless; unreadable documents may be a mistake in the recipe.
-            tally.count(tally.filtered if reason == EMPTY else tally.bad, reason, [place])
+            # Empty files and ties are common and harmless; unreadable documents may be a mistake in the recipe.
+            tally.count(tally.filtered if reason in (EMPTY, EQUAL_HALVES) else tally.bad, reason, [place])
             continue
         documents.append(document)
         size += len(document.text) + DOCUMENT_BYTES
@@ -126,7 +127,10 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         text = normalize(document.text, recipe.normalize)
         encoded = text.encode()
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
+        if recipe.is_paired:
+            made = _pair(document, tally)
+        else:
+            made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
         ids = [one & ~np.uint32(NOT_A_TARGET) for one in made]
         if any(is_contaminated(one, _worker.evaluation) for one in ids):
             tally.count(tally.filtered, "holds evaluation text", [document.place])
@@ -170,7 +174,7 @@ def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np
 def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     """The tokens of each document of a conversation, uint32 [n] with the bit `NOT_A_TARGET`; empty if none is left."""
     recipe, place = _worker.recipe, [document.place]
-    rendered = render(document.conversation, _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
+    rendered = render(document.conversations[0], _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
     for what, number in rendered.counts.items():
         if what != "no target":
             tally.count(tally.noted, what, place, number)
@@ -178,11 +182,7 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     for ids, is_target in rendered.documents:
         tokens = np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET))
         if len(ids) > recipe.max_tokens:
-            if recipe.too_long == "error":
-                raise UserError(
-                    f"{with_line(document.place)}: a document of {len(ids)} tokens, above max_tokens = "
-                    f'{recipe.max_tokens}; raise max_tokens, or set too_long = "drop" or "cut"'
-                )
+            _raise_if_too_long(document, len(ids))
             tokens = tokens[: recipe.max_tokens if recipe.too_long == "cut" else 0]
             is_cut = bool(is_target[: len(tokens)].any())
             what = "documents cut to max_tokens" if is_cut else "documents above max_tokens left out"
@@ -193,6 +193,41 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     if not kept:
         tally.count(tally.filtered, "above max_tokens" if rendered.documents else "no target", place)
     return kept
+
+
+def _pair(document: Document, tally: Tally) -> list[np.ndarray]:
+    """Both halves of a pair as one document, as `_chat`."""
+    recipe, place = _worker.recipe, [document.place]
+    halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
+    lengths = [len(half.ids) for half in halves]
+    is_long = sum(lengths) > recipe.max_tokens
+    if is_long:
+        _raise_if_too_long(document, sum(lengths))
+        # The longer half loses more, so that the shorter one stays whole where it can.
+        most = [max(recipe.max_tokens // 2, recipe.max_tokens - other) for other in reversed(lengths)]
+        halves = [type(half)(*(part[:size] for part in half)) for half, size in zip(halves, most, strict=True)]
+    fault = None
+    if is_long and recipe.too_long == "drop":
+        fault = "above max_tokens"
+    elif not all(half.is_target.any() for half in halves):
+        fault = "above max_tokens" if is_long else "no target in chosen or rejected"
+    elif np.array_equal(halves[0].ids, halves[1].ids):
+        fault = EQUAL_HALVES
+    if fault is not None:
+        tally.count(tally.filtered, fault, place)
+        return []
+    if is_long:
+        tally.count(tally.noted, "pairs cut to max_tokens", place)
+    return [np.concatenate([np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET)) for ids, is_target in halves])]
+
+
+def _raise_if_too_long(document: Document, length: int) -> None:
+    recipe = _worker.recipe
+    if recipe.too_long == "error":
+        raise UserError(
+            f"{with_line(document.place)}: a document of {length} tokens, above max_tokens = {recipe.max_tokens}; "
+            'raise max_tokens, or set too_long = "drop" or "cut"'
+        )
 
 
 def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:

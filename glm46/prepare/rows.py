@@ -1,17 +1,19 @@
-"""Rows of a file as documents: a row holds a text or a conversation."""
+"""Rows of a file as documents: a row holds a text, a conversation or a pair."""
 
 import json
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from glm46.config.text_recipe import Recipe
+from glm46.config.text_recipe import PAIRS, Recipe
 from glm46.data.conversation import BadConversation, Conversation, parse_conversation
+from glm46.data.pairs import parse_pair
 
 # The reason of a document that holds only white space.
 EMPTY = "empty"
 
 _CHAT_FIELDS = {
     "messages": "messages", "sharegpt": "conversations", "prompt_completion": "prompt", "alpaca": "instruction",
+    PAIRS: "chosen",
 }  # fmt: skip
 """A field that each row of a format has."""
 
@@ -22,15 +24,16 @@ class BadDocument(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation."""
+    """One text, one conversation, or one pair."""
 
     text: str
-    """The text. Of a conversation its identity: all that was parsed, as JSON."""
+    """The text. Of conversations their identity: all that was parsed, as JSON."""
     place: str
     """Its place in the input."""
     answer: str | None = None
     """Its known result, if `Fields` names one."""
-    conversation: Conversation | None = None
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation, or both halves of the pair."""
 
 
 class Fields(NamedTuple):
@@ -68,13 +71,13 @@ def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:
 
 def _chat(row: object, place: str, format: str) -> Document | BadDocument:
     try:
-        conversation = parse_conversation(row, format)
-        text = json.dumps(asdict(conversation), ensure_ascii=False)
+        conversations = parse_pair(row) if format == PAIRS else (parse_conversation(row, format),)
+        text = "\n".join(json.dumps(asdict(conversation), ensure_ascii=False) for conversation in conversations)
     except BadConversation as error:
         return BadDocument(error.reason, f"{place} ({error.detail})" if error.detail else place)
     except TypeError:  # a Parquet file can hold dates and bytes
         return BadDocument("tools or arguments hold a value that JSON lacks", place)
-    return Document(text, place, None, conversation) if _is_utf8(text) else BadDocument("not UTF-8", place)
+    return Document(text, place, None, conversations) if _is_utf8(text) else BadDocument("not UTF-8", place)
 
 
 def _is_utf8(text: str) -> bool:

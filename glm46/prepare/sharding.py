@@ -69,7 +69,7 @@ def write_splits(
         pieces: files of `make_part`; each is open only while it is read.
         recipe: that of the pieces.
         metadata: for the header of each shard.
-        tally: counts the duplicates, and the conversations.
+        tally: counts the duplicates, and the conversations or pairs.
     """
     memory = recipe.deduplicate_memory_mb * 10**6
     duplicates = Duplicates(pieces, memory, pieces[0].parent if pieces else folder)
@@ -86,5 +86,6 @@ def write_splits(
         for name, part in zip(names, (~held_out, held_out), strict=True):
             writers[name].add(tensors, keep & part)
             if recipe.is_chat:
-                tally.count(tally.noted, f"conversations, {name}", [], int((keep & part).sum()))
+                what = "pairs" if recipe.is_paired else "conversations"
+                tally.count(tally.noted, f"{what}, {name}", [], int((keep & part).sum()))
     return {name: writer.finish() for name, writer in writers.items()}

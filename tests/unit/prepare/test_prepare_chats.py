@@ -12,7 +12,7 @@ import pytest
 from glm46.cli import main
 from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
-from glm46.config.text_recipe import CHAT_FORMATS, TextRecipe
+from glm46.config.text_recipe import CHAT_FORMATS, PAIRS, TextRecipe
 from glm46.data import conversation
 from glm46.data.chat import ChatOptions, render
 from glm46.data.conversation import parse_conversation
@@ -78,7 +78,8 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_recipe_names_the_formats_of_the_reader():
-    assert CHAT_FORMATS == tuple(conversation._ROWS) == tuple(row_reader._CHAT_FIELDS)
+    assert CHAT_FORMATS == tuple(conversation._ROWS)
+    assert (*CHAT_FORMATS, PAIRS) == tuple(row_reader._CHAT_FIELDS)
 
 
 @pytest.mark.parametrize("history", ["expand", "last", "all"])
