@@ -18,6 +18,7 @@ from glm46.config.rules_finetune import FINETUNE_RULES
 from glm46.config.rules_layout import LAYOUT_RULES, values_of
 from glm46.config.rules_model import MODEL_RULES
 from glm46.config.rules_pipeline import PIPELINE_RULES
+from glm46.config.rules_preference import preference_is_possible
 from glm46.config.rules_profiling import PROFILING_RULES
 from glm46.config.rules_rl import RL_RULES
 from glm46.config.run_config import RunConfig
@@ -38,7 +39,9 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
     if config.model.flavor not in PRESETS:
         return faults
     shape = resolve_shape(config.model)
-    faults += [fault for rule in (*MODEL_RULES, adapter_is_possible) for fault in rule(config, shape)]
+    faults += [
+        fault for rule in (*MODEL_RULES, adapter_is_possible, preference_is_possible) for fault in rule(config, shape)
+    ]
     rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES, *PROFILING_RULES)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
@@ -169,8 +172,8 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
 def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
     """A run continues another one, or begins a new clock with its weights."""
     continued, initial = config.checkpoint.load_path, config.checkpoint.initial_load_path
-    # Under adapters initial_load_path is read at every start, and has no clock.
-    if continued is not None and initial is not None and config.adapter is None:
+    # The base of adapters and the reference of a preference are read at every start, and have no clock.
+    if continued is not None and initial is not None and not config.keeps_its_start:
         yield Fault(
             ("checkpoint.load_path", "checkpoint.initial_load_path"),
             f"checkpoint.load_path = {show(continued)}, checkpoint.initial_load_path = {show(initial)}: both given; "

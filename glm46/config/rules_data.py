@@ -128,6 +128,29 @@ def chats_are_read_whole(config: RunConfig) -> Faults:
             yield from chat_faults(config, index, source.recipe.max_tokens, f"data.sources[{index}].recipe.max_tokens")
 
 
+def preferences_read_pairs(config: RunConfig) -> Faults:
+    """[finetune.preference] reads pairs, which no other run reads."""
+    for index, source in enumerate(config.data.sources):
+        if source.recipe is not None:
+            key = f"data.sources[{index}].recipe.format"
+            yield from pair_faults(config, source.recipe.is_paired, key, f"{key} = {show(source.recipe.format)}")
+
+
+def pair_faults(config: RunConfig, is_paired: bool, key: str, named: str) -> Faults:
+    """The fault of a source that is not what the task reads.
+
+    Args:
+        named: ``key``, or what else states what the source holds.
+    """
+    wants_pairs = config.preference is not None
+    if is_paired and not wants_pairs:
+        yield Fault((key, "finetune.preference"), f"{named}: pairs, which only [finetune.preference] reads; add that "
+                    "section, or give another source")  # fmt: skip
+    if wants_pairs and not is_paired:
+        yield Fault((key, "finetune.preference"), f"{named}: no pairs, which [finetune.preference] reads; give a "
+                    'source with format = "preference", or remove that section')  # fmt: skip
+
+
 def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: str) -> Faults:
     """The faults of a source of chats.
 
@@ -182,5 +205,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     windows_fit_into_their_stages,
     stages_read_apart,
     chats_are_read_whole,
+    preferences_read_pairs,
     validation_tasks_differ,
 )

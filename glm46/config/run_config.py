@@ -10,7 +10,7 @@ from glm46.config.ablation import Ablation
 from glm46.config.adapter import Adapter
 from glm46.config.checkpoint import Checkpoint, Metrics
 from glm46.config.data import Data
-from glm46.config.finetune import FineTune
+from glm46.config.finetune import FineTune, Preference
 from glm46.config.float8 import Float8
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
@@ -75,6 +75,16 @@ class RunConfig(Section):
     rl: RL | None = None
     adapter: Adapter | None = None
     ablation: Ablation | None = None
+
+    @property
+    def preference(self) -> Preference | None:
+        return None if self.finetune is None else self.finetune.preference
+
+    @property
+    def keeps_its_start(self) -> bool:
+        """Whether every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
+        reference of a preference."""
+        return self.adapter is not None or self.preference is not None
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from glm46.config.data import Source
 from glm46.config.errors import UserError
-from glm46.config.rules_data import chat_faults
+from glm46.config.rules_data import chat_faults, pair_faults
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.pack_plans import plan_of
 from glm46.data.packing import full_rows
@@ -52,6 +52,8 @@ def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Toke
             continue
         try:
             manifests[source.name] = manifest = load_manifest(Path(source.path))
+            if source.recipe is None:
+                faults += [fault.message for fault in pair_faults(config, manifest.is_paired, source.path, source.path)]
             if source.recipe is None and manifest.splits["train"].targets is not None:
                 named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
                 faults += [fault.message for fault in chat_faults(config, index, longest, named)]

@@ -1,4 +1,4 @@
-"""The task of fine-tuning: trained weights learn the targets of conversations."""
+"""The task of fine-tuning: trained weights learn the targets of conversations, or to prefer one of two answers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from glm46.data.conversation import Message
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.finetune.answers import greedy_answers
+from glm46.finetune.preferences import Preferences
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.planner.plan import Plan
 from glm46.pretrain.task import Pretraining
@@ -23,7 +24,8 @@ from glm46.training.task import StepBatches
 
 class FineTuning:
     """Text, loss and validation are those of pre-training: the loader gives a label to each token that the model shall
-    learn to sample, and to no other. See `Task`."""
+    learn to sample, and to no other. Under [finetune.preference] loss and validation are those of `Preferences`. See
+    `Task`."""
 
     identity_keys = Pretraining.identity_keys
 
@@ -34,8 +36,9 @@ class FineTuning:
             UserError: the data, the samples or the layout do not match the configuration.
         """
         self.plan, self.cluster, self._config = plan, cluster, plan.config.finetune
-        self._text = Pretraining(plan, cluster)
-        self.networks, self.objectives = self._text.networks, self._text.objectives
+        self._text, preference = Pretraining(plan, cluster), plan.config.preference
+        self._learner = self._text if preference is None else Preferences(self._text, preference)
+        self.networks, self.objectives = self._learner.networks, self._learner.objectives
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
@@ -59,11 +62,11 @@ class FineTuning:
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
-        return self._text.next(progress, sequences)
+        return self._learner.next(progress, sequences)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`."""
-        return self._text.complete(micro_batches)
+        return self._learner.complete(micro_batches)
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""
@@ -75,7 +78,7 @@ class FineTuning:
 
     def validate(self) -> dict[str, float]:
         """See `Task.validate`."""
-        return self._text.validate()
+        return self._learner.validate()
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""

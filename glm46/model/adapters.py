@@ -5,6 +5,8 @@ is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum
 ``y_i = (m_i / |V_i|) (V x)_i``. `parallelize/magnitudes.py` computes the norms, once per optimizer step.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -33,14 +35,31 @@ def add_adapters(model: Transformer, adapter: Adapter, dtype: torch.dtype = torc
             module.register_parameter(
                 key, nn.Parameter(torch.empty(row.shape(model.shape), dtype=dtype, device=device))
             )
+            module.is_adapted = True
             if isinstance(module, Experts):
                 module.project = partial(_project, module, adapter.scale)
             elif key == "lora_A":
                 module.product = partial(_linear_product, module, adapter.scale)
 
 
+@contextmanager
+def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
+    """Inside of it the models, or parts of one, compute with their frozen weights alone. Not between a forward and its
+    backward."""
+    modules = [module for model in models for module in model.modules() if hasattr(module, "is_adapted")]
+    for module in modules:
+        module.is_adapted = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.is_adapted = True
+
+
 def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `Linear.product`; of a module with adapters."""
+    if not module.is_adapted:
+        return Linear.product(x, weight, bias)
     a, b = (local_weight(part).to(x.dtype) for part in (module.lora_A, module.lora_B))
     low = F.linear(x, a) * scale
     # One kernel adds: no second result of this size.
@@ -53,6 +72,8 @@ def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bia
 def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
     """See `Experts.project`; of experts with adapters."""
     weight = local_weight(getattr(module, name))
+    if not module.is_adapted:
+        return module.product(x_NI, weight, offsets)
     a, b = (local_weight(getattr(module, f"{name}_{key}")).to(x_NI.dtype) for key in ("lora_A", "lora_B"))
     y_NO, _ = adapted_grouped_mm(x_NI, weight, a, b, offsets, scale)
     if hasattr(module, f"{name}_magnitude"):

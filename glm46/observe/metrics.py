@@ -33,7 +33,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
     Metric(
         "loss", "nats/token", "loss",
-        "Mean cross-entropy of the next token over the last step's labels; with [rl] the loss of policy or critic.",
+        "Mean cross-entropy of the next token over the last step's labels; with [rl] the loss of policy or critic; of "
+        "pairs, the mean of the preference loss.",
     ),
     Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the previous row."),
     Metric("perplexity", "1", "loss", "exp(loss)."),
@@ -42,6 +43,11 @@ METRICS: tuple[Metric, ...] = (
         "mtp_acceptance", "ratio", "loss",
         "Positions where a prediction layer's most likely token is the main model's for the same place.", "depth",
     ),
+    Metric("reward_margin", "nats", "loss", "Reward of the chosen completion less the rejected one's; mean of pairs."),
+    Metric("reward_accuracy", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
+    Metric("reward", "nats", "loss", "beta times the log-ratio of policy and reference; mean of completions.", "half"),
+    Metric("logprob", "nats", "loss", "Log-probability of the policy; mean of completions.", "half"),
+    Metric("chosen_loss", "nats/token", "loss", "Mean cross-entropy of the chosen completions."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
     Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
@@ -97,7 +103,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("dead_experts", "experts", "experts", "Experts without tokens, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
     Metric(
-        "validation_loss", "nats/token", "validation", "Mean cross-entropy on held-out documents.", "source", "loss"
+        "validation_loss", "nats/token", "validation", "loss on held-out documents.", "source", "loss"
     ),
     Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
     Metric(
@@ -110,6 +116,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("validation_needle", "ratio", "validation", "Answers that repeat a sentence of the text exactly.", "length"),
     Metric("validation_needle_loss", "nats/token", "validation", "Mean cross-entropy of these answers.", "length"),
+    Metric(
+        "validation_reward_margin", "nats", "validation", "reward_margin of held-out pairs.", "source", "reward_margin"
+    ),
+    Metric(
+        "validation_reward_accuracy", "ratio", "validation", "reward_accuracy of held-out pairs.", "source",
+        "reward_accuracy",
+    ),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Validation: loss on held-out documents, and the tasks of [[validation.tasks]]."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -108,10 +108,8 @@ def _padded(batch: Batch, multiple: int) -> Batch:
     return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
 
 
-def _evaluate_source(
-    network: Network, objective: NextToken, manifest: Manifest, token_bytes: torch.Tensor
-) -> dict[str, float]:
-    """Sums over all ranks: loss, targets, text_bytes of the targets, drafts, accepted drafts of depth 1. Collective."""
+def held_out_batches(network: Network, manifest: Manifest) -> Iterator[Batch]:
+    """The batches of a source that this rank validates on, equally many on each rank. Collective."""
     plan, config, cluster = network.plan, network.plan.config, network.cluster
     loader = build_validation_loader(
         manifest,
@@ -125,12 +123,20 @@ def _evaluate_source(
         ),
         max_batches=None if config.validation.steps == -1 else config.validation.steps,
     )
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        yield run_on_all_ranks(lambda: next(batches))
+
+
+def _evaluate_source(
+    network: Network, objective: NextToken, manifest: Manifest, token_bytes: torch.Tensor
+) -> dict[str, float]:
+    """Sums over all ranks: loss, targets, text_bytes of the targets, drafts, accepted drafts of depth 1. Collective."""
+    plan, cluster = network.plan, network.cluster
     loss = torch.zeros((), dtype=torch.float64, device=cluster.device)
     accepted = torch.zeros((), dtype=torch.float64, device=cluster.device)
     targets = text_bytes = drafts = 0
-    batches = iter(loader)
-    for _ in range(len(loader)):
-        batch = run_on_all_ranks(lambda: next(batches))
+    for batch in held_out_batches(network, manifest):
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())

@@ -1,4 +1,5 @@
-"""The frozen weights under adapters: every start reads them from trained weights, and no checkpoint holds them."""
+"""Frozen weights, under adapters or of a whole network: every start reads them from trained weights, and no checkpoint
+holds them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,8 @@ _FAULTS_SHOWN = 10
 
 
 def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, Any] | None:
-    """Fill the frozen weights and selection biases of a network with adapters from checkpoint.initial_load_path, on
-    any mesh and in any type, and note in `Network.frozen_files` what they were read from. Collective.
+    """Fill the frozen weights and selection biases of a network from checkpoint.initial_load_path, on any mesh and in
+    any type, and note in `Network.frozen_files` what they were read from. Collective.
 
     Returns:
         The metadata of the checkpoint; None of a Hugging Face folder.
@@ -84,7 +85,7 @@ def _fill_from_step(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
 
 
 def base_fault(network: Network, folder: Path, saved: Mapping[str, str]) -> str | None:
-    """The fault of adapters that were saved in a step folder over other frozen weights than those that were read.
+    """The fault of a step folder that was saved beside other frozen weights than those that were read.
 
     Args:
         saved: `Network.frozen_files` at the save.
@@ -97,6 +98,6 @@ def base_fault(network: Network, folder: Path, saved: Mapping[str, str]) -> str 
     more = [f"{len(changed) - _FAULTS_SHOWN} more files"] if len(changed) > _FAULTS_SHOWN else []
     what = ", ".join([*changed[:_FAULTS_SHOWN], *more])
     return (
-        f"checkpoint.initial_load_path = {path!r}: {what} changed since {folder} was saved, and its adapters belong "
-        "to the weights of then; restore them, or begin new adapters with another job.dump_folder"
+        f"checkpoint.initial_load_path = {path!r}: {what} changed since {folder} was saved, which belongs to the "
+        "frozen weights of then; restore them, or begin anew with another job.dump_folder"
     )

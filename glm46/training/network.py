@@ -1,6 +1,7 @@
 """One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from glm46.compat import named_range
 from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import copy_to_device
 from glm46.distributed.mesh import Cluster
+from glm46.model.adapters import without_adapters
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.model.routes import compact_routes
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
@@ -52,7 +54,7 @@ class Network:
     magnitudes: list[Magnitudes]
     """DoRA's, of each model; else none."""
     frozen_files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the files, by name, that the weights under adapters were read from; see `frozen_weights`."""
+    """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
 
     @property
     def shape(self) -> ModelShape:
@@ -166,15 +168,21 @@ class Network:
         return [outputs]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, form: HeadForm = summed_loss, *, replay_routes: bool = False) -> LossSums | None:
+    def evaluate(
+        self, batch: Batch, form: HeadForm = summed_loss, *, replay_routes: bool = False, adapted: bool = True
+    ) -> LossSums | None:
         """The output for a batch of the loader, None on pipeline stages without the head. Collective. Call `release`
         after the last one.
 
         Args:
             replay_routes: use the experts of the batch's ``routes``.
+            adapted: False computes with the base of the adapters alone.
         """
         inputs = self.to_device(batch, ("routes",) if replay_routes else ())
-        return self.models[0](**inputs, form=form) if self.pipeline is None else self.pipeline.evaluate(inputs, form)
+        with nullcontext() if adapted else without_adapters(self.models):
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(inputs, form)
+            return self.models[0](**inputs, form=form)
 
     def release(self) -> None:
         """Free the weights that forwards without backward left gathered. Until then the parameters of the models are

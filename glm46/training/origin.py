@@ -44,7 +44,7 @@ def refuse_origin(config: RunConfig) -> None:
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
-    if config.adapter is not None:
+    if config.keeps_its_start:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
     _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
@@ -61,7 +61,7 @@ def refuse_origin(config: RunConfig) -> None:
         return
     if checkpoint.load_path is not None:
         _refuse_continued(config, Path(checkpoint.load_path))
-    if checkpoint.initial_load_path is not None and config.adapter is None:
+    if checkpoint.initial_load_path is not None and not config.keeps_its_start:
         _refuse_initial(config, Path(checkpoint.initial_load_path))
     if config.adapter is not None and config.adapter.initial_load_path is not None:
         _refuse_adapter(config, Path(config.adapter.initial_load_path))

@@ -29,7 +29,7 @@ from glm46.training.task import Task
 
 _FAULTS_SHOWN = 3
 _BASES = "bases"
-"""Key of a checkpoint's meta: `Network.frozen_files` of each network with adapters."""
+"""Key of a checkpoint's meta: `Network.frozen_files` of each network that has them."""
 
 
 def checkpoint_tensors(task: Task) -> dict[str, Tensor]:
@@ -58,14 +58,14 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
         SHAPE_KEY: task.plan.stage_after(progress.samples).shape.model_dump(),
         "stream": task.fingerprint(),
         "validation": validation,
-        _BASES: {name: network.frozen_files for name, network in task.networks.items() if network.is_adapted},
+        _BASES: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},
         **task.state(progress),
     }
 
 
 def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the state that the run starts from. With adapters, the frozen weights under them are read first, from
-    checkpoint.initial_load_path, at every start. Collective.
+    """Load the state that the run starts from. Frozen weights, those under adapters and those of whole networks, are
+    read first, from checkpoint.initial_load_path, at every start. Collective.
 
     Returns:
         The progress, and the metadata of the checkpoint; None if the run starts from initial or imported weights.
@@ -76,7 +76,9 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     config = task.plan.config.checkpoint
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
-    of_base = [load_frozen(network, checkpoints) for network in adapted.values()]
+    has_start = config.initial_load_path is not None
+    based = adapted | {n: network for n, network in task.networks.items() if network.optimizer is None and has_start}
+    of_base = [load_frozen(network, checkpoints) for network in based.values()]
     for network in adapted.values():
         network.loaded(new_adapters=True)
     if config.enable:
@@ -86,8 +88,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
         if source is not None:
             meta = _load(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
-            for name, network in adapted.items():
-                if (fault := base_fault(network, folder, meta[_BASES][name])) is not None:
+            for name, network in based.items():
+                if (fault := base_fault(network, folder, meta[_BASES].get(name, {}))) is not None:
                     raise UserError(*on_first_rank(fault))
             if meta["stream"] != task.fingerprint():
                 raise UserError(*on_first_rank(_other_text(task, folder)))

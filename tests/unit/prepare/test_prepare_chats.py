@@ -78,7 +78,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_recipe_names_the_formats_of_the_reader():
-    assert CHAT_FORMATS == tuple(conversation._ROWS)
+    assert tuple(conversation._ROWS) == CHAT_FORMATS
     assert (*CHAT_FORMATS, PAIRS) == tuple(row_reader._CHAT_FIELDS)
 
 

@@ -129,7 +129,7 @@ def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tm
     assert manifest.dropped == {
         "chosen equals rejected": 2, "no target in chosen or rejected": 1, "above max_tokens": 1, "no rejected": 1,
     }  # fmt: skip
-    with pytest.raises(UserError, match=rf"pairs.jsonl line 5: .* max_tokens = 128; raise max_tokens"):
+    with pytest.raises(UserError, match=r"pairs.jsonl line 5: .* max_tokens = 128; raise max_tokens"):
         prepare(rows, max_tokens=128, too_long="error", output=str(tmp_path / "error"))
 
 

@@ -1,0 +1,111 @@
+"""A run on pairs, in one process: the first loss, learning, resumes over the same reference, and bad sources."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.checkpoint.step_tensors import StepTensors
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.finetune.task import train
+from glm46.prepare.pipeline import prepare_text
+from glm46.pretrain.task import train as pretrain
+from tests.small_run import call_here, small_config, write_source
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue")
+PAIRS = [{"prompt": f"Say {word}.", "chosen": f"{word}, gladly.", "rejected": f"No {word}."} for word in WORDS]
+SHAPE = {"num_nextn_predict_layers": 0}
+KINDS = {
+    "full": {},
+    "lora": {"adapter": {"rank": 4, "expert_rank": 4}, "moe": {"balance": "none", "sequence_aux_loss_weight": 0.0}},
+}
+
+
+def prepare_pairs(folder: Path) -> Path:
+    """A prepared source of short pairs, some of them held out."""
+    file = folder.with_suffix(".jsonl")
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    recipe = {"input": (str(file),), "output": str(folder), "format": "preference", "max_tokens": 64, "held_out": 0.2}
+    prepare_text(TextRecipe(**recipe, name="pairs", processes=1), report=lambda line: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer, tmp_path_factory) -> Path:
+    """A folder with a step to start from, and the pairs."""
+    folder = tmp_path_factory.mktemp("start")
+    (folder / "text").mkdir()
+    source = write_source(folder / "text", tokenizer)
+    assert pretrain(small_config(source, folder / "base", training={"steps": 2}, model=SHAPE)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
+        prepare_pairs(folder / "pairs")
+    return folder
+
+
+def tuned(start: Path, dump_folder: Path, kind: str, **tables):
+    sources = [{"name": "pairs", "path": str(start / "pairs"), "packing": "best_fit"}]
+    base = start / "base/checkpoint/step-000002"
+    return small_config(start / "text", dump_folder, **{
+        "model": SHAPE, "data": {"sources": sources}, "finetune": {"preference": {"beta": 0.5}},
+        "training": {"steps": 4, "seq_len": 128, "global_batch_size": 2},
+        "checkpoint": {"initial_load_path": str(base), "initial_load_model_only": True, "interval": 2},
+        "validation": {"enable": True, "freq": 4},
+    } | KINDS[kind] | tables)  # fmt: skip
+
+
+def rows_of(folder: Path, key: str) -> list[dict]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in row]
+
+
+def contents(step: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in StepTensors(step).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, kind):
+    config, out = tuned(start, tmp_path / "out", kind), tmp_path / "out"
+    assert train(config) == 0
+    rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
+    # The same weights give the same log-probabilities, but for the rounding of another forward.
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert held_out[0]["validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]["loss"] < 0.6 and rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9
+    assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"]
+    margin = rows[-1]["reward/chosen"] - rows[-1]["reward/rejected"]
+    assert margin == pytest.approx(rows[-1]["reward_margin"])
+    step = out / "checkpoint/step-000004"
+    whole, names = contents(step), set(StepTensors(step))
+    assert all("lora_" in name for name in names) if kind == "lora" else not any("reference" in name for name in names)
+    shutil.rmtree(step)
+    assert train(config) == 0
+    resumed = contents(step)
+    assert whole.keys() == resumed.keys() and rows_of(out, "loss") == rows or len(rows_of(out, "loss")) == 4
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+def test_another_reference_is_refused_with_what_changed(start, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(start / "base/checkpoint/step-000002", base / "step-000002")
+    first = {"initial_load_path": str(base / "step-000002"), "initial_load_model_only": True, "interval": 2}
+    assert train(tuned(start, tmp_path / "out", "full", checkpoint=first, training={"steps": 2, "seq_len": 128})) == 0
+    shutil.copytree(start / "base/checkpoint/step-000002", tmp_path / "other/step-000002")
+    config = small_config(start / "text", tmp_path / "again", training={"steps": 2}, model=SHAPE, debug={"seed": 7})
+    assert pretrain(config) == 0
+    other = first | {"initial_load_path": str(tmp_path / "again/checkpoint/step-000002")}
+    with pytest.raises(UserError, match=r"initial_load_path = .*manifest.json changed since .*; restore them, or"):
+        train(tuned(start, tmp_path / "out", "full", checkpoint=other))
+
+
+def test_a_prepared_source_must_hold_what_the_task_reads(start, tmp_path):
+    text = [{"name": "text", "path": str(start / "text")}]
+    with pytest.raises(UserError, match=r"text: no pairs, which \[finetune.preference\] reads; give"):
+        train(tuned(start, tmp_path / "out", "full", data={"sources": text}))
+    with pytest.raises(UserError, match=r"pairs: pairs, which only \[finetune.preference\] reads; add"):
+        train(tuned(start, tmp_path / "out", "full", finetune={}))
