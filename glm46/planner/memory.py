@@ -61,7 +61,8 @@ class MemoryPlan:
     """Memory in bytes of the rank that needs most."""
 
     weights: float
-    """Master weights that this rank holds on the device, and the routers' selection biases."""
+    """Master weights that this rank holds on the device, the routers' selection biases, and both of the frozen
+    reference of a preference."""
     gradients: float
     """Their gradients, or the copies that Muon takes of offloaded ones. Under a pipeline FSDP2 keeps whole gradients of
     all layers, in the reduce type, until the last micro-batch."""
@@ -184,6 +185,9 @@ class _Step:
         if offload != "none":
             # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
             on_device = min(sum(states), OFFLOAD_SLOTS * max([OFFLOAD_ITEM_BYTES, *states]))
+        # The reference of a preference without adapters: the same shards once more, as they are computed with.
+        has_reference = self._config.preference is not None and self._config.adapter is None
+        reference = held * self._width + buffers * FP32 if has_reference else 0.0
         here = {part.index for part in parts}
         kept = {part.index: self._of_micro_batch(part, here) for part in parts}
         counts, waiting = {part.index: 1 for part in parts}, 0
@@ -194,7 +198,7 @@ class _Step:
         activations = sum(counts[index] * size for index, size in kept.items())
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
-            weights=held * self._master + frozen * self._width + buffers * FP32,
+            weights=held * self._master + frozen * self._width + buffers * FP32 + reference,
             gradients=max(self.gradients_of(parts)),
             optimizer=on_device,
             gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)

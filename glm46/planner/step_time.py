@@ -42,7 +42,7 @@ class StepTime:
     tokens: int
     """Of all ranks."""
     model_flops: float
-    """Of all ranks; recomputation is not counted."""
+    """Of all ranks; recomputation and the forward of a reference are not counted."""
     mfu: float
     """`model_flops` over what the BF16 peaks of all GPUs could do in this time."""
     timeline: Timeline | None
@@ -168,6 +168,9 @@ def step_time(
         sending = max(roofline.traffic(each) / each.calls for each in sends)
         timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
         parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
+    if plan.config.preference is not None:  # one more forward, from stage to stage without an order of its own
+        forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
+        parts["forward of the reference"] = (micro_batches + layout.pp - 1) * forward
     tokens = sequences * stage.seq_len
     flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
     seconds = sum(parts.values())

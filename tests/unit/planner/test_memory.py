@@ -47,6 +47,19 @@ def _run(**sections) -> RunConfig:
     return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
 
 
+def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
+    config = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "finetune": {"preference": {}}}
+    plans = [plan_memory(_run(**config | {"finetune": table}), 2) for table in ({}, config["finetune"])]
+    alone, with_reference = plans
+    # FP32 masters, and once more in BF16; the selection biases are FP32 in both.
+    shape = resolve_shape(_run(**config).model)
+    biases = 4 * (shape.num_hidden_layers - shape.first_k_dense_replace) * shape.n_routed_experts
+    assert with_reference.weights - alone.weights == pytest.approx((alone.weights - biases) / 2 + biases)
+    adapter = {"adapter": {"rank": 8}, "moe": {"balance": "none", "sequence_aux_loss_weight": 0.0}}
+    adapted = [plan_memory(_run(**config | adapter | {"finetune": table}), 2) for table in ({}, config["finetune"])]
+    assert adapted[0] == adapted[1]
+
+
 def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, **arguments):
     """Bytes that autograd keeps of one forward pass, each storage once, parameters left out; and the tokens."""
     torch.manual_seed(0)
