@@ -137,10 +137,10 @@ class PreferenceLoss:
             "loss": sums["loss"].item() / pairs,
             "reward_margin": chosen - rejected,
             "reward_accuracy": sums["correct"].item() / pairs,
-            "reward/chosen": chosen,
-            "reward/rejected": rejected,
-            "logprob/chosen": chosen_logprob,
-            "logprob/rejected": rejected_logprob,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+            "chosen_logprob": chosen_logprob,
+            "rejected_logprob": rejected_logprob,
             "chosen_loss": -sums["logprobs"][0].item() / max(totals["chosen_targets"], 1),
         }
 

@@ -45,8 +45,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("reward_margin", "nats", "loss", "Reward of the chosen completion less the rejected one's; mean of pairs."),
     Metric("reward_accuracy", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
-    Metric("reward", "nats", "loss", "beta times the log-ratio of policy and reference; mean of completions.", "half"),
-    Metric("logprob", "nats", "loss", "Log-probability of the policy; mean of completions.", "half"),
+    Metric(
+        "chosen_reward", "nats", "loss", "beta times the log-ratio of policy and reference; mean of chosen completions."
+    ),
+    Metric("rejected_reward", "nats", "loss", "The same of rejected completions."),
+    Metric("chosen_logprob", "nats", "loss", "Log-probability of the policy; mean of chosen completions."),
+    Metric("rejected_logprob", "nats", "loss", "The same of rejected completions."),
     Metric("chosen_loss", "nats/token", "loss", "Mean cross-entropy of the chosen completions."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),

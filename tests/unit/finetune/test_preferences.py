@@ -77,7 +77,7 @@ def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, ki
     assert held_out[0]["validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert rows[-1]["loss"] < 0.6 and rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9
     assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"]
-    margin = rows[-1]["reward/chosen"] - rows[-1]["reward/rejected"]
+    margin = rows[-1]["chosen_reward"] - rows[-1]["rejected_reward"]
     assert margin == pytest.approx(rows[-1]["reward_margin"])
     step = out / "checkpoint/step-000004"
     whole, names = contents(step), set(StepTensors(step))

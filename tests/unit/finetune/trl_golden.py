@@ -23,8 +23,8 @@ LOSSES = [
 ]
 LENGTHS = [(4, 2), (1, 6), (3, 3)]
 LOGGED = {
-    "reward_margin": "rewards/margins", "reward_accuracy": "rewards/accuracies", "reward/chosen": "rewards/chosen",
-    "reward/rejected": "rewards/rejected", "logprob/chosen": "logps/chosen", "logprob/rejected": "logps/rejected",
+    "reward_margin": "rewards/margins", "reward_accuracy": "rewards/accuracies", "chosen_reward": "rewards/chosen",
+    "rejected_reward": "rewards/rejected", "chosen_logprob": "logps/chosen", "rejected_logprob": "logps/rejected",
 }  # fmt: skip
 """TRL's names of our metrics."""
 
