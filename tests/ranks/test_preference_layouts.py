@@ -3,8 +3,6 @@
 import math
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.ranks.preference_layouts import LAYOUTS
 from tests.ranks.server import differences
@@ -19,8 +17,6 @@ BOUNDS = {
 
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts])
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    if "compiled" in case and TorchVersion(torch.__version__) < (2, 13):
-        pytest.skip("older releases compile layers under context parallelism more often")
     row = case_row("preference_layouts.main", ranks, case=case, seconds=300)
     assert abs(row["loss"] - math.log(2)) > 1e-3  # the policy is not its reference
     assert differences(row, BOUNDS) == []

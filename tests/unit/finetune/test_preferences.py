@@ -81,12 +81,13 @@ def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, ki
     assert margin == pytest.approx(rows[-1]["reward_margin"])
     step = out / "checkpoint/step-000004"
     whole, names = contents(step), set(StepTensors(step))
-    assert all("lora_" in name for name in names) if kind == "lora" else not any("reference" in name for name in names)
+    assert not any("reference" in name for name in names) and all("lora_" in n for n in names) == (kind == "lora")
     shutil.rmtree(step)
     assert train(config) == 0
     resumed = contents(step)
-    assert whole.keys() == resumed.keys() and rows_of(out, "loss") == rows or len(rows_of(out, "loss")) == 4
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    found = [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows_of(out, "loss")]
+    assert found == [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows]
+    assert whole.keys() == resumed.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.slow
@@ -95,7 +96,6 @@ def test_another_reference_is_refused_with_what_changed(start, tmp_path):
     shutil.copytree(start / "base/checkpoint/step-000002", base / "step-000002")
     first = {"initial_load_path": str(base / "step-000002"), "initial_load_model_only": True, "interval": 2}
     assert train(tuned(start, tmp_path / "out", "full", checkpoint=first, training={"steps": 2, "seq_len": 128})) == 0
-    shutil.copytree(start / "base/checkpoint/step-000002", tmp_path / "other/step-000002")
     config = small_config(start / "text", tmp_path / "again", training={"steps": 2}, model=SHAPE, debug={"seed": 7})
     assert pretrain(config) == 0
     other = first | {"initial_load_path": str(tmp_path / "again/checkpoint/step-000002")}
