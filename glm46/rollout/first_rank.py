@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.rollout.records import Completion, Span
-from glm46.rollout.server_pool import EngineError
+from glm46.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
 _WORKING, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(5)

@@ -12,7 +12,8 @@ from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.huggingface.write_folder import json_bytes
 from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
 from glm46.rollout.records import Completion, Request, SamplingRules
-from glm46.rollout.server_pool import ServerPool, Weights
+from glm46.rollout.server_pool import ServerPool
+from glm46.rollout.server_state import Weights
 from glm46.rollout.sglang_server import SglangServer
 from glm46.rollout.vllm_server import VllmServer
 

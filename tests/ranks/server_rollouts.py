@@ -15,7 +15,7 @@ from glm46.distributed.process import join, leave
 from glm46.rollout import first_rank
 from glm46.rollout.records import Request, SamplingRules
 from glm46.rollout.server_engine import ServerEngine
-from glm46.rollout.server_pool import EngineError
+from glm46.rollout.server_state import EngineError
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.unit.rollout.stub_server import STOP, StubServer, scores
 

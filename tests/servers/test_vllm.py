@@ -5,7 +5,6 @@ are 0.01 to 2 apart.
 """
 
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from glm46.model.transformer import Transformer
 from glm46.rollout.http_calls import call
 from glm46.rollout.records import Request, SamplingRules
 from glm46.rollout.server_engine import ServerEngine
-from glm46.rollout.server_pool import EngineError
+from glm46.rollout.server_state import EngineError
 from glm46.rollout.vllm_server import VllmServer
 from tests.servers.vllm_process import VllmProcess, reason_to_skip
 
@@ -182,7 +181,7 @@ def test_reload_of_vllm_itself_is_found_out(policy, monkeypatch):
 
 
 def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
-    monkeypatch.setattr(policy.engine._pool, "_deadline", 0.5)
+    monkeypatch.setattr(policy.engine._pool, "deadline", 0.5)
     requests = [Request([5, 6, 7], seed, 500) for seed in range(3)]
     completions = policy.engine.generate(requests, policy.rules._replace(stop=frozenset()))
     assert {one.finish for one in completions} == {"abort"} and all(0 < len(one.tokens) < 500 for one in completions)
@@ -192,8 +191,7 @@ def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
 def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy):
     policy.server.kill()
     began = time.monotonic()
-    restart = threading.Timer(1.0, lambda: policy.serve("--no-enable-prefix-caching"))
-    restart.start()
+    policy.serve("--no-enable-prefix-caching")
     completions = policy.engine.generate(policy.requests, policy.rules)
     print(f"draws again {time.monotonic() - began:.1f} s after it was killed")
     model = policy.on_disk()

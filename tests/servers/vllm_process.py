@@ -30,7 +30,7 @@ def _end_with_parent() -> None:
 
 
 class VllmProcess:
-    """Starts at once; `wait` returns when it answers."""
+    """Starts at once; `wait` returns when it answers. It ends with the thread that makes it."""
 
     def __init__(self, folder: Path, port: int, log: Path, *options: str):
         self.url, self._log = f"http://127.0.0.1:{port}", log

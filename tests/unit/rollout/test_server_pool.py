@@ -6,9 +6,10 @@ import time
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.rollout import server_pool
+from glm46.rollout import dispatch, server_pool
 from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_pool import EngineError, ServerPool, Weights
+from glm46.rollout.server_pool import ServerPool
+from glm46.rollout.server_state import EngineError, Weights
 from glm46.rollout.sglang_server import SglangServer
 from glm46.rollout.vllm_server import VllmServer
 from tests.unit.rollout.stub_server import STOP, StubServer, draw, logprob, scores
@@ -20,9 +21,9 @@ REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5, 7) for seed in ra
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(server_pool, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(dispatch, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(server_pool, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -167,9 +168,12 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
     setattr(stubs[1], fault, True)
     pool.update(weights(2))
     assert f"{stubs[1].url} is left out" in lines[-1] and "version 2" in lines[-1]
-    drawn = len(stubs[1].drawn)
+    asked = len(stubs[1].calls)
     check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
-    assert len(stubs[1].drawn) == drawn
+    assert len(stubs[1].calls) == asked  # it would take time from each rollout
+    setattr(stubs[1], fault, False)
+    pool.update(weights(3))
+    assert lines[-1] == f"rollout: {stubs[1].url} draws with version 3"
 
 
 def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines):

@@ -1,0 +1,93 @@
+"""One server of a pool: whether it may draw, and the weights that it must have for it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.rollout.http_calls import CallError
+from glm46.rollout.inference_server import InferenceServer
+
+_TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05), "float16": (0.2, 0.02)}
+"""By type of a server: largest and mean difference of log-probabilities from the trainer's. Rounding was measured at
+4e-6 in FP32, and at 0.16 and 0.005 in BF16, most of it from tokens near a tie that take another expert; a server with
+half of its weights was 0.6 off, one with old ones 3."""
+_LEAST_STEP = 1e-5
+"""A step of the trainer's log-probabilities that no server computes the same bits before and after."""
+_NEVER_JOINED = "not asked yet"
+
+
+class EngineError(UserError):
+    """No server is left. What was drawn before is kept by who has it; weights and optimizer are untouched."""
+
+
+class Weights(NamedTuple):
+    """One version of the policy, and how to recognise it."""
+
+    version: int
+    folder: Path
+    probe: list[list[int]]
+    """Sequences of tokens."""
+    expected: list[list[float]]
+    """The trainer's log-probability of each of their tokens but the first."""
+
+
+@dataclass(eq=False)
+class ServerState:
+    """A server and what the pool knows of it."""
+
+    server: InferenceServer
+    lost: str | None = _NEVER_JOINED
+    """Why it draws nothing."""
+    refused: int | None = None
+    """The version that it could not take; with the next one it is asked again, or when no other server is left."""
+    failures: int = 0
+    running: set[str] = field(default_factory=set)
+    """Names of its requests."""
+    scores: list[list[float]] = field(default_factory=list)
+    """Of the probe, by the version before."""
+    expected: list[list[float]] = field(default_factory=list)
+
+    def take(self, weights: Weights, *, routes: bool, deadline: float) -> str | None:
+        """Load weights and compare; returns why the server cannot draw with them, None if it can.
+
+        Raises:
+            UserError: it was started in another way than needed, and has never drawn.
+        """
+        server = self.server
+        try:
+            server.alive()
+            if self.lost is not None:
+                server.check(routes=routes)
+            self.refused = weights.version  # until it has passed
+            server.load(weights.folder, weights.version, deadline)
+            scores = [server.score(tokens, deadline) for tokens in weights.probe]
+        except CallError as error:
+            return str(error)
+        except UserError as error:
+            if self.lost == _NEVER_JOINED:  # at the start, before work is done
+                raise
+            return str(error)
+        reason = self._wrong_scores(weights, scores)
+        self.scores, self.expected = scores, weights.expected
+        if reason is None:
+            self.refused = None
+        return reason
+
+    def _wrong_scores(self, weights: Weights, scores: list[list[float]]) -> str | None:
+        most, mean = _TOLERANCES.get(self.server.dtype, _TOLERANCES["bfloat16"])
+        gaps = _gaps(scores, weights.expected)
+        if not (max(gaps) <= most and sum(gaps) / len(gaps) <= mean):  # NaN too
+            return (
+                f"after the update to version {weights.version} its log-probabilities differ from the trainer's by up "
+                f"to {max(gaps):.2g}, {sum(gaps) / len(gaps):.2g} in the mean; {self.server.dtype} explains "
+                f"{most:g} and {mean:g}"
+            )
+        moved = max(_gaps(weights.expected, self.expected)) if self.expected else 0.0
+        if scores == self.scores and moved > _LEAST_STEP:
+            return f"after the update to version {weights.version} it computes what it did before: its weights are old"
+        return None
+
+
+def _gaps(ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
+    return [abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
