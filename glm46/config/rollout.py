@@ -39,6 +39,11 @@ class Rollout(Section):
     urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 
+    launch: Annotated[tuple[str, ...], _SERVED] = ()
+    """Command, as a list of words, that starts a server of vLLM or SGLang on this machine, for each of ``urls``;
+    ``{folder}`` and ``{port}`` in it stand for the model and the port. The servers end with the run. Absent: they run
+    already."""
+
     weights_folder: Annotated[LocalPath | None, _SERVED] = None
     """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""

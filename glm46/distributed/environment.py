@@ -25,6 +25,12 @@ def variables_that_begin(*names: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(names)}
 
 
+def environment_without_ranks() -> dict[str, str]:
+    """All variables but those by which torchrun tells a process its rank: for programs that are ranks of nothing."""
+    of_ranks = ("RANK", "LOCAL_RANK", "GROUP_", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(of_ranks)}
+
+
 def launched_rank() -> int:
     """Rank of this process among those that torchrun started; 0 if it did not start this one."""
     return int(os.environ.get("RANK", "0"))

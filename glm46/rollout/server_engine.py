@@ -11,6 +11,7 @@ from glm46.config.rollout import Rollout
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.huggingface.write_folder import json_bytes
 from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
+from glm46.rollout.launched_servers import LaunchedServers
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_pool import ServerPool
 from glm46.rollout.server_state import Weights
@@ -52,10 +53,20 @@ class ServerEngine:
         self._folder = Path(config.weights_folder or folder)
         self._export, self._score, self._probe = export, score, probe
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
-        self._pool = ServerPool(servers, deadline=config.deadline_seconds, restart=config.restart_seconds, say=say)
+        self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
+        self._pool = ServerPool(
+            servers,
+            deadline=config.deadline_seconds,
+            restart=config.restart_seconds,
+            say=say,
+            still_starting=self._launched.require_running,
+        )
+        self._newest: Path | None = None
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate` and `ServerPool.generate`."""
+        if dist.get_rank() == 0:
+            self._launched.ensure(self._newest)
         return unpack(run_on_first_rank(lambda: pack(self._pool.generate(requests, rules))))
 
     def update(self, version: int) -> None:
@@ -70,6 +81,9 @@ class ServerEngine:
         if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
             shutil.rmtree(path)
         self._export(path)
+        self._newest = path
+        if dist.get_rank() == 0:
+            self._launched.ensure(path)
         expected = self._score(self._probe)
 
         def hand_over() -> bytes:
@@ -86,7 +100,8 @@ class ServerEngine:
         run_on_first_rank(hand_over)
 
     def close(self) -> None:
-        """Remove the weights from the disk; the servers go on."""
+        """Remove the weights from the disk, and end the servers that this run has started."""
+        self._launched.stop()
         if dist.get_rank() == 0:
             self._remove()
 

@@ -26,15 +26,17 @@ class ServerPool:
         deadline: float,
         restart: float,
         say: Callable[[str], None],
+        still_starting: Callable[[], None] = lambda: None,
     ):
         """
         Args:
             deadline: seconds for one completion, and for one server's update.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
+            still_starting: raises EngineError if no server can come up any more.
         """
         self._states = [ServerState(server) for server in servers]
-        self.deadline, self._restart, self._say = deadline, restart, say
+        self.deadline, self._restart, self._say, self._still_starting = deadline, restart, say, still_starting
         self._weights: Weights | None = None
         self._routes = False
         self._names = itertools.count()
@@ -125,6 +127,7 @@ class ServerPool:
                     f"(rollout.restart_seconds): {reasons}. Start them again, then start this run again: it goes on "
                     "from its last checkpoint"
                 )
+            self._still_starting()
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._drawing()
