@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -132,39 +133,43 @@ def work(rank: int, config, hang: str, victim: int, moment: Path) -> int:
     return train(config)
 
 
-CASES = (("asleep", 1), ("stopped", 0), ("blocked", 1), ("no text", 0), ("deadlocked", 1))
+VICTIMS = {"asleep": 1, "stopped": 0, "blocked": 1, "no text": 0, "deadlocked": 1}
+"""The rank that hangs."""
 
 
-def main(hang_seconds: float = 2.0, cases=CASES) -> None:
+def run_hang(base: Path, source: Path, hang: str, victim: int, hang_seconds: float) -> dict:
+    folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
+    config = small_config(
+        source, folder, training={"steps": 1000}, checkpoint={"enable": False}, comm={"hang_seconds": hang_seconds}
+    )
+    codes = await_ranks(start_ranks(2, log, lambda rank: work(rank, config, hang, victim, moment)), 90)
+    times = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "hang": hang,
+        "victim": victim,
+        "codes": codes,
+        "seconds": time.monotonic() - float(moment.read_text()),
+        "found_seconds": (folder / "hang" / f"stacks-rank{1 - victim}.txt").stat().st_mtime - moment.stat().st_mtime,
+        "slowest_step": max(row["step_seconds"] for row in times[2:]),
+        "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
+        "files": {path.name: path.stat().st_size for path in (folder / "hang").iterdir()},
+        "stacks": (folder / "hang" / f"stacks-rank{victim}.txt").read_text(),
+    }
+
+
+def main(case: str, hang_seconds: float = 2.0) -> None:
+    """One case: "hampered", "cut off", or a hang of `VICTIMS`."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        print(json.dumps(run_hampered(base, source)), flush=True)
-        print(json.dumps(run_cut_off(base, source)), flush=True)
-        for hang, victim in cases:
-            folder, log, moment = base / hang, base / f"log-{hang}-", base / f"moment-{hang}"
-            config = small_config(
-                source, folder, training={"steps": 1000}, checkpoint={"enable": False},
-                comm={"hang_seconds": hang_seconds},
-            )  # fmt: skip
-            children = start_ranks(2, log, lambda rank, r=config, h=hang, v=victim, m=moment: work(rank, r, h, v, m))
-            codes = await_ranks(children, 90)
-            times = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            row = {
-                "hang": hang,
-                "victim": victim,
-                "codes": codes,
-                "seconds": time.monotonic() - float(moment.read_text()),
-                "found_seconds": (folder / "hang" / f"stacks-rank{1 - victim}.txt").stat().st_mtime
-                - moment.stat().st_mtime,
-                "slowest_step": max(row["step_seconds"] for row in times[2:]),
-                "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
-                "files": {path.name: path.stat().st_size for path in (folder / "hang").iterdir()},
-                "stacks": (folder / "hang" / f"stacks-rank{victim}.txt").read_text(),
-            }
-            print(json.dumps(row), flush=True)
+        others = {"hampered": run_hampered, "cut off": run_cut_off}
+        row = (
+            others[case](base, source) if case in others else run_hang(base, source, case, VICTIMS[case], hang_seconds)
+        )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    for case in sys.argv[1:] or ("hampered", "cut off", *VICTIMS):
+        main(case)

@@ -226,8 +226,8 @@ ATTENTION_OF_STEP = (
     },
     {"sliding_window": 3, "rope_scaling": None},
 )
-LAYOUTS_AT_ONCE = 5
-"""Then new ranks: each process group has threads that wake up a hundred times a second."""
+LAYOUTS_AT_ONCE = 3
+"""Then new ranks: each process group has threads that wake up a hundred times a second. Five take an eighth longer."""
 
 
 def may_compile(allowed: bool, context: int) -> AbstractContextManager:

@@ -5,41 +5,54 @@ import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.ranks.interrupts import ROOT, attempt, phases
 
+CASES = {
+    "start": ("start", signal.SIGINT),
+    "prepare": ("prepare", signal.SIGINT, signal.SIGINT),
+    "prepare terminated": ("prepare", signal.SIGTERM),
+    "prepare a source": ("prepare a source", signal.SIGHUP, signal.SIGTERM),
+    "waiting": ("waiting", signal.SIGTERM),
+    "misspelt": ("misspelt", signal.SIGINT, signal.SIGINT),
+    "first": ("first", signal.SIGUSR1),
+    "convert": ("convert", signal.SIGTERM),
+    "generate": ("generate", signal.SIGINT, signal.SIGINT),
+}
+"""By name: what is started, and the signals."""
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """Folder of text, a prepared source, a configuration and a model, which all phases read and none changes."""
-    return tmp_path_factory.mktemp("inputs")
 
-
-@pytest.mark.parametrize(
-    ("phase", "numbers"),
-    [
-        ("start", (signal.SIGINT,)),
-        ("prepare", (signal.SIGINT, signal.SIGINT)),
-        ("prepare", (signal.SIGTERM,)),
-        ("prepare a source", (signal.SIGHUP, signal.SIGTERM)),
-        ("waiting", (signal.SIGTERM,)),
-        ("misspelt", (signal.SIGINT, signal.SIGINT)),
-        ("first", (signal.SIGUSR1,)),
-        ("convert", (signal.SIGTERM,)),
-        ("generate", (signal.SIGINT, signal.SIGINT)),
-    ],
-)
-def test_a_signal_ends_all_that_was_started(phase, numbers, inputs, tmp_path):
+def end_in_time(inputs: Path, folder: Path, phase: str, *numbers: int) -> dict:
+    """The row of an attempt whose signals came before the end."""
     for i in range(4):
-        outputs = tmp_path / str(i)
-        outputs.mkdir()
+        outputs = folder / str(i)
+        outputs.mkdir(parents=True)
         started = phases(inputs, outputs)[phase]
         # A fast machine may be done before the signal comes, which shows nothing: the next one comes earlier.
         row = attempt(phase, started._replace(within=started.within / 4**i), numbers, random.Random(0), outputs)
         if not row["ended_before"]:
             break
+    return row
+
+
+@pytest.fixture(scope="module")
+def ends(request, tmp_path_factory):
+    """By name, `end_in_time` of the selected cases, three at a time: they import on one core, then wait."""
+    inputs, outputs = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("outputs")
+    phases(inputs, outputs)  # makes the inputs, which no attempt changes
+    items = [item for item in request.session.items if item.module is request.module]
+    names = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(end_in_time, inputs, outputs / name, *CASES[name]) for name in names}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_signal_ends_all_that_was_started(case, ends):
+    row = ends[case].result()
     assert row["right"] and not row["left"] and row["seconds"] < 10, row
     assert "Traceback" not in row["said"], row
 
