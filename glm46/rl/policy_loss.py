@@ -60,18 +60,20 @@ def sequence_ratio(
     samples: int,
     sum_parts: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
-    """Geometric mean of the ratios of a sample, at each of its tokens (GSPO, arXiv 2507.18071).
+    """Geometric mean of the ratios of a sample, at each of its tokens (GSPO, arXiv 2507.18071). Its gradient is that of
+    the paper's GSPO-token, s_i * grad(logprob) at each token: that of the mean itself wherever the loss weighs the
+    tokens of a sample alike, and each token's own where advantages or corrections differ.
 
     Args:
         logprobs, old_logprobs: of one shape, 0 where there is no sample.
         sample: int64 of this shape, negative where there is no sample.
         sample_tokens: of this shape, floating: tokens of the sample of each token; 0 where there is no sample.
         samples: numbers in ``sample`` are below this.
-        sum_parts: adds up [samples] over the ranks that hold parts of the same samples, with gradient. Collective then.
+        sum_parts: adds up [samples] over the ranks that hold parts of the same samples, without gradient. Collective then.
     """
-    sums = sum_parts(sum_by_sample(logprobs - old_logprobs, sample, samples))
+    sums = sum_parts(sum_by_sample((logprobs - old_logprobs).detach(), sample, samples))
     mean = sums[sample.clamp(min=0)].where(sample >= 0, 0.0) / sample_tokens.clamp(min=1)
-    return mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    return (logprobs - logprobs.detach() + mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)).exp()
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0) -> TokenLosses:

@@ -1,0 +1,154 @@
+"""Write golden.json: what verl's and TRL's own functions make of fixed samples.
+
+    pip download --no-deps verl==0.9.1; unzip -d verl_folder verl-0.9.1-*.whl
+    python tests/unit/rl/golden_vectors.py verl_folder > tests/unit/rl/golden.json
+
+verl is not imported, because it needs Ray: its functions are cut out of their files and run with stubs. TRL 1.16 is
+imported. The test compares with the numbers; no code of either is in this project.
+"""
+
+import ast
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GROUPS = [0, 0, 0, 1, 1, 1, 1]
+SAMPLES, LONGEST = len(GROUPS), 6
+
+
+class Stub(dict):
+    """Any config: keys as attributes, all others None."""
+
+    __getattr__ = dict.get
+
+
+def functions_of(path: Path, given: dict[str, Any]) -> SimpleNamespace:
+    """All functions of a file, without decorators and annotations, beside its constants."""
+    tree = ast.parse(path.read_text())
+    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in kept:
+        node.decorator_list, node.returns = [], None
+        for argument in ast.walk(node):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+    assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None]
+    constants = [
+        ast.Assign([target], node.value)
+        for node in assigned
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if ast.unparse(target).isupper()
+    ]
+    names = dict(given)
+    for node in (*constants, *kept):
+        exec(compile(ast.fix_missing_locations(ast.Module([node], [])), str(path), "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def inputs() -> dict[str, Tensor]:
+    """FP64 [N, T], rounded so that the file has all digits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(scale: float, shift: float = 0.0) -> Tensor:
+        return (torch.randn(SAMPLES, LONGEST, generator=generator, dtype=torch.float64) * scale + shift).round(
+            decimals=4
+        )
+
+    old = -draw(1.0).abs()
+    lengths = torch.tensor([6, 3, 4, 1, 5, 6, 2])
+    mask = torch.arange(LONGEST) < lengths.unsqueeze(1)
+    mask[0, 2:4] = mask[5, 1] = False  # tokens of a tool
+    return {
+        "mask": mask.double(), "old": old, "new": old + draw(0.25), "rollout": old + draw(0.5),
+        "reference": old + draw(0.3), "values": draw(0.5), "new_values": draw(0.5),
+        "rewards": torch.tensor([1.0, 0.0, 0.25, 1.0, 1.0, 0.0, 0.5], dtype=torch.float64),
+    }  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    functional = functions_of(folder / "verl/utils/torch_functional.py", {"torch": torch})
+    given = {"torch": torch, "np": np, "defaultdict": defaultdict, "verl_F": functional, "Optional": Optional}
+    given |= {"ActorConfig": Stub, "AlgoConfig": type("AlgoConfig", (), {}), "Any": Any, "math": __import__("math")}
+    core = functions_of(folder / "verl/trainer/ppo/core_algos.py", given)
+    corrections = functions_of(folder / "verl/trainer/ppo/rollout_corr_helper.py", given)
+    of = inputs()
+    mask, index = of["mask"], np.array(GROUPS)
+    last = [int(row.nonzero().max()) for row in mask]
+
+    def scores(kl: tuple[float, str] | None = None) -> Tensor:
+        """Rewards of the tokens, after the penalty."""
+        tokens = torch.zeros_like(mask)
+        tokens[range(SAMPLES), last] = of["rewards"]
+        return tokens if kl is None else tokens - kl[0] * core.kl_penalty(of["old"], of["reference"], kl[1]) * mask
+
+    def loss_of(name: str, advantages: Tensor, mode: str, weights=None, kl=None, **clip) -> dict[str, Any]:
+        """Loss and gradient, with a KL penalty to one of the inputs."""
+        new = of["new"].clone().requires_grad_()
+        config = Stub({"global_batch_info": {}, "clip_ratio": 0.2, "clip_ratio_c": 1e9} | clip)
+        loss, metrics = getattr(core, f"compute_policy_loss_{name}")(
+            of["old"], new, advantages, mask, mode, config=config, rollout_is_weights=weights
+        )
+        if kl is not None:
+            penalty = core.kl_penalty(new, of[kl[2]], kl[1])
+            loss = loss + kl[0] * core.agg_loss(penalty, mask, mode)
+        loss.backward()
+        found = {"advantages": advantages * mask, "gradient": new.grad, "clipped": metrics["actor/pg_clipfrac"]}
+        return found | ({"correction": weights * mask} if weights is not None else {})
+
+    def grpo(norm: bool = True, kl=None) -> Tensor:
+        return core.compute_grpo_outcome_advantage(scores(kl), mask, index, norm_adv_by_std_in_grpo=norm)[0]
+
+    log_ratio = (of["old"] - of["rollout"]) * mask
+
+    def weights(level: str, bound: float | str, normalize: bool = False) -> Tensor:
+        return corrections.compute_rollout_correction_weights(log_ratio, mask, level, bound, normalize)[0]
+
+    mean, tokens = "seq-mean-token-mean", "token-mean"
+    gae, gae_returns = core.compute_gae_advantage_return(scores((0.1, "k2")), of["values"], mask, 0.9, 0.8)
+    discounted = core.compute_reinforce_plus_plus_outcome_advantage(scores((0.1, "k1")), mask, Stub(gamma=0.9))[0]
+    baseline = core.compute_reinforce_plus_plus_baseline_outcome_advantage(scores(), mask, index)[0]
+    rejected = corrections.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", "0.8_1.25")[0]
+    cases = {
+        "grpo": loss_of("vanilla", grpo(), mean, kl=(0.1, "k3", "reference")),
+        "dr_grpo": loss_of("vanilla", grpo(False), "seq-mean-token-sum-norm"),
+        "dapo": loss_of("vanilla", grpo(), tokens, clip_ratio_high=0.28),
+        "gspo": loss_of(
+            "gspo", grpo(), mean, weights("token", 1.5), clip_ratio_low=0.01, clip_ratio_high=0.02
+        ),
+        "cispo": loss_of("cispo", grpo(), tokens, clip_ratio_low=0.3, clip_ratio_high=0.2),
+        "ppo": loss_of("vanilla", gae, tokens, clip_ratio_c=1.3) | {"returns": gae_returns * mask},
+        "reinforce++": loss_of("vanilla", discounted, tokens),
+        "reinforce++_baseline": loss_of("vanilla", baseline, tokens),
+        "rloo": loss_of("vanilla", core.compute_rloo_outcome_advantage(scores((0.2, "k3")), mask, index)[0], mean),
+        "tv": loss_of("dppo_tv", grpo(False), tokens, kl=(2e-3, "k2", "old"), clip_ratio=0.05),
+        "icepop": loss_of("vanilla", grpo(), mean, weights("token", "0.7_1.4")),
+        "mis": loss_of("vanilla", grpo(), mean, weights("sequence", 2.0, True) * rejected),
+    }  # fmt: skip
+    value = of["new_values"].clone().requires_grad_()
+    loss, clipped = core.compute_value_loss(value, gae_returns, of["values"], mask, 0.2)
+    loss.backward()
+    cases["value"] = {"gradient": value.grad, "clipped": float(clipped), "loss": loss.item()}
+
+    from trl.rewards import get_soft_overlong_punishment
+
+    lengths = list(range(1, 13))
+    overlong = {"longest": 10, "buffer": 4, "lengths": lengths}
+    overlong["penalty"] = get_soft_overlong_punishment(10, 4)([[0] * length for length in lengths])
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    table = {"inputs": of, "cases": cases}
+    table = {name: {key: plain(one) for key, one in part.items()} for name, part in table.items()}
+    table["cases"] = {name: {key: plain(one) for key, one in case.items()} for name, case in cases.items()}
+    print(json.dumps(table | {"groups": GROUPS, "overlong": overlong}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
