@@ -140,7 +140,7 @@ class PolicyGradient:
         """See `Objective.sums`. Collective under context parallelism."""
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
-        samples = int(batch["sample"].max()) + 1
+        samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self.fields, "rollout_logprobs")
         batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)

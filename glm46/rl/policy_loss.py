@@ -69,7 +69,7 @@ def sequence_ratio(
         sample: int64 of this shape, negative where there is no sample.
         sample_tokens: of this shape, floating: tokens of the sample of each token; 0 where there is no sample.
         samples: numbers in ``sample`` are below this.
-        sum_parts: adds up [samples] over the ranks that hold parts of the same samples, without gradient. Collective then.
+        sum_parts: adds up [samples] over the ranks that hold parts of the same samples; collective then.
     """
     sums = sum_parts(sum_by_sample((logprobs - old_logprobs).detach(), sample, samples))
     mean = sums[sample.clamp(min=0)].where(sample >= 0, 0.0) / sample_tokens.clamp(min=1)
