@@ -96,6 +96,8 @@ CONFIGS = {name: {"algorithm": name} for name in PRESETS} | {
 def test_gradients_do_not_depend_on_packing(name):
     """One sample per row in one batch, against rows and micro-batches of several samples in another order."""
     config = rl(**CONFIGS[name])
+    if config.ratio == "sequence":  # these samples are too far from the old policy for the clip of GSPO
+        config = rl(**CONFIGS[name] | {"clip": {"low": 0.1, "high": 0.1}})
     tokens, rewards, groups = samples(torch.Generator().manual_seed(2))
     apart = prepared([packed(tokens, [[n] for n in range(8)], 8)], rewards, groups, config)
     together = prepared(
