@@ -1,0 +1,95 @@
+"""What [rl] refuses, with key, value and remedy; what the presets set."""
+
+import pytest
+import tomli
+
+from glm46.config.faults import Fault
+from glm46.config.loader import dump_config
+from glm46.config.rl import PRESETS, RL
+from glm46.config.rules_effect import stated_keys_have_an_effect
+from glm46.config.rules_rl import RL_RULES
+from glm46.config.run_config import RunConfig
+from glm46.config.validation import validate_table
+
+SOUND = """
+[model]
+flavor = "debug"
+[training]
+steps = 10
+seq_len = 128
+global_batch_size = 8
+[rl]
+prompts_per_rollout = 4
+group_size = 4
+{}
+"""
+# Lines of [rl], and parts of the message.
+BAD = {
+    "the clip of a token's ratio for a sequence's": (
+        'algorithm = "gspo"\nclip.high = 0.2', ["rl.clip.high = 0.2", '"sequence" (of rl.algorithm = "gspo")', "3e-4"],
+    ),
+    "the clip of a sequence's ratio for a token's": (
+        'algorithm = "grpo"\nclip = { low = 1e-4, high = 2e-4 }', ["rl.clip.low = 0.0001", '"token"', "0.2"],
+    ),
+    "probabilities of sequences": ('algorithm = "tv"\nratio = "sequence"', ['rl.ratio = "sequence"', "tokens"]),
+    "a dual clip inside of the clip": ('algorithm = "grpo"\nclip.dual = 1.1', ["rl.clip.dual = 1.1", "take 3.0"]),
+    "a group of one": ("group_size = 1", ["rl.group_size = 1", "no baseline", "raise rl.group_size"]),
+    "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8", "= 12", "divisor"]),
+    "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),
+    "k1 as a loss": ('kl = { weight = 0.1, estimator = "k1" }', ['rl.kl.estimator = "k1"', '"k2" or "k3"']),
+    "the old policy in the reward": (
+        'kl = { weight = 0.1, where = "reward", to = "old" }', ['rl.kl.to = "old"', '"reference"'],
+    ),
+    "weights of a policy against itself": ('old_policy = "rollout"', ['rl.old_policy = "rollout"', '"trainer"']),
+    "bounds without weights": (
+        'algorithm = "grpo"\ncorrection.high = 3.0\ncorrection.low = 0.5', ["rl.correction.low = 0.5", '"token"'],
+    ),
+    "a lower bound that truncation ignores": ("correction.low = 0.5", ["rl.correction.low = 0.5", '"clip" or "mask"']),
+    "a lower bound above 1": (
+        'correction = { mode = "mask", low = 1.5 }', ["rl.correction.low = 1.5", "at most 1", "lower it"],
+    ),
+    "bounds without rejection": (
+        "correction.reject_high = 3.0", ["rl.correction.reject_high = 3.0", "rl.correction.reject_level"],
+    ),
+    "a critic without values": ("critic.value_clip = 0.1", ["[rl.critic]", '"gae"', "remove it"]),
+    "a discount without later tokens": ("gamma = 0.9", ["rl.gamma = 0.9", '"returns" or "gae"']),
+    "an unknown algorithm": ('algorithm = "grp0"', ['rl.algorithm = "grp0"', "grpo"]),
+    "two tasks": ("[finetune]", ["[rl], [finetune]", "remove one"]),
+}  # fmt: skip
+
+
+def read(text: str) -> tuple[RunConfig, list[Fault]]:
+    """A config and its faults by the rules of this page; what a run needs beside is none of them."""
+    config, faults = validate_table(tomli.loads(text))
+    return config, faults + [fault for rule in (*RL_RULES, stated_keys_have_an_effect) for fault in rule(config)]
+
+
+def with_lines(lines: str) -> str:
+    text = SOUND.format(lines)
+    for key in ("group_size", "prompts_per_rollout"):
+        if lines.startswith(f"{key} = "):  # once in a table
+            text = text.replace(f"{key} = 4\n", "", 1)
+    return text
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_keys_are_refused_with_the_remedy(name):
+    lines, parts = BAD[name]
+    messages = [fault.message for fault in read(with_lines(lines))[1]]
+    assert any(all(part in message for part in parts) for message in messages), messages
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_every_preset_is_sound_and_its_dump_runs_again(algorithm):
+    config, faults = read(with_lines(f'algorithm = "{algorithm}"'))
+    assert faults == []
+    rl = config.rl.resolved()
+    assert None not in [getattr(rl, name) for name in ("ratio", "advantage", "whiten", "gamma", "reduction", "critic")]
+    again, faults = read(dump_config(config))
+    assert faults == [] and again.rl.resolved() == rl
+
+
+def test_a_stated_key_is_stronger_than_the_preset():
+    rl = RL.model_validate({"algorithm": "dapo", "prompts_per_rollout": 1, "clip": {"low": 0.1}, "overlong_share": 0.0})
+    assert (rl.resolved().clip.low, rl.resolved().clip.high, rl.resolved().overlong_share) == (0.1, 0.28, 0.0)
+    assert rl.resolved().resolved() == rl.resolved()
