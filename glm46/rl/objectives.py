@@ -55,6 +55,7 @@ class PolicyGradient:
             temperature: at which the samples were drawn.
         """
         self._network, self._config = network, config
+        self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
         self.fields: tuple[str, ...] = ("sample", "sample_tokens", "old_logprobs", "advantages", "correction")
         self._has_reference = config.kl.weight > 0 and config.kl.where == "loss" and config.kl.to == "reference"
@@ -64,7 +65,7 @@ class PolicyGradient:
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
         samples = sum(len(batch["sample"][batch["labels"] != IGNORE].unique()) for batch in micro_batches)
-        depths = self._network.plan.shape.num_nextn_predict_layers
+        depths = self._depths
         none = (
             {}
             if all("mtp_labels" in batch for batch in micro_batches)
@@ -129,15 +130,18 @@ class PolicyGradient:
         return loss / max(denominator, 1)
 
     def empty_sums(self) -> dict[str, Tensor]:
-        """FP64 []: over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` as the reduction weighs them."""
+        """FP64 []: over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` as the reduction weighs them. With
+        prediction depths ``mtp_losses`` [K]."""
         names = (
             "loss", "policy_kl", "policy_entropy", "clipped", "old_kl", "ratio_square", "ratio_far", "entropy",
             "mismatch_kl", "mismatch", "correction", "dropped", "reference_kl",
         )  # fmt: skip
-        return {name: torch.zeros((), dtype=torch.float64) for name in names}
+        sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
+        of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
         samples = max(int(batch["sample"].max()) + 1, 1)
@@ -161,16 +165,12 @@ class PolicyGradient:
         }
         if self._has_reference:
             figures["reference_kl"] = kl_estimate(logprobs, batch["reference_logprobs"], "k3")
-        return {name: value.sum().double() / self._share for name, value in figures.items()}
-
-    @property
-    def _share(self) -> int:
-        """Ranks that compute the same sums."""
-        return self._network.cluster.layout.ranks_per_dp_rank
+        share = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: value.sum().double() / share for name, value in figures.items()} | of_mtp
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`."""
-        of = {name: value.item() for name, value in sums.items()}
+        of = {name: value.item() for name, value in sums.items() if name != "mtp_losses"}
         mean = {name: value / max(totals["targets"], 1) for name, value in of.items()}
         weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
         row = {
@@ -185,7 +185,12 @@ class PolicyGradient:
             "correction_mean": mean["correction"],
             "correction_dropped": mean["dropped"],
         }
-        return row | ({"reference_kl": mean["reference_kl"]} if self._has_reference else {})
+        if self._has_reference:
+            row["reference_kl"] = mean["reference_kl"]
+        if any(totals["mtp_targets"]):
+            losses = zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)
+            row["mtp_loss"] = sum(loss / max(targets, 1) for loss, targets in losses) / self._depths
+        return row
 
 
 class ValueLoss:

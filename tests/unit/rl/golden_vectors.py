@@ -3,17 +3,20 @@
     pip download --no-deps verl==0.9.1; unzip -d verl_folder verl-0.9.1-*.whl
     python tests/unit/rl/golden_vectors.py verl_folder > tests/unit/rl/golden.json
 
-verl is not imported, because it needs Ray: its functions are cut out of their files and run with stubs. TRL 1.16 is
-imported. The test compares with the numbers; no code of either is in this project.
+Neither is imported, for verl needs Ray, and TRL's trainer pandas: their functions are cut out of their files and run
+with stubs; TRL 1.16 is an installed package. The test compares with the numbers; no code of either is in this project.
 """
 
 import ast
 import json
+import math
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -30,9 +33,10 @@ class Stub(dict):
 
 
 def functions_of(path: Path, given: dict[str, Any]) -> SimpleNamespace:
-    """All functions of a file, without decorators and annotations, beside its constants."""
+    """All functions and methods of a file, without decorators and annotations, beside its constants."""
     tree = ast.parse(path.read_text())
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    kept = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]
     for node in kept:
         node.decorator_list, node.returns = [], None
         for argument in ast.walk(node):
@@ -71,10 +75,34 @@ def inputs() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def loss_of_trl(of: dict[str, Tensor], advantages: Tensor, loss_type: str, **keys: Any) -> dict[str, Any]:
+    """Gradient of a step of TRL's GRPOTrainer, whose model is the given log-probabilities."""
+    path = Path(find_spec("trl").submodule_search_locations[0], "trainer/grpo_trainer.py")
+    methods = functions_of(path, {"torch": torch, "nanmin": MagicMock(), "nanmax": MagicMock()})  # of metrics
+    new, mask = of["new"].clone().requires_grad_(), of["mask"]
+    given = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0} | keys
+    trainer = MagicMock(
+        loss_type=loss_type, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
+        current_gradient_accumulation_steps=1, max_completion_length=LONGEST, _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, use_adaptive_entropy=False, **given,
+    )  # fmt: skip
+    trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.accelerator.num_processes, trainer.model.training = 1, True
+    trainer._get_per_token_logps_and_entropies.return_value = (new, torch.zeros_like(new), None)
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask,
+        "advantages": advantages, "old_per_token_logps": of["old"], "ref_per_token_logps": of["reference"],
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    methods._compute_loss(trainer, None, inputs).backward()
+    return {"gradient": new.grad}
+
+
 def main(folder: Path) -> None:
     functional = functions_of(folder / "verl/utils/torch_functional.py", {"torch": torch})
     given = {"torch": torch, "np": np, "defaultdict": defaultdict, "verl_F": functional, "Optional": Optional}
-    given |= {"ActorConfig": Stub, "AlgoConfig": type("AlgoConfig", (), {}), "Any": Any, "math": __import__("math")}
+    given |= {"ActorConfig": Stub, "AlgoConfig": type("AlgoConfig", (), {}), "Any": Any, "math": math}
     core = functions_of(folder / "verl/trainer/ppo/core_algos.py", given)
     corrections = functions_of(folder / "verl/trainer/ppo/rollout_corr_helper.py", given)
     of = inputs()
@@ -130,6 +158,12 @@ def main(folder: Path) -> None:
         "icepop": loss_of("vanilla", grpo(), mean, weights("token", "0.7_1.4")),
         "mis": loss_of("vanilla", grpo(), mean, weights("sequence", 2.0, True) * rejected),
     }  # fmt: skip
+    cases |= {
+        "trl_gspo": loss_of_trl(of, grpo(), "grpo", importance_sampling_level="sequence", epsilon_low=0.01, beta=0.1),
+        "trl_dapo": loss_of_trl(of, grpo(), "dapo"),
+        "trl_dr_grpo": loss_of_trl(of, grpo(False), "dr_grpo"),
+        "trl_cispo": loss_of_trl(of, grpo(), "cispo", epsilon_high=1.2),  # the ratio itself, not its distance from 1
+    }
     value = of["new_values"].clone().requires_grad_()
     loss, clipped = core.compute_value_loss(value, gae_returns, of["values"], mask, 0.2)
     loss.backward()
