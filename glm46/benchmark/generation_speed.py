@@ -13,7 +13,7 @@ from glm46.benchmark.model_speed import Workload, build_ours
 from glm46.benchmark.peer import build_peer
 from glm46.benchmark.rounds import interleaved
 from glm46.config.errors import UserError
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
@@ -138,15 +138,13 @@ def _report(work: Decoding, contestants: dict[str, _Contestant]) -> list[str]:
 def _ours(
     model: Transformer, prompts: torch.Tensor, new_tokens: int, *, speculative: bool = False, cpu_kernels: bool = True
 ) -> tuple[Rows, Generation]:
+    rows = [Continuation(prompt, new_tokens) for prompt in prompts.tolist()]
+    decoder = decoder_for(model, rows, drafts=speculative, cpu_kernels=cpu_kernels)
     generation = Generation(
-        model, prompts.tolist(), max_new_tokens=new_tokens, sampling=Sampling(), stop=frozenset(),
-        vocab_size=model.shape.vocab_size, speculative=speculative, cpu_kernels=cpu_kernels,
+        decoder, rows, sampling=Sampling(), stop=frozenset(), vocab_size=model.shape.vocab_size
     )  # fmt: skip
-    rows: Rows = [[] for _ in range(len(prompts))]
-    for given in generation:
-        for row, tokens in zip(rows, given, strict=True):
-            row += tokens
-    return rows, generation
+    generation.run()
+    return [row.tokens for row in rows], generation
 
 
 def _theirs(peer, prompts: torch.Tensor, new_tokens: int) -> Rows:

@@ -15,12 +15,12 @@ from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.sampling import Sampling
 from glm46.planner.curriculum import describe_attention
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
-"""Range of `torch.Generator.manual_seed`."""
+"""64 bits, signed or not."""
 
 
 def generate_command(argv: Sequence[str]) -> int:
@@ -44,16 +44,16 @@ def generate_command(argv: Sequence[str]) -> int:
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
     raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
+    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
+    rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
     generation = Generation(
-        model,
-        prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.seed),
-        stop=frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token))),
+        decoder_for(model, rows, drafts=arguments.speculative),
+        rows,
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
+        stop=stop,
         vocab_size=tokenizer.vocab_size,
-        speculative=arguments.speculative,
     )
-    Display(generation, tokenizer, num_prompts=len(prompts), max_new_tokens=arguments.max_new_tokens).run()
+    Display(generation, rows, tokenizer, stop=stop).run()
     return 0
 
 

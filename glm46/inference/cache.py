@@ -1,21 +1,23 @@
 """A cache of keys and values, as the attention core of each layer.
 
-A token's key is in the slot of its position, so rows of a batch may have different lengths. Padding and rejected drafts
-leave wrong keys in slots after the end of a row. No token reads them: a token reads only slots up to its own position,
-and each slot is overwritten by its own token first.
+A token's key is in the slot of its position, so rows may have different lengths. Padding and rejected drafts leave
+wrong keys in slots after the end of a row. No token reads them: a token reads only slots up to its own position, and
+each slot is overwritten by its own token first.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm46.model.attention import Attention
+from glm46.model.attention import Attention, attend
+from glm46.model.attention_layout import AttentionLayout, attention_layout
 
 
 class Slots:
-    """Slots of the tokens of one call, and the mask over all slots; shared by all layers of the call.
+    """Slots of the tokens of one call, which are of the first rows, and the mask over all slots; one for all layers.
 
     Args:
         starts: position of each row's first token.
@@ -23,7 +25,10 @@ class Slots:
         sliding_window: as in the model's shape.
     """
 
+    layout: AttentionLayout | None = None
+
     def __init__(self, starts: Sequence[int], length: int, device: torch.device, sliding_window: int | None):
+        self.rows = len(starts)
         self.first, self.last = min(starts), max(starts) + length  # all positions of the call: [first, last)
         self.is_even = self.first == max(starts)
         self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
@@ -41,6 +46,26 @@ class Slots:
         self.mask = mask.unsqueeze(1)
 
 
+class Packed:
+    """Places of the tokens of several prompts, one after another in one row: each is the start of a row of the cache.
+
+    Args:
+        lengths: tokens of each prompt.
+        rows: row of the cache of each prompt.
+        sliding_window: as in the model's shape.
+    """
+
+    def __init__(self, lengths: Sequence[int], rows: Sequence[int], device: torch.device, sliding_window: int | None):
+        self.last = max(lengths)
+        ends = list(accumulate(lengths))
+        self.parts = [(row, end - length, end) for row, length, end in zip(rows, lengths, ends, strict=True)]
+        counts = torch.tensor(lengths)
+        document = torch.arange(len(lengths)).repeat_interleave(counts).unsqueeze(0)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0).to(device)
+        layout = attention_layout(document if len(lengths) > 1 else None, tuple(document.shape), sliding_window)
+        self.layout = None if layout is None else layout.to(device)
+
+
 class CachedCore:
     """An `AttentionCore` with a cache of keys and values.
 
@@ -53,34 +78,45 @@ class CachedCore:
         weight = attention.k_proj.weight
         heads = weight.shape[0] // attention.head_dim
         shape = (batch, heads, max_length, attention.head_dim)  # the order of the attention kernel
-        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self._values = torch.zeros_like(self._keys)
-        self.slots: Slots | None = None
+        self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.values = torch.zeros_like(self.keys)
+        self.place: Slots | Packed | None = None
 
-    def __call__(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Tensor | None) -> Tensor:
-        slots = self.slots
-        assert slots is not None and mask is None
-        self._write(self._keys, k_BSKC, slots)
-        self._write(self._values, v_BSKC, slots)
-        keys, values = self._keys[:, :, : slots.last], self._values[:, :, : slots.last]
+    def __call__(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
+        place = self.place
+        if isinstance(place, Packed):  # the prompts see only themselves: as in training, without the cache
+            for cache, new in ((self.keys, k_BSKC), (self.values, v_BSKC)):
+                for row, start, end in place.parts:
+                    cache[row, :, : end - start] = new[0, start:end].transpose(0, 1)
+            return attend(q_BSHC, k_BSKC, v_BSKC, layout)
+        assert place is not None and layout is None
+        self._write(self.keys, k_BSKC, place)
+        self._write(self.values, v_BSKC, place)
+        keys, values = self.keys[: place.rows, :, : place.last], self.values[: place.rows, :, : place.last]
         if q_BSHC.shape[1] == 1:
             # One token: the query heads that share a key become queries of one head, so each key is read once.
             grouped = q_BSHC.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=slots.mask).reshape(q_BSHC.shape)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=place.mask).reshape(q_BSHC.shape)
         out_BHSC = F.scaled_dot_product_attention(
             q_BSHC.transpose(1, 2),
             keys,
             values,
-            attn_mask=slots.mask,
-            is_causal=slots.is_causal,
+            attn_mask=place.mask,
+            is_causal=place.is_causal,
             enable_gqa=True,
         )
         return out_BHSC.transpose(1, 2)
 
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first slots of a row to another row."""
+        for cache in (self.keys, self.values):
+            cache[target, :, :length] = cache[source, :, :length]
+
     @staticmethod
-    def _write(cache_BKTC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
+    def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
+        cache_BTKC = cache_BTKC[: slots.rows]
         if slots.is_even:
-            cache_BKTC[:, :, slots.first : slots.last] = new_BSKC.transpose(1, 2)
+            cache_BTKC[:, :, slots.first : slots.last] = new_BSKC.transpose(1, 2)
             return
         index = slots.positions.view(*slots.positions.shape, 1, 1).expand_as(new_BSKC).transpose(1, 2)
-        cache_BKTC.scatter_(2, index, new_BSKC.transpose(1, 2))
+        cache_BTKC.scatter_(2, index, new_BSKC.transpose(1, 2))

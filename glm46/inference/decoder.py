@@ -1,47 +1,63 @@
 """The model with a cache: hidden states of new tokens from the cached keys and values of earlier ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from glm46.inference import few_tokens
-from glm46.inference.cache import CachedCore, Slots
+from glm46.inference.cache import CachedCore, Packed, Slots
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
 
+PREFILL_TOKENS = 4096
+"""Most tokens of several prompts that are computed in one call; a longer prompt has its own."""
+
 
 class Decoder:
-    """Runs a whole model with a cache for one batch. Use it as a context manager, which restores the model at exit.
+    """Runs a whole model with a cache. Use it as a context manager, which restores the model at exit.
 
     Args:
-        batch: rows.
-        max_length: longest row, prompt and new tokens, in tokens.
-        cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward.
+        batch: most rows.
+        max_length: positions of each row: those of prompt, new tokens and drafts.
+        drafts: run the prediction layers too, which `draft_hidden` needs.
+        cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
+            copy most weights.
     """
 
-    def __init__(self, model: Transformer, *, batch: int, max_length: int, cpu_kernels: bool = True):
+    def __init__(
+        self, model: Transformer, *, batch: int, max_length: int, drafts: bool = False, cpu_kernels: bool = True
+    ):
         self.model, self._cpu_kernels = model, cpu_kernels
         self.batch, self.max_length = batch, max_length
+        self._drafting = list(model.mtp.values()) if drafts else []
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
-        self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in model.mtp.values()]
+        self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, object]] = []
-        self._few: dict[CachedCore, few_tokens.Layer | None] = {}
-        self._head: few_tokens.Product | None = None
-        self._has_head = cpu_kernels and few_tokens.is_plain(model.lm_head)
-        weight = model.embed_tokens.weight
-        every_position = torch.arange(max_length, device=weight.device).unsqueeze(0)
-        self._tables = [table[0] for table in rotary_tables(every_position, model.shape, weight.dtype)]
+        self.take_weights()
 
     @property
     def depth(self) -> int:
         """Number of tokens that the prediction layers draft."""
         return len(self._mtp)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(2 * core.keys.nbytes for core in (*self._main, *self._mtp))
+
+    def take_weights(self) -> None:
+        """Drop what follows from the weights and the attention of the model; the next call takes them anew. To be
+        called after they have changed."""
+        self._few: dict[CachedCore, few_tokens.Layer | None] = {}
+        self._head: few_tokens.Product | None = None
+        self._has_head = self._cpu_kernels and few_tokens.is_plain(self.model.lm_head)
+        self._tables: list[Tensor] | None = None
+
     def __enter__(self) -> "Decoder":
-        blocks = [*self.model.layers.values(), *(layer.block for layer in self.model.mtp.values())]
+        blocks = [*self.model.layers.values(), *(layer.block for layer in self._drafting)]
         for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
             self._plain.append((block.self_attn, block.self_attn.core))
             block.self_attn.core = core
@@ -52,18 +68,39 @@ class Decoder:
             attention.core = core
         self._plain.clear()
 
+    def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Write the keys and values of the tokens before the last one of each prompt, which is fed to `hidden` next.
+
+        Args:
+            prompts: token ids, at least two of each.
+            rows: row of the cache of each prompt.
+        """
+        device = self.model.embed_tokens.weight.device
+        for some in _portions([len(prompt) - 1 for prompt in prompts]):
+            place = Packed(
+                [len(prompts[i]) - 1 for i in some], [rows[i] for i in some], device, self.model.shape.sliding_window
+            )
+            tokens = torch.tensor([[token for i in some for token in prompts[i][:-1]]], device=device)
+            hidden = self._through_layers(tokens, place)
+            for k in range(self.depth):
+                # After the end of the prompt the tokens are not known: these keys make drafts slightly worse.
+                ahead = [[*prompts[i], *[prompts[i][-1]] * k][k + 1 : k + len(prompts[i])] for i in some]
+                tokens = torch.tensor([[token for row in ahead for token in row]], device=device)
+                hidden = self._through_depth(k, hidden, tokens, place)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of the first tokens of a row to another row."""
+        for core in (*self._main, *self._mtp):
+            core.copy_row(source, target, length)
+
     def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor:
-        """Hidden states after the final norm, [B, S, D].
+        """Hidden states after the final norm of the first B rows, [B, S, D].
 
         Args:
             tokens: int64 [B, S].
             starts: position of each row's first token. The cache must hold all positions before it.
         """
-        x = self.model.embed_tokens(tokens)
-        slots, rope = self._place(x, starts)
-        for block, core in zip(self.model.layers.values(), self._main, strict=True):
-            x = self._run(block, core, x, slots, rope)
-        return self.model.norm(x)
+        return self._through_layers(tokens, self._slots(tokens, starts))
 
     def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
         """Hidden states of prediction layer k, [B, S, D]. Those of position i predict token i + k + 2.
@@ -73,11 +110,7 @@ class Decoder:
             tokens: int64 [B, S], for position i token i + k + 1.
             starts: as in `hidden`.
         """
-        layer = self.model.mtp[str(k)]
-        embedding = self.model.embed_tokens(tokens)
-        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], dim=-1))
-        slots, rope = self._place(x, starts)
-        return layer.norm(self._run(layer.block, self._mtp[k], x, slots, rope))
+        return self._through_depth(k, hidden, tokens, self._slots(tokens, starts))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
@@ -86,22 +119,52 @@ class Decoder:
             return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
         return self.model.lm_head(hidden).float()
 
-    def _place(self, x: Tensor, starts: Sequence[int]) -> tuple[Slots, tuple[Tensor, Tensor]]:
-        slots = Slots(starts, x.shape[1], x.device, self.model.shape.sliding_window)
-        assert slots.last <= self.max_length
+    def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
+        return Slots(starts, tokens.shape[1], tokens.device, self.model.shape.sliding_window)
+
+    def _through_layers(self, tokens: Tensor, place: Slots | Packed) -> Tensor:
+        x, rope = self.model.embed_tokens(tokens), self._rope(place)
+        for block, core in zip(self.model.layers.values(), self._main, strict=True):
+            x = self._run(block, core, x, place, rope)
+        return self.model.norm(x)
+
+    def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Slots | Packed) -> Tensor:
+        layer, embedding = self._drafting[k], self.model.embed_tokens(tokens)
+        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], dim=-1))
+        return layer.norm(self._run(layer.block, self._mtp[k], x, place, self._rope(place)))
+
+    def _rope(self, place: Slots | Packed) -> tuple[Tensor, Tensor]:
+        assert place.last <= self.max_length
+        if self._tables is None:
+            weight = self.model.embed_tokens.weight
+            every_position = torch.arange(self.max_length, device=weight.device).unsqueeze(0)
+            self._tables = [table[0] for table in rotary_tables(every_position, self.model.shape, weight.dtype)]
         cos, sin = self._tables
-        return slots, (cos[slots.positions], sin[slots.positions])
+        return cos[place.positions], sin[place.positions]
 
     def _run(
-        self, block: TransformerBlock, core: CachedCore, x: Tensor, slots: Slots, rope: tuple[Tensor, Tensor]
+        self, block: TransformerBlock, core: CachedCore, x: Tensor, place: Slots | Packed, rope: tuple[Tensor, Tensor]
     ) -> Tensor:
-        core.slots = slots
-        if self._cpu_kernels and few_tokens.is_for(x):
+        core.place = place
+        if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
             if core not in self._few:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[core]) is not None:
                 return layer(x, rope, core)
-        return block(x, rope, None, None, _OPTIONS)[0]
+        return block(x, rope, place.layout, None, _OPTIONS)[0]
+
+
+def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Divide prompts, by their numbers, into consecutive ones of at most `PREFILL_TOKENS`, at least one each."""
+    some, tokens = [], 0
+    for number, length in enumerate(lengths):
+        if some and tokens + length > PREFILL_TOKENS:
+            yield some
+            some, tokens = [], 0
+        some.append(number)
+        tokens += length
+    if some:
+        yield some
 
 
 _OPTIONS = RoutingOptions(statistics=False)

@@ -7,7 +7,7 @@ terminal shows the end of each text, and a log gets a line every few seconds.
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from glm46.data.tokenizer import Tokenizer
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Continuation, Generation
 
 _REPLACEMENT = "\ufffd"
 _SECONDS_PER_LINE = 5.0
@@ -28,9 +28,17 @@ _TOKENS_PER_VIEW = 200
 class Display:
     """Runs a generation and displays it."""
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, *, num_prompts: int, max_new_tokens: int):
-        self._generation, self._tokenizer, self._most = generation, tokenizer, max_new_tokens
-        self._rows: list[list[int]] = [[] for _ in range(num_prompts)]
+    def __init__(
+        self,
+        generation: Generation,
+        continuations: Sequence[Continuation],
+        tokenizer: Tokenizer,
+        *,
+        stop: frozenset[int],
+    ):
+        self._generation, self._all, self._tokenizer, self._stop = generation, continuations, tokenizer, stop
+        self._rows: list[list[int]] = [[] for _ in continuations]
+        self._most = max(one.max_new_tokens for one in continuations)
         self._start = self._first = self._now = time.perf_counter()
 
     def run(self) -> None:
@@ -50,13 +58,12 @@ class Display:
         print(f"{self._tokens} tokens, first after {self._first - self._start:.2f} s{rate}{drafts}", file=sys.stderr)
 
     def _rounds(self) -> Iterator[None]:
-        """Run round by round; each appends its tokens to the rows."""
-        for given in self._generation:
+        """Run round by round, and keep the text of each row, without its stop id."""
+        for _ in self._generation:
             self._now = time.perf_counter()
             if self._first == self._start:
                 self._first = self._now
-            for row, tokens in zip(self._rows, given, strict=True):
-                row += tokens
+            self._rows = [one.text(self._stop) for one in self._all]
             yield
 
     def _stream(self) -> None:
@@ -87,14 +94,14 @@ class Display:
     def _ends(self, console: Console) -> Group:
         """The end of each text and a progress line. Unfinished texts come first if not all fit on the terminal."""
         table = Table.grid(padding=(0, 1))
-        order = sorted(range(len(self._rows)), key=lambda b: self._generation.done[b])
+        order = sorted(range(len(self._rows)), key=lambda b: self._all[b].finish is not None)
         width = console.width - len(str(len(order))) - max(len(str(self._most)), len("done")) - 4
         for b in sorted(order[: max(1, console.height - 3)]):
             text = self._tokenizer.decode(self._rows[b][-_TOKENS_PER_VIEW:])
             end = "".join(c if c.isprintable() else " " for c in text)
             while cell_len(end) > width:  # some characters are two cells wide
                 end = end[1:]
-            mark = "done" if self._generation.done[b] else str(len(self._rows[b]))
+            mark = "done" if self._all[b].finish else str(len(self._rows[b]))
             table.add_row(Text(str(b + 1), style="bold"), Text(mark), Text(end, no_wrap=True))
         return Group(table, Text(self._line(), style="dim", no_wrap=True, overflow="ellipsis"))
 
@@ -103,7 +110,7 @@ class Display:
         left = f", at most {self._left:.0f} s left" if math.isfinite(self._left) else ""
         return (
             f"{self._tokens} tokens of at most {count * self._most}, {self._rate:.1f} tokens/s{left}, "
-            f"{sum(self._generation.done)} of {count} prompts done"
+            f"{sum(one.finish is not None for one in self._all)} of {count} prompts done"
         )
 
     @property
@@ -119,6 +126,6 @@ class Display:
     @property
     def _left(self) -> float:
         """Seconds until the longest unfinished row is full, at its speed so far."""
-        going = [len(row) for row, done in zip(self._rows, self._generation.done, strict=True) if not done]
+        going = [len(row) for row, one in zip(self._rows, self._all, strict=True) if one.finish is None]
         longest = max(going, default=self._most)
         return (self._most - longest) * (self._now - self._first) / (longest - 1) if longest > 1 else math.inf

@@ -1,139 +1,202 @@
-"""Text generation for a batch of prompts, with a cache and, on request, drafts of the prediction layers."""
+"""Continuation of token sequences in a batch whose rows are replaced as they end, with a cache and, on request, drafts
+of the prediction layers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from glm46.inference.decoder import Decoder
-from glm46.inference.sampling import Sampling, draw, draw_again, probabilities
+from glm46.inference.sampling import Sampling, draw, signed
 from glm46.model.transformer import Transformer
 
 
-class Generation:
-    """Continues a batch of prompts; iterate over it for the new tokens.
+@dataclass
+class Continuation:
+    """A prompt and what a model writes after it."""
 
-    Each round runs the model once. With `speculative`, the run also checks the tokens that the prediction layers
-    drafted in the previous round, so one round can give several tokens. Greedy tokens are the same as without drafts;
-    sampled tokens have the same distribution.
+    prompt: Sequence[int]
+    """Token ids, at least one."""
+    max_new_tokens: int
+    seed: int = 0
+    """With the position of a token, it decides its draw: nothing else in the batch matters, and a continuation of this
+    prompt and its first tokens goes on with the same tokens."""
+    tokens: list[int] = field(default_factory=list)
+    """What was written, with the stop id."""
+    logprobs: list[float] = field(default_factory=list)
+    """Logarithm of the probability of each token, see `draw`."""
+    finish: Literal["stop", "length", "abort"] | None = None
+    """None until the end."""
+
+    def text(self, stop: frozenset[int]) -> list[int]:
+        """The tokens without the stop id."""
+        return self.tokens[:-1] if self.tokens and self.tokens[-1] in stop else self.tokens
+
+
+@dataclass
+class _Row:
+    """A row of the decoder: what it continues, and the drafts of its next tokens."""
+
+    of: Continuation
+    kind: int
+    """Equal for equal prompts."""
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The token to be fed next, the last known one."""
+        return self.of.tokens[-1] if self.of.tokens else self.of.prompt[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of that token."""
+        return len(self.of.prompt) + len(self.of.tokens) - 1
+
+
+def decoder_for(
+    model: Transformer, continuations: Sequence[Continuation], *, drafts: bool = False, cpu_kernels: bool = True
+) -> Decoder:
+    """A decoder in which these continuations all have a row at once."""
+    longest = max(len(one.prompt) + one.max_new_tokens for one in continuations)
+    longest += len(model.mtp) + 1 if drafts else 0
+    return Decoder(model, batch=len(continuations), max_length=longest, drafts=drafts, cpu_kernels=cpu_kernels)
+
+
+class Generation:
+    """Writes continuations; iterate over it to run round by round, each of which runs the model once.
+
+    A row of the decoder that has ended gets the next continuation that waits. The rows of one prompt share its
+    computation: their keys and values are copied. If the decoder drafts, a round also checks the tokens that the
+    prediction layers drafted in the round before: those that equal what is drawn are kept. So drafts change neither the
+    tokens nor their log-probabilities, but for the rounding of longer calls.
 
     Args:
-        prompts: token ids, at least one per prompt.
-        max_new_tokens: most new tokens per row.
-        stop: ids that end a row; they are not part of the output.
+        decoder: nobody else uses it until the end. Its rows are long enough for every continuation and its drafts.
+        continuations: written to; those that wait start in this order, so equal prompts should be neighbours.
+        stop: ids that end a continuation.
         vocab_size: ids from here on are padding rows of the head and are never taken.
-        speculative: draft with the model's prediction layers.
-        cpu_kernels: see `Decoder`.
+        is_stopped: called before each round; true ends all continuations with "abort".
 
     Attributes:
-        done: for each row, whether it has ended.
-        drafted, accepted: number of tokens that the prediction layers drafted, and that the model accepted.
+        drafted, accepted: number of tokens that the prediction layers drafted, and that were kept.
     """
 
     def __init__(
         self,
-        model: Transformer,
-        prompts: Sequence[Sequence[int]],
+        decoder: Decoder,
+        continuations: Sequence[Continuation],
         *,
-        max_new_tokens: int,
         sampling: Sampling,
         stop: frozenset[int],
         vocab_size: int,
-        speculative: bool = False,
-        cpu_kernels: bool = True,
+        is_stopped: Callable[[], bool] = lambda: False,
     ):
-        self._model, self._sampling, self._stop, self._vocab = model, sampling, stop, vocab_size
-        self._rows = [list(prompt) for prompt in prompts]
-        self._ends = [len(row) + max_new_tokens for row in self._rows]
-        self.done = [False] * len(self._rows)
-        self._random = [torch.Generator().manual_seed(sampling.seed) for _ in self._rows]
-        self._depth = len(model.mtp) if speculative else 0
+        self._decoder, self._sampling, self._stop, self._vocab = decoder, sampling, stop, vocab_size
+        self._is_stopped = is_stopped
+        kinds: dict[tuple[int, ...], int] = {}
+        waiting = [_Row(one, kinds.setdefault(tuple(one.prompt), len(kinds))) for one in continuations]
+        self._waiting, self._rows = waiting[::-1], []
+        self._cached = [-1] * decoder.batch
+        """The kind of prompt whose keys and values each row of the cache begins with."""
         self.drafted = self.accepted = 0
-        self._cpu_kernels = cpu_kernels
 
     @torch.inference_mode()
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield the new tokens of each row, one list per round, until all rows are done."""
-        longest = max(self._ends) + self._depth + 1
-        rows = len(self._rows)
-        with Decoder(self._model, batch=rows, max_length=longest, cpu_kernels=self._cpu_kernels) as decoder:
-            tokens = self._padded(self._rows)
-            starts = [0] * len(self._rows)
-            hidden = decoder.hidden(tokens, starts)
-            last = [len(row) - 1 for row in self._rows]
-            logits = decoder.logits(hidden[range(len(last)), last]).unsqueeze(1)
-            drafts: list[list[int]] = [[] for _ in self._rows]
-            # The prediction layers read the prompt shifted by one; its last token is the first chosen one.
-            known = [row[1:] for row in self._rows]
-            while True:
-                chosen = self._choose(logits, drafts)
-                yield self._take(chosen)
-                if all(self.done):
+    def __iter__(self) -> Iterator[None]:
+        """Run until all continuations have ended."""
+        with self._decoder:
+            while self._waiting or any(row.of.finish is None for row in self._rows):
+                if self._is_stopped():
+                    for row in (*self._rows, *self._waiting):
+                        row.of.finish = row.of.finish or "abort"
                     return
-                if self._depth:
-                    known = [before + new for before, new in zip(known, chosen, strict=True)]
-                    drafts = self._draft(decoder, hidden, known, starts)
-                starts = [len(row) - 1 for row in self._rows]
-                fed = [[row[-1], *draft] for row, draft in zip(self._rows, drafts, strict=True)]
-                hidden = decoder.hidden(self._padded(fed), starts)
-                logits = decoder.logits(hidden)
-                known = [[] for _ in self._rows]
+                self._admit()
+                self._round()
+                yield
 
-    def _padded(self, rows: list[list[int]]) -> Tensor:
-        longest = max(len(row) for row in rows)
-        device = self._model.embed_tokens.weight.device
-        return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    def run(self) -> None:
+        """Write all continuations to their end."""
+        for _ in self:
+            pass
 
-    def _choose(self, logits: Tensor, drafts: list[list[int]]) -> list[list[int]]:
-        """For each row, the accepted drafts and one more token.
+    def _admit(self) -> None:
+        """Put waiting continuations into free rows. If none wait, move the last rows there, so that rows stay few."""
+        free = [number for number, row in enumerate(self._rows) if row.of.finish is not None]
+        free += range(len(self._rows), self._decoder.batch)
+        new, rest = free[: len(self._waiting)], free[len(self._waiting) :]
+        for number in new:
+            self._rows[number : number + 1] = [self._waiting.pop()]
+        for number in reversed([number for number in rest if number < len(self._rows)]):
+            last = self._rows.pop()
+            if number < len(self._rows):
+                self._rows[number], self._cached[number] = last, last.kind
+                self._decoder.copy_row(len(self._rows), number, last.position)
+        self._fill(new)
+
+    def _fill(self, new: list[int]) -> None:
+        """Compute or copy the keys and values of the prompts of new rows."""
+        kept = (
+            row for row in range(self._decoder.batch) if row not in new or self._cached[row] == self._rows[row].kind
+        )
+        held = {self._cached[row]: row for row in kept}
+        computed: dict[int, int] = {}
+        copies = []
+        for row in new:
+            kind, length = self._rows[row].kind, len(self._rows[row].of.prompt) - 1
+            if self._cached[row] == kind or not length:
+                continue
+            if kind in held or kind in computed:
+                copies.append((held.get(kind, computed.get(kind)), row, length))
+            else:
+                computed[kind] = row
+        prompts = [self._rows[row].of.prompt for row in computed.values()]
+        if prompts:
+            self._decoder.fill(prompts, list(computed.values()))
+        for copy in copies:
+            self._decoder.copy_row(*copy)
+        for row in new:
+            self._cached[row] = self._rows[row].kind
+
+    def _round(self) -> None:
+        """Run the model on the last token and the drafts of each row, and take what is drawn."""
+        rows, decoder = self._rows, self._decoder
+        starts = [row.position for row in rows]
+        hidden = decoder.hidden(self._padded([[row.last, *row.drafts] for row in rows]), starts)
+        logits = decoder.logits(hidden)[..., : self._vocab]
+        places = self._tensor([[start + 1] for start in starts]) + torch.arange(logits.shape[1], device=logits.device)
+        seeds = self._tensor([[signed(row.of.seed)] for row in rows]).expand_as(places)
+        # sync: the next round needs the tokens.
+        drawn, logprobs = torch.stack([x.double() for x in draw(logits, self._sampling, seeds, places)]).tolist()
+        taken = [
+            self._take(row, list(map(int, tokens)), of) for row, tokens, of in zip(rows, drawn, logprobs, strict=True)
+        ]
+        if decoder.depth:
+            for row, drafts in zip(rows, self._draft(hidden, taken, starts), strict=True):
+                row.drafts = drafts
+
+    def _take(self, row: _Row, drawn: list[int], logprobs: list[float]) -> list[int]:
+        """Append the accepted drafts and one more token, up to a stop id or the end; returns what is known after the
+        token that was fed.
 
         Args:
-            logits: FP32 [B, 1 + drafts, V]; index s predicts the token after s drafts.
+            drawn: for each number of drafts the token after them.
         """
-        logits = logits[..., : self._vocab]
-        if self._sampling.is_greedy:
-            best = logits.argmax(-1).tolist()  # sync: the next round needs the tokens
-            chosen = []
-            for draft, own in zip(drafts, best, strict=True):
-                agreed = next((s for s, token in enumerate(draft) if token != own[s]), len(draft))
-                chosen.append(own[: agreed + 1])
-        else:
-            of_rows = logits.cpu()
-            chosen = [self._draw(of_rows[b], drafts[b], self._random[b]) for b in range(len(drafts))]
-        for b, draft in enumerate(drafts):
-            if not self.done[b]:
-                self.drafted += len(draft)
-                self.accepted += len(chosen[b]) - 1
-        return chosen
+        agreed = next((i for i, draft in enumerate(row.drafts) if draft != drawn[i]), len(row.drafts))
+        self.drafted += len(row.drafts)
+        self.accepted += agreed
+        one, known = row.of, drawn[: agreed + 1]
+        kept = known[: one.max_new_tokens - len(one.tokens)]
+        stop = next((i for i, token in enumerate(kept) if token in self._stop), None)
+        if stop is not None:
+            kept, one.finish = kept[: stop + 1], "stop"
+        one.tokens += kept
+        one.logprobs += logprobs[: len(kept)]
+        if one.finish is None and len(one.tokens) == one.max_new_tokens:
+            one.finish = "length"
+        return known
 
-    def _draw(self, logits: Tensor, draft: list[int], generator: torch.Generator) -> list[int]:
-        chosen: list[int] = []
-        for place, token in enumerate(draft):
-            chances = probabilities(logits[place], self._sampling)
-            if torch.rand((), generator=generator) >= chances[token]:
-                return [*chosen, draw_again(chances, token, generator)]
-            chosen.append(token)
-        return [*chosen, draw(probabilities(logits[len(draft)], self._sampling), generator)]
-
-    def _take(self, chosen: list[list[int]]) -> list[list[int]]:
-        """Append the tokens to their rows, up to a stop id or the row's end; returns the new tokens of each row."""
-        given = []
-        for b, tokens in enumerate(chosen):
-            if self.done[b]:
-                given.append([])
-                chosen[b] = tokens[:1]
-                continue
-            stop = next((i for i, token in enumerate(tokens) if token in self._stop), None)
-            kept = tokens[:stop][: self._ends[b] - len(self._rows[b])]
-            given.append(kept)
-            self.done[b] = stop is not None or len(self._rows[b]) + len(kept) == self._ends[b]
-            if not self.done[b]:
-                self._rows[b] += kept
-        return given
-
-    def _draft(
-        self, decoder: Decoder, hidden: Tensor, known: list[list[int]], starts: Sequence[int]
-    ) -> list[list[int]]:
+    def _draft(self, hidden: Tensor, known: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
         """Draft one token per prediction layer after the last token of each row.
 
         A layer reads the draft of the layer before it. If that draft is rejected later, its slot in the cache keeps the
@@ -144,18 +207,23 @@ class Generation:
             known: for each row, the tokens that follow those positions, up to the row's last token.
             starts: position of each row's first hidden state.
         """
-        drafts: list[list[int]] = [[] for _ in self._rows]
-        rows = range(len(self._rows))
-        last = [len(tokens) - 1 for tokens in known]
-        for k in range(self._depth):
+        drafts: list[list[int]] = [[] for _ in known]
+        rows, last, width = range(len(known)), [len(tokens) - 1 for tokens in known], hidden.shape[1]
+        for k in range(self._decoder.depth):
             ahead = [(tokens + draft)[k:] for tokens, draft in zip(known, drafts, strict=True)]
-            width = hidden.shape[1]
             tokens = self._padded([row + [0] * (width - len(row)) for row in ahead])
-            hidden = decoder.draft_hidden(k, hidden, tokens, starts)
-            guesses = decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
+            hidden = self._decoder.draft_hidden(k, hidden, tokens, starts)
+            guesses = self._decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
             for draft, guess in zip(drafts, guesses.tolist(), strict=True):  # sync: the next layer reads the draft
                 draft.append(guess)
         return drafts
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        longest = max(len(row) for row in rows)
+        return self._tensor([row + [0] * (longest - len(row)) for row in rows])
+
+    def _tensor(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, device=self._decoder.model.embed_tokens.weight.device)
 
 
 @torch.no_grad()
@@ -186,12 +254,13 @@ def continue_tokens(
     Returns:
         The new ids, without the stop id.
     """
-    sampling, generator, tokens = Sampling(temperature), torch.Generator().manual_seed(0), list(prompt)
+    sampling, tokens = Sampling(temperature), list(prompt)
     for _ in range(max_new_tokens):
         if is_stopped():
             break
-        logits = logits_of(torch.tensor([tokens], device=device))[0, -1, :vocab_size].float().cpu()
-        token = int(logits.argmax()) if sampling.is_greedy else draw(probabilities(logits, sampling), generator)
+        logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
+        place = torch.tensor([len(tokens)], device=device)
+        token = int(draw(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
         if token in stop:
             break
         tokens.append(token)

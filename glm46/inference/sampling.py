@@ -1,4 +1,4 @@
-"""Sampling of a token from logits."""
+"""Drawing of tokens from logits: every draw is a function of its own logits, seed and position."""
 
 from dataclasses import dataclass
 
@@ -18,46 +18,84 @@ class Sampling:
     """Draw only among the fewest most likely tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
     """Draw only among tokens whose probability is at least this fraction of the largest one."""
-    seed: int = 0
-    """Seed of each row's own generator: the tokens of a row do not depend on other rows."""
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities to draw a token from, FP32 [V]. Filters apply in the order of the fields of `Sampling`.
+def scores(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits of the distribution to draw from, FP32 [..., V]: -inf for what the filters exclude, which apply in the
+    order of the fields of `Sampling`. At temperature 0 the logits themselves.
 
     Args:
-        logits: FP32 [V].
-        sampling: with a temperature above 0.
+        logits: FP32 [..., V].
     """
-    scores = logits / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.is_greedy:
+        return logits
+    found = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < found.shape[-1]:
+        found = found.masked_fill(found < found.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1.0:
-        chances, order = scores.softmax(-1).sort(descending=True, stable=True)
+        chances, order = found.softmax(-1).sort(descending=True, stable=True)
         before = chances.cumsum(-1) - chances
-        scores = scores.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+        excluded = torch.zeros_like(before, dtype=torch.bool).scatter_(-1, order, before >= sampling.top_p)
+        found = found.masked_fill(excluded, -torch.inf)
     if sampling.min_p > 0.0:
-        chances = scores.softmax(-1)
-        scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
-    return scores.softmax(-1)
+        chances = found.softmax(-1)
+        found = found.masked_fill(chances < sampling.min_p * chances.amax(-1, keepdim=True), -torch.inf)
+    return found
 
 
-def draw(chances: Tensor, generator: torch.Generator) -> int:
-    """Draw a token with the given probabilities, FP32 [V] on the CPU."""
-    return int(torch.multinomial(chances, 1, generator=generator))
+def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token of each row, or take the most likely one.
 
+    The token is that at which the running sum of the probabilities, in FP64, passes `uniform(seeds, positions)`.
 
-def draw_again(chances: Tensor, rejected: int, generator: torch.Generator) -> int:
-    """Draw the token that replaces a rejected draft: from the probabilities without it.
+    Args:
+        logits: FP32 [..., V].
+        seeds: int64 [...].
+        positions: int64 [...]: of the token in its sequence.
 
-    A draft d is accepted with probability p(d); otherwise the token is drawn from p without d. This gives d with
-    probability p(d), and any other token t with (1 - p(d)) p(t) / (1 - p(d)) = p(t), so drafts do not change the
-    distribution. Source: arXiv 2211.17192.
+    Returns:
+        Tokens, int64 [...], and the logarithm of their probability, FP32 [...], in the distribution that they were
+        drawn from; for the most likely tokens in that of the logits.
     """
-    left = chances.clone()
-    left[rejected] = 0.0
-    return draw(left, generator)
+    of = scores(logits, sampling)
+    largest, tokens = of.max(-1, keepdim=True)
+    chances = (of - largest).exp_()
+    sums = chances.cumsum(-1, dtype=torch.float64)
+    total = sums[..., -1:]
+    if not sampling.is_greedy:
+        tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * total, right=True)
+    logprobs = of.gather(-1, tokens) - largest - total.log()
+    return tokens.squeeze(-1), logprobs.squeeze(-1).float()
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers uniform in [0, 1 - 2**-52], FP64: a hash of seed and position, both int64.
+
+    Each is an output of SplitMix64 (doi 10.1145/2660193.2660195), whose state starts with its output for the seed:
+    draws of neighbouring seeds and positions are not related.
+    """
+    return _mixed(_mixed(seeds) + positions * _GOLDEN).bitwise_and(2**52 - 1).double() * 2.0**-52
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = x + _GOLDEN
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
+        x = (x ^ _shifted(x, shift)) * factor
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift to the right as an unsigned number."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def signed(seed: int) -> int:
+    """A seed of up to 64 bits as the int64 of the same bits."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -17,7 +17,7 @@ from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position, bucket_edges
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import build_batch, equal_lengths, held_out
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
@@ -254,9 +254,8 @@ def test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_wri
         batch = row.build()
         answer = batch["labels"][0][batch["labels"][0] != IGNORE].tolist()
         prompt = batch["input_ids"][0][: LENGTH + 1 - len(answer)].tolist()
-        greedy = Generation(
-            model, [prompt], max_new_tokens=len(answer), sampling=Sampling(0.0), stop=frozenset(),
-            vocab_size=small.vocab_size,
-        )  # fmt: skip
-        written = [token for tokens in greedy for token in tokens[0]]
+        (greedy,) = rows = [Continuation(prompt, len(answer))]
+        settings = {"sampling": Sampling(), "stop": frozenset(), "vocab_size": small.vocab_size}
+        Generation(decoder_for(model, rows), rows, **settings).run()
+        written = greedy.tokens
         assert float(written == answer) == results.figures[row.key][0]

@@ -11,7 +11,7 @@ from glm46.data.chat import chat_prompt
 from glm46.data.conversation import Message
 from glm46.finetune.task import train
 from glm46.huggingface.tokenizer_files import stop_ids
-from glm46.inference.generation import Generation
+from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
 from glm46.pretrain.task import train as pretrain
@@ -42,9 +42,10 @@ def test_the_answers_before_and_after_are_those_of_the_generator(make_config, ba
         model, _ = load_for_inference(folder, tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))
         stop = frozenset(stop_ids(tokenizer))
         settings = {"sampling": Sampling(0.0), "stop": stop, "vocab_size": tokenizer.vocab_size}
-        rounds = list(Generation(model, prompts, max_new_tokens=5, **settings))
-        for number, message in enumerate(MESSAGES):
-            answer = tokenizer.decode([token for new in rounds for token in new[number]])
+        rows = [Continuation(prompt, 5) for prompt in prompts]
+        Generation(decoder_for(model, rows), rows, **settings).run()
+        for row, message in zip(rows, MESSAGES, strict=True):
+            answer = tokenizer.decode(row.text(stop))
             assert f"user: {message}\nassistant: {answer.strip()}" in text
 
 
@@ -52,8 +53,9 @@ def test_answers_end_with_their_stop_marker_and_say_so(make_config, base, tokeni
     model, _ = load_for_inference(Path(base), tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))
     prompts = [chat_prompt(tokenizer, [Message("user", message)], thinking=False) for message in MESSAGES]
     settings = {"sampling": Sampling(0.0), "stop": frozenset(), "vocab_size": tokenizer.vocab_size}
-    rounds = list(Generation(model, prompts, max_new_tokens=5, **settings))
-    answers = [[token for new in rounds for token in new[number]] for number in range(2)]
+    rows = [Continuation(prompt, 5) for prompt in prompts]
+    Generation(decoder_for(model, rows), rows, **settings).run()
+    answers = [row.tokens for row in rows]
     marker = answers[0][1]
     monkeypatch.setattr("glm46.finetune.task.stop_ids", lambda tokenizer: [marker])
     assert train(tuned(make_config, base, training={"steps": 1})) == 0

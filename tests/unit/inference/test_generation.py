@@ -27,10 +27,11 @@ from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from glm46.inference import display, few_tokens
+from glm46.inference import decoder as decoder_module
+from glm46.inference import display, few_tokens, sampling
 from glm46.inference.decoder import Decoder
-from glm46.inference.generation import Generation, continue_tokens
-from glm46.inference.sampling import Sampling, draw_again, probabilities
+from glm46.inference.generation import Continuation, Generation, continue_tokens, decoder_for
+from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
 from tests.unit.huggingface.adapters import adapters
 
@@ -71,17 +72,15 @@ def predictable():
     return model.eval()
 
 
-def generate(model, prompts, *, new=20, stop=(), speculative=False, **sampling):
+def generate(model, prompts, *, new=20, stop=(), speculative=False, seed=0, **sampling):
+    rows, rounds = [Continuation(prompt, new, seed) for prompt in prompts], 0
     generation = Generation(
-        model, prompts, max_new_tokens=new, sampling=Sampling(**sampling), stop=frozenset(stop),
-        vocab_size=model.shape.vocab_size - 3, speculative=speculative,
+        decoder_for(model, rows, drafts=speculative), rows, sampling=Sampling(**sampling), stop=frozenset(stop),
+        vocab_size=model.shape.vocab_size - 3,
     )  # fmt: skip
-    rows, rounds = [[] for _ in prompts], 0
-    for given in generation:
+    for _ in generation:
         rounds += 1
-        for row, tokens in zip(rows, given, strict=True):
-            row += tokens
-    return rows, rounds, generation
+    return [row.text(frozenset(stop)) for row in rows], rounds, generation
 
 
 def without_cache(model, prompt, *, new=20, stop=()):
@@ -176,7 +175,7 @@ def test_drafts_equal_the_predictions_in_training(predictable):
     text = torch.randint(0, 24, (1, 14))
     ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
     sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
-    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16) as decoder:
+    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16, drafts=True) as decoder:
         hidden = decoder.hidden(text[:, :11], [0])
         for k in range(2):
             hidden = torch.cat(
@@ -205,30 +204,104 @@ def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "options",
     [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)],
     ids=str,
 )
-def test_filters_equal_transformers(sampling):
+def test_filters_equal_transformers(options):
     logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
-    ours = probabilities(logits, Sampling(temperature=0.8, **sampling))
-    scores = TemperatureLogitsWarper(0.8)(None, logits[None])
+    ours = sampling.scores(logits, Sampling(temperature=0.8, **options)).softmax(-1)
+    theirs = TemperatureLogitsWarper(0.8)(None, logits[None])
     for key, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
-        if key in sampling:
-            scores = warper(sampling[key])(None, scores)
-    torch.testing.assert_close(ours, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
+        if key in options:
+            theirs = warper(options[key])(None, theirs)
+    torch.testing.assert_close(ours, theirs.softmax(-1)[0], rtol=1e-5, atol=1e-7)
 
 
-def test_a_rejected_draft_does_not_change_the_distribution():
-    chances = torch.tensor([0.5, 0.2, 0.25, 0.05])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.zeros(4)
-    n = 5_000
-    for _ in range(n):
-        accepted = torch.rand((), generator=generator) < chances[2]
-        drawn[2 if accepted else draw_again(chances, 2, generator)] += 1
-    # Four standard errors of a frequency.
-    assert ((drawn / n - chances).abs() < 4 * (chances * (1 - chances) / n).sqrt()).all()
+def test_random_numbers_are_those_of_splitmix64():
+    # The first output of seed 0 in the implementation by its author; a state of 0 then adds the constant of one step.
+    assert sampling._mixed(torch.tensor([0])).item() % 2**64 == 0xE220A8397B1DCDAF
+    assert [sampling.signed(seed) for seed in (0, 2**63 - 1, 2**63, 2**64 - 1, -1)] == [0, 2**63 - 1, -(2**63), -1, -1]
+    seeds, positions = torch.arange(200).unsqueeze(1), torch.arange(200)
+    numbers = sampling.uniform(seeds, positions)
+    assert numbers.min() >= 0 and numbers.max() < 1 and numbers.unique().numel() == numbers.numel()
+    # Four standard errors: of the mean of 40,000 numbers, and of the correlation of neighbours in either direction.
+    assert abs(numbers.mean() - 0.5) < 4 * 12**-0.5 / 200
+    for lines in (numbers, numbers.t()):
+        pair = torch.stack([lines[:, :-1].flatten(), lines[:, 1:].flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / 200
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_frequencies_are_the_probabilities_of_the_model(predictable, speculative):
+    """The first two tokens after a prompt, together, by a chi-square test; their log-probabilities exactly."""
+    rows = [Continuation([3, 4], 2, seed) for seed in range(2_500)]
+    rules = {"sampling": Sampling(2.0), "stop": frozenset(), "vocab_size": 21}
+    decoder = Decoder(predictable, batch=64, max_length=8, drafts=speculative)
+    Generation(decoder, rows, **rules).run()
+    with torch.no_grad():
+        ahead = torch.tensor([[3, 4, token] for token in range(21)])
+        logprobs = (predictable(ahead)[..., :21] / 2.0).log_softmax(-1)
+    wanted = (logprobs[0, 1].unsqueeze(1) + logprobs[:, 2]).exp()
+    drawn = torch.zeros(21, 21)
+    for row in rows:
+        drawn[row.tokens[0], row.tokens[1]] += 1
+        exact = [logprobs[0, 1, row.tokens[0]], logprobs[row.tokens[0], 2, row.tokens[1]]]
+        assert row.logprobs == pytest.approx([x.item() for x in exact], abs=2e-5)  # FP32, logits of order 10
+    common = wanted * len(rows) >= 5  # the approximation holds for expected counts from about 5 on
+    found = torch.cat([drawn[common], drawn[~common].sum()[None]])
+    expected = torch.cat([wanted[common], wanted[~common].sum()[None]]) * len(rows)
+    chi_square, freedom = ((found - expected) ** 2 / expected).sum(), len(found) - 1
+    assert freedom > 20 and chi_square < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
+
+
+def test_a_continuation_does_not_depend_on_rows_neighbours_or_drafts_and_can_be_resumed():
+    model = random_model(vocab_size=61, num_nextn_predict_layers=1)
+    requests = [(PROMPTS[i % 4], 5 + 3 * i % 11, 100 + i) for i in range(23)]
+    rules = {"sampling": Sampling(0.8), "stop": frozenset({13, 14, 20, 31}), "vocab_size": 58}
+
+    def drawn(numbers, rows, drafts=False):
+        found = [Continuation(*requests[number]) for number in numbers]
+        decoder = Decoder(model, batch=rows, max_length=40, drafts=drafts)
+        Generation(decoder, found, **rules).run()
+        return {number: one for number, one in zip(numbers, found, strict=True)}
+
+    alone = {number: drawn([number], 1)[number] for number in range(23)}
+    assert {one.finish for one in alone.values()} == {"stop", "length"}
+    assert all((one.tokens[-1] in rules["stop"]) == (one.finish == "stop") for one in alone.values())
+    for numbers, rows, drafts in ((range(23), 16, False), (range(22, -1, -1), 5, False), (range(23), 6, True)):
+        for number, one in drawn(list(numbers), rows, drafts).items():
+            assert (one.tokens, one.finish) == (alone[number].tokens, alone[number].finish)
+            assert one.logprobs == pytest.approx(alone[number].logprobs, abs=2e-5)  # FP32, logits of order 1
+    for prompt, new, seed in requests[:4]:
+        first = Continuation(prompt, 3, seed)
+        Generation(Decoder(model, batch=1, max_length=40), [first], **rules).run()
+        rest = Continuation([*prompt, *first.tokens], new - 3, seed)
+        Generation(Decoder(model, batch=1, max_length=40), [rest], **rules).run()
+        whole = next(one for one in alone.values() if one.seed == seed)
+        assert first.finish == "stop" or first.tokens + rest.tokens == whole.tokens
+
+
+def test_equal_prompts_are_computed_once_and_long_ones_in_portions(monkeypatch):
+    model = random_model(vocab_size=61)
+    rows = [Continuation(PROMPTS[i // 6], 4, i) for i in range(24)]
+    decoder, computed = Decoder(model, batch=5, max_length=40), []
+    fill = decoder.fill
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
+    monkeypatch.setattr(decoder, "fill", lambda prompts, rows: computed.extend(prompts) or fill(prompts, rows))
+    Generation(decoder, rows, sampling=Sampling(1.0), stop=frozenset(), vocab_size=58).run()
+    assert computed == [prompt for prompt in PROMPTS if len(prompt) > 1]
+
+
+def test_a_stop_request_ends_all_continuations_with_what_they_have():
+    model, asked = random_model(vocab_size=61), iter(range(100))
+    rows = [Continuation(PROMPTS[0], new, 0) for new in (2, 30, 30, 30)]
+    rules = {"sampling": Sampling(), "stop": frozenset(), "vocab_size": 58}
+    generation = Generation(decoder_for(model, rows[:3]), rows, **rules, is_stopped=lambda: next(asked) == 5)
+    assert sum(1 for _ in generation) == 5
+    assert [(one.finish, len(one.tokens), len(one.logprobs)) for one in rows] == [
+        ("length", 2, 2), ("abort", 5, 5), ("abort", 5, 5), ("abort", 3, 3),
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -252,11 +325,10 @@ def test_greedy_tokens_equal_transformers_generate(folders):
     for prompt in PROMPTS[:2]:
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
         for speculative in (False, True):
-            generation = Generation(
-                model, [prompt], max_new_tokens=24, sampling=Sampling(), stop=frozenset(), vocab_size=8192,
-                speculative=speculative,
-            )  # fmt: skip
-            assert prompt + [token for given in generation for token in given[0]] == want[0].tolist()
+            (row,) = rows = [Continuation(prompt, 24)]
+            decoder = decoder_for(model, rows, drafts=speculative)
+            Generation(decoder, rows, sampling=Sampling(), stop=frozenset(), vocab_size=8192).run()
+            assert prompt + row.tokens == want[0].tolist()
 
 
 @pytest.mark.parametrize("options", [[], ["--speculative"], ["--temperature", "0.9", "--top-p", "0.8"], ["--chat"]])

@@ -1,0 +1,157 @@
+"""The engine that samples inside the training job, on its ranks, with the weights of the policy network."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from glm46.distributed.local_tensor import local_tensor
+from glm46.inference.decoder import Decoder
+from glm46.inference.generation import Continuation, Generation
+from glm46.inference.sampling import Sampling
+from glm46.model.transformer import Transformer
+from glm46.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.rollout.weights import whole_weights
+from glm46.training.network import Network
+
+_FINISHES = ("stop", "length", "abort")
+
+
+class LocalEngine:
+    """An `Engine` on the ranks of a network, on any layout.
+
+    Each rank samples its share of the requests with a whole model: the policy's own weights where this rank holds them
+    whole and in the type of its products, and otherwise copies, which `update` makes.
+
+    Args:
+        policy: the network, which must not be updated while samples are drawn.
+        max_length: tokens of the longest sample, prompt and completion.
+        rows: samples that a rank draws at once; the cache of keys and values has so many rows.
+        speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
+        is_stopped: asked on each rank before each token; true ends its samples with "abort".
+    """
+
+    def __init__(
+        self,
+        policy: Network,
+        *,
+        max_length: int,
+        rows: int = 64,
+        speculative: bool = False,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ):
+        shape = policy.plan.shape
+        assert not speculative or shape.num_nextn_predict_layers
+        if not speculative:
+            shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
+        with torch.device("meta"):
+            self._model = Transformer(shape).requires_grad_(False).eval()
+        self._policy, self._is_stopped = policy, is_stopped
+        self._rows, self._length, self._speculative = rows, max_length, speculative
+        self._decoder: Decoder | None = None
+        self._version = -1
+
+    def update(self, version: int) -> None:
+        """See `Engine.update`."""
+        if self._decoder is not None:
+            self._decoder.take_weights()  # first: it frees what the kernels hold of the old weights
+        for name, tensor in whole_weights(self._policy, self._model):
+            module, _, key = name.rpartition(".")
+            owner = self._model.get_submodule(module)
+            setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
+        own = self._policy.shape  # the window and the RoPE scaling in force
+        self._model.shape = self._model.shape.model_copy(
+            update={"sliding_window": own.sliding_window, "rope_scaling": own.rope_scaling}
+        )
+        if self._decoder is None:
+            drafts = self._model.shape.num_nextn_predict_layers + 1 if self._speculative else 0
+            self._decoder = Decoder(
+                self._model, batch=self._rows, max_length=self._length + drafts, drafts=self._speculative
+            )
+        self._version = version
+
+    def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+        """See `Engine.generate`."""
+        assert self._decoder is not None, "no weights before the first update"
+        assert not rules.routes, "not supported yet"
+        shares = _shares(requests, dist.get_world_size())
+        mine = [_continuation(requests[number]) for number in shares[dist.get_rank()]]
+        assert all(len(one.prompt) + one.max_new_tokens <= self._length for one in mine)
+        Generation(
+            self._decoder,
+            mine,
+            sampling=Sampling(rules.temperature),
+            stop=rules.stop,
+            vocab_size=rules.vocab_size,
+            is_stopped=self._is_stopped,
+        ).run()
+        found: list[Completion | None] = [None] * len(requests)
+        for share, completions in zip(shares, self._exchanged(mine), strict=True):
+            for number, completion in zip(share, completions, strict=True):
+                found[number] = completion
+        return found
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._decoder = None
+        self._model.to("meta")
+
+    def describe(self) -> str:
+        """One line: rows, memory of the cache and of copied weights; after the first `update`."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())}
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        copied = sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in own)
+        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, copied))
+        return (
+            f"rollouts in this job: {self._rows} rows of {self._decoder.max_length} tokens on each rank, "
+            "{} of keys and values, {} of copied weights".format(*sizes)
+        )
+
+    def _exchanged(self, mine: list[Continuation]) -> list[list[Completion]]:
+        """The completions of all ranks. Collective."""
+        heads = _of_all_ranks(
+            torch.tensor([[len(one.tokens), _FINISHES.index(one.finish)] for one in mine], dtype=torch.int64).view(
+                -1, 2
+            )
+        )
+        tokens = _of_all_ranks(torch.tensor([token for one in mine for token in one.tokens], dtype=torch.int64))
+        logprobs = _of_all_ranks(torch.tensor([x for one in mine for x in one.logprobs], dtype=torch.float32))
+        found = []
+        for of_rank, ids, values in zip(heads, tokens, logprobs, strict=True):
+            lengths = of_rank[:, 0].tolist()
+            parts = zip(ids.split(lengths), values.split(lengths), of_rank[:, 1].tolist(), strict=True)
+            span = Span(0, self._version)
+            found.append(
+                [
+                    Completion(part.tolist(), lp.tolist(), _FINISHES[finish], [span] if len(part) else [], None)
+                    for part, lp, finish in parts
+                ]
+            )
+        return found
+
+
+def _continuation(request: Request) -> Continuation:
+    assert request.prompt and request.max_new_tokens > 0
+    return Continuation(request.prompt, request.max_new_tokens, request.seed)
+
+
+def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
+    """The numbers of each rank's requests: equally many, and those of one prompt on one rank as far as possible."""
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        kinds.setdefault(tuple(request.prompt), []).append(number)
+    order = [number for numbers in kinds.values() for number in numbers]
+    bounds = [len(order) * rank // ranks for rank in range(ranks + 1)]
+    return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _of_all_ranks(values: Tensor) -> list[Tensor]:
+    """A tensor on the CPU of each rank, whose first dimension may differ. Collective."""
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(values)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.cat([values, values.new_zeros(longest - len(values), *values.shape[1:])])
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
+    return [tensor[: int(size)] for tensor, size in zip(found, sizes, strict=True)]

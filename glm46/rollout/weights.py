@@ -1,0 +1,87 @@
+"""The weights of a network on any layout, whole and with adapters added, one tensor after another."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from glm46.distributed.local_tensor import local_tensor
+from glm46.model.transformer import Transformer
+from glm46.training.network import Network
+
+
+@torch.no_grad()
+def whole_weights(network: Network, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer of a whole model by name. Collective: all ranks iterate to the end.
+
+    At any time one tensor is gathered. A parameter is cast to the type of the layers' products before it is sent.
+    Adapters are added in FP32 and the sum is rounded once.
+
+    Args:
+        network: with an output head for tokens.
+        model: of the same shape, perhaps without prediction layers; it says which tensors and in which order.
+
+    Yields:
+        Name and tensor on the device of this rank. What this rank holds whole and in this type is the network's own
+        memory, not a copy.
+    """
+    dtype = getattr(torch, network.plan.config.training.mixed_precision_param)
+    weights, pipeline = network.weights(), network.cluster.meshes.pipeline
+    wanted = [(name, parameter.shape, dtype) for name, parameter in model.named_parameters()]
+    wanted += [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
+    owners = _owners([name in weights for name, _, _ in wanted], pipeline)
+    for (name, size, kept), owner in zip(wanted, owners, strict=True):
+        if name in weights:
+            whole = _merged(network, weights, name, kept)
+        else:
+            whole = torch.empty(size, dtype=kept, device=network.cluster.device)
+        if pipeline is not None:
+            dist.broadcast(whole, group=pipeline, group_src=owner)
+        yield name, whole
+
+
+def _owners(has: list[bool], pipeline: dist.ProcessGroup | None) -> list[int]:
+    """For each name the first rank of the pipeline that holds it. Collective."""
+    if pipeline is None:
+        return [0] * len(has)
+    held = torch.tensor(has, dtype=torch.uint8)
+    of_ranks = [torch.empty_like(held) for _ in range(dist.get_world_size(pipeline))]
+    dist.all_gather(of_ranks, held, group=pipeline)
+    return torch.stack(of_ranks).max(0).indices.tolist()
+
+
+def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """A whole weight on this rank's device, its adapter added. Collective over the ranks that hold its parts."""
+    owner, _, key = name.rpartition(".")
+    prefix = f"{owner}." if key == "weight" else f"{owner}.{key}_"
+    weight, device = _gathered(weights[name], dtype), network.cluster.device
+    if f"{prefix}lora_A" not in weights:
+        return weight.to(device)
+    a, b = (_gathered(weights[prefix + part], torch.float32).to(device) for part in ("lora_A", "lora_B"))
+    magnitude = weights.get(f"{prefix}magnitude")
+    magnitude = None if magnitude is None else _gathered(magnitude, torch.float32).to(device)
+    out = torch.empty(weight.shape, dtype=dtype, device=device)
+    matrices = (x if x.ndim == 3 else x.unsqueeze(0) for x in (out, weight, a, b))
+    for number, (sums, base, low, high) in enumerate(zip(*matrices, strict=True)):
+        total = torch.addmm(base.to(device, torch.float32), high, low, alpha=network.plan.config.adapter.scale)
+        if magnitude is not None:
+            rows = magnitude if magnitude.ndim == 1 else magnitude[number]
+            total *= (rows / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+        sums.copy_(total)
+    return out
+
+
+def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole of a DTensor in this type, or of a plain tensor itself."""
+    local = local_tensor(tensor).to(dtype)
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if all(mesh.size(axis) == 1 or isinstance(placement, Replicate) for axis, placement in enumerate(placements)):
+        return local
+    whole = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )  # fmt: skip
+    return whole.full_tensor()

@@ -1,0 +1,123 @@
+"""Samples drawn on every layout, with the trainer's log-probabilities of the same tokens; one JSON object per layout.
+
+PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rollouts.py
+"""
+
+import faulthandler
+import json
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from glm46.distributed.local_tensor import local_tensor
+from glm46.distributed.mesh import build_cluster
+from glm46.distributed.process import join, leave
+from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.planner.plan import resolve_plan
+from glm46.rollout.local import LocalEngine
+from glm46.rollout.records import Completion, Request, SamplingRules
+from glm46.training.network import Network, build_network
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
+
+LAYOUTS = {
+    1: [Layout(), Layout(adapter="lora"), Layout(adapter="dora")],
+    2: [
+        Layout(), Layout(tensor=2), Layout(experts_over=2), Layout(context=2), Layout(pipeline=2),
+        Layout(pipeline=2, schedule="DualPipeV"), Layout(offload=True), Layout(adapter="lora"),
+        Layout(experts_over=2, adapter="dora"), Layout(pipeline=2, adapter="dora"),
+    ],
+    4: [Layout(tensor=2), Layout(replicate=2, experts_over=2)],
+}  # fmt: skip
+TEMPERATURE, LENGTH = 0.7, 24
+STOP = frozenset(range(0, VOCABULARY, 40))
+PROMPTS = [[5], [7, 9, 1, 300, 12], [2, 2, 3], [77, 5, 6, 8, 9, 10, 11, 400]]
+REQUESTS = [Request(PROMPTS[i % 4], 1000 + i, 4 + i % 7) for i in range(18)]
+
+
+def spread(network: Network, factor: float) -> None:
+    """Multiply all matrices, so that distributions are far from uniform; the same on every layout."""
+    for name, tensor in network.weights().items():
+        if name.endswith("correction_bias"):
+            tensor.copy_(torch.sin(torch.arange(len(tensor)).float()) * 0.1 * factor)
+        elif name.endswith("lora_B"):
+            local_tensor(tensor).fill_(0.01 * factor)
+        elif tensor.ndim > 1 and "lora" not in name:
+            local_tensor(tensor).mul_(factor)
+    network.loaded(new_adapters=False)
+
+
+def trained_logprobs(network: Network, completions: list[Completion]) -> list[torch.Tensor]:
+    """What the trainer computes for the tokens of each completion. Collective."""
+    rows = [[*request.prompt, *completion.tokens] for request, completion in zip(REQUESTS, completions, strict=True)]
+    places = torch.arange(LENGTH).expand(len(rows), LENGTH)
+    is_real = places < torch.tensor([[len(row) - 1] for row in rows])
+    ids, labels = torch.zeros(2, len(rows), LENGTH, dtype=torch.int64)
+    ids[is_real] = torch.tensor([token for row in rows for token in row[:-1]])
+    labels[is_real] = torch.tensor([token for row in rows for token in row[1:]])
+    batch = {
+        "input_ids": ids, "positions": places.where(is_real, 0), "document_ids": torch.where(is_real, 0, -1),
+        "labels": labels.where(is_real, IGNORE),
+    }  # fmt: skip
+    output = network.evaluate(batch, partial(token_logprobs, temperature=TEMPERATURE))
+    found = torch.full(ids.shape, -torch.inf)
+    if output is not None:
+        found = network.whole_rows(output.logprobs.unsqueeze(0), batch)[0]
+    network.release()
+    dist.all_reduce(found, dist.ReduceOp.MAX)  # of the pipeline's stages one has the head
+    starts = [len(request.prompt) - 1 for request in REQUESTS]
+    return [row[start : start + len(c.tokens)] for row, start, c in zip(found, starts, completions, strict=True)]
+
+
+@torch.no_grad()
+def draw_on(layout: Layout, process) -> dict:
+    """Draw the same requests before and after the policy changed, in few rows, and with drafts."""
+    plan = resolve_plan(make_config(layout), process.world_size)
+    network = build_network(plan, build_cluster(plan.layout, process))
+    network.loaded(new_adapters=True)
+    has_drafts = plan.shape.num_nextn_predict_layers > 0
+    engines = [LocalEngine(network, max_length=LENGTH, rows=rows) for rows in (16, 3)]
+    if has_drafts:
+        engines.append(LocalEngine(network, max_length=LENGTH, rows=4, speculative=True))
+    found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
+    errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY)
+    for version, factor in enumerate((5.0, 1.2)):
+        spread(network, factor)
+        of_engines = []
+        for engine in engines:
+            engine.update(version)
+            of_engines.append(engine.generate(REQUESTS, rules))
+        tokens, finishes = ([getattr(c, key) for c in of_engines[0]] for key in ("tokens", "finish"))
+        for completions in of_engines:
+            for completion, wanted in zip(completions, trained_logprobs(network, completions), strict=True):
+                errors.append((torch.tensor(completion.logprobs) - wanted).abs().max().item())
+                assert [span.version for span in completion.spans] == [version]
+        found["drawn"].append({"tokens": tokens, "finishes": finishes})
+        found.setdefault("engines_agree", []).append(all([c.tokens for c in of] == tokens for of in of_engines))
+    found["error"] = max(errors)
+    found["description"] = engines[0].describe()
+    return found
+
+
+def draw_some(layouts: list[Layout]) -> None:
+    """On each rank."""
+    faulthandler.enable()
+    process = join(60)
+    for layout in layouts:
+        figures = draw_on(layout, process)
+        if process.is_main:
+            print(json.dumps(figures), flush=True)
+    leave()
+
+
+def main() -> None:
+    """Run all layouts."""
+    torch.set_num_threads(1)
+    for ranks, layouts in LAYOUTS.items():
+        named = {f"{ranks} {layout.name}": layout for layout in layouts}
+        run_cases(ranks, list(named), lambda some, named=named: draw_some([named[name] for name in some]), 20)
+
+
+if __name__ == "__main__":
+    main()

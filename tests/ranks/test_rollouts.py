@@ -1,0 +1,24 @@
+"""Samples and their log-probabilities are the same on every layout, and those of the trainer."""
+
+# FP32, logits of order 1 in sums of another order; log-probabilities are about -6.
+BOUND = 1e-5
+
+
+def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(server):
+    rows = server.rows("rollouts.main", seconds=300)
+    alone = {row["name"].split(" ", 1)[1]: row for row in rows if row["name"].startswith("1 ")}
+    assert len(rows) == 15 and len(alone) == 3
+    for row in rows:
+        assert row["error"] < BOUND, row["name"]
+        # Fewer rows and drafts of the prediction layers change nothing.
+        assert row["engines_agree"] == [True, True], row["name"]
+        kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
+        wanted = alone[f"fsdp-{kind}" if kind else "fsdp"]
+        assert row["drawn"] == wanted["drawn"], row["name"]
+        assert row["drawn"][0] != row["drawn"][1]
+        finishes = row["drawn"][0]["finishes"]
+        assert {"stop", "length"} == set(finishes), finishes
+    described = {row["name"]: row["description"] for row in rows}
+    assert "16 rows of 24 tokens on each rank, " in described["1 fsdp"]
+    assert described["1 fsdp"].endswith(" 0.0 MiB of copied weights")
+    assert not described["2 fsdp"].endswith(" 0.0 MiB of copied weights")
