@@ -67,13 +67,14 @@ def _parser() -> VerbParser:
     finetune.add_argument("--rounds", type=positive, help=f"timed steps of each; {_FITTING}")
     finetune.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     finetune.set_defaults(run=_finetune)
-    generate = kinds.add_parser("generate", help="greedy decoding on a CPU against transformers")
+    generate = kinds.add_parser("generate", help="greedy decoding, or samples, on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
     weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
     generate.add_argument("--batch", type=positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
+    generate.add_argument("--samples", type=positive, help="of each prompt, drawn as rollouts do; absent: greedy")
     generate.add_argument("--rounds", type=positive, help=f"timed runs of each contestant; {_FITTING}")
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
@@ -204,7 +205,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     work = Decoding(
-        arguments.flavor, arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.model
+        arguments.flavor, arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.model,
+        arguments.samples,
     )  # fmt: skip
     with_peers = len(_installed()) == len(CONTESTANTS)
     options = {"rounds": arguments.rounds, "speculative": arguments.speculative, "with_peers": with_peers}

@@ -10,6 +10,7 @@ from glm46.inference.cache import CachedCore, Packed, Slots
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions
+from glm46.model.routes import no_routes
 from glm46.model.transformer import Transformer
 
 PREFILL_TOKENS = 4096
@@ -23,12 +24,20 @@ class Decoder:
         batch: most rows.
         max_length: positions of each row: those of prompt, new tokens and drafts.
         drafts: run the prediction layers too, which `draft_hidden` needs.
+        record: keep the experts that each token chose, beside its keys and values.
         cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
             copy most weights.
     """
 
     def __init__(
-        self, model: Transformer, *, batch: int, max_length: int, drafts: bool = False, cpu_kernels: bool = True
+        self,
+        model: Transformer,
+        *,
+        batch: int,
+        max_length: int,
+        drafts: bool = False,
+        record: bool = False,
+        cpu_kernels: bool = True,
     ):
         self.model, self._cpu_kernels = model, cpu_kernels
         self.batch, self.max_length = batch, max_length
@@ -36,6 +45,8 @@ class Decoder:
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, object]] = []
+        size, device = (batch, max_length), model.embed_tokens.weight.device
+        self._routes = no_routes(size, model.shape).to(device) if record else None
         self.take_weights()
 
     @property
@@ -92,6 +103,13 @@ class Decoder:
         """Copy the keys and values of the first tokens of a row to another row."""
         for core in (*self._main, *self._mtp):
             core.copy_row(source, target, length)
+        if self._routes is not None:
+            self._routes[target, :length] = self._routes[source, :length]
+
+    def routes(self, row: int, length: int) -> Tensor | None:
+        """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if
+        they are not recorded."""
+        return None if self._routes is None else self._routes[row, :length].to("cpu", copy=True)
 
     def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor:
         """Hidden states after the final norm of the first B rows, [B, S, D].
@@ -124,14 +142,27 @@ class Decoder:
 
     def _through_layers(self, tokens: Tensor, place: Slots | Packed) -> Tensor:
         x, rope = self.model.embed_tokens(tokens), self._rope(place)
+        of_layers = []
         for block, core in zip(self.model.layers.values(), self._main, strict=True):
-            x = self._run(block, core, x, place, rope)
+            x, routes = self._run(block, core, x, place, rope)
+            of_layers += [] if routes is None else [routes.view(*tokens.shape, -1)]
+        if self._routes is not None and of_layers:
+            self._record(torch.stack(of_layers, 2).to(self._routes.dtype), place)
         return self.model.norm(x)
+
+    def _record(self, routes: Tensor, place: Slots | Packed) -> None:
+        """Keep the routes of a call, [B, S, MoE layers, A]."""
+        if isinstance(place, Packed):
+            for row, start, end in place.parts:
+                self._routes[row, : end - start] = routes[0, start:end]
+        else:
+            rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
+            self._routes[rows, place.positions] = routes
 
     def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Slots | Packed) -> Tensor:
         layer, embedding = self._drafting[k], self.model.embed_tokens(tokens)
         x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], dim=-1))
-        return layer.norm(self._run(layer.block, self._mtp[k], x, place, self._rope(place)))
+        return layer.norm(self._run(layer.block, self._mtp[k], x, place, self._rope(place))[0])
 
     def _rope(self, place: Slots | Packed) -> tuple[Tensor, Tensor]:
         assert place.last <= self.max_length
@@ -144,14 +175,16 @@ class Decoder:
 
     def _run(
         self, block: TransformerBlock, core: CachedCore, x: Tensor, place: Slots | Packed, rope: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after a layer, and, if they are recorded, the experts that its tokens chose."""
         core.place = place
         if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
             if core not in self._few:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[core]) is not None:
                 return layer(x, rope, core)
-        return block(x, rope, place.layout, None, _OPTIONS)[0]
+        x, statistics = block(x, rope, place.layout, None, _OPTIONS if self._routes is None else _RECORD)
+        return x, statistics and statistics.routes
 
 
 def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -168,3 +201,4 @@ def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 _OPTIONS = RoutingOptions(statistics=False)
+_RECORD = RoutingOptions(record=True)

@@ -27,8 +27,11 @@ from glm46.model.router import RoutingOptions
 MAX_TOKENS = 64
 """Most tokens of a call; up to here this was measured to be faster than the layer's own forward."""
 
-_PACKED_FROM = 2**19
+_PACKED_FROM = 2**17
 """Fewest elements of a packed weight. Below, oneDNN's start-up takes longer than it saves."""
+
+_PACKED_FROM_ROWS = 8
+"""Fewest rows for which an expert is packed: few rows gain little, and packing costs as much as some products."""
 
 
 def is_for(x: Tensor) -> bool:
@@ -59,7 +62,7 @@ class Product:
 
 
 class Layer:
-    """A decoder layer with weights rearranged for this kernel. All weights but those of routed experts are copied."""
+    """A decoder layer with weights rearranged for this kernel, which copies them."""
 
     def __init__(self, block: TransformerBlock):
         self._input_norm = _Norm(block.input_layernorm)
@@ -67,11 +70,11 @@ class Layer:
         self._middle_norm = _Norm(block.post_attention_layernorm)
         self._network = _FeedForward(block.mlp) if block.is_dense else _Mixture(block.mlp)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore) -> tuple[Tensor, Tensor | None]:
+        """Map [B, S, D] to [B, S, D]; also return the experts that each token chose, int64 [B * S, A], or None."""
         x = x + self._attention(self._input_norm(x), rope, core)
-        normed = self._middle_norm(x)
-        return x + self._network(normed.view(-1, x.shape[-1])).view_as(x)
+        y, chosen = self._network(self._middle_norm(x).view(-1, x.shape[-1]))
+        return x + y.view_as(x), chosen
 
 
 class _Norm:
@@ -120,9 +123,9 @@ class _FeedForward:
         self._gate_up = Product(network.gate_proj.weight, network.up_proj.weight)
         self._down = Product(network.down_proj.weight)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> tuple[Tensor, None]:
         gate, up = self._gate_up(rows).chunk(2, 1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(F.silu(gate).mul_(up)), None
 
 
 class _Mixture:
@@ -131,11 +134,10 @@ class _Mixture:
     def __init__(self, moe: MoE):
         self._router = moe.router
         self._shared = None if moe.shared_experts is None else _FeedForward(moe.shared_experts)
-        self._gate_up = moe.experts.gate_up.detach().unbind(0)
-        self._down = moe.experts.down.detach().unbind(0)
+        self._gate_up, self._down = _Experts(moe.experts.gate_up), _Experts(moe.experts.down)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)[0]
         weights, chosen, _ = self._router(rows.unsqueeze(0), None, RoutingOptions(statistics=False))
         uses_of: dict[int, list[int]] = {}
         for use, expert in enumerate(chosen.flatten().tolist()):
@@ -143,19 +145,34 @@ class _Mixture:
         use_N = torch.tensor([use for uses in uses_of.values() for use in uses])
         row_N = use_N // chosen.shape[1]
         counts = [len(uses) for uses in uses_of.values()]
-        gate_FN, up_FN = _by_expert(self._gate_up, uses_of, rows[row_N], counts).chunk(2)
-        active_NF = F.silu(gate_FN).mul_(up_FN).mul_(weights.view(-1)[use_N]).t().contiguous()
-        return y.index_add_(0, row_N, _by_expert(self._down, uses_of, active_NF, counts).t())
+        gate_NF, up_NF = self._gate_up(uses_of, rows[row_N], counts).chunk(2, 1)
+        active_NF = F.silu(gate_NF).mul_(up_NF).mul_(weights.view(-1)[use_N].unsqueeze(1))
+        return y.index_add_(0, row_N, self._down(uses_of, active_NF, counts)), chosen
 
 
-def _by_expert(weights: Sequence[Tensor], experts: Iterable[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
-    """Multiply each expert's weight by its rows; returns [O, N].
+class _Experts:
+    """One weight of all experts. Large ones are packed when an expert first has `_PACKED_FROM_ROWS` rows."""
 
-    Args:
-        rows_NI: rows sorted by expert, in the order of `experts`.
-        counts: rows of each expert.
-    """
-    out_ON = rows_NI.new_empty(weights[0].shape[0], rows_NI.shape[0])
-    for expert, rows, out in zip(experts, rows_NI.t().split(counts, 1), out_ON.split(counts, 1), strict=True):
-        torch.mm(weights[expert], rows, out=out)
-    return out_ON
+    def __init__(self, weight_EOI: Tensor):
+        self._weights = weight_EOI.detach().unbind(0)
+        self._is_large = self._weights[0].numel() >= _PACKED_FROM and compat.can_pack()
+        self._packed: dict[int, Tensor] = {}
+
+    def __call__(self, experts: Iterable[int], rows_NI: Tensor, counts: list[int]) -> Tensor:
+        """Multiply each expert's rows by its weight; returns [N, O].
+
+        Args:
+            rows_NI: rows sorted by expert, in the order of `experts`.
+            counts: rows of each expert.
+        """
+        out_NO = rows_NI.new_empty(rows_NI.shape[0], self._weights[0].shape[0])
+        for expert, rows, out in zip(experts, rows_NI.split(counts), out_NO.split(counts), strict=True):
+            if not self._is_large:
+                torch.mm(rows, self._weights[expert].t(), out=out)
+            elif expert in self._packed or len(rows) >= _PACKED_FROM_ROWS:
+                if expert not in self._packed:
+                    self._packed[expert] = compat.pack_weight(self._weights[expert])
+                out.copy_(compat.packed_linear(rows, self._packed[expert], None))
+            else:  # this order reads a large weight fastest
+                out.copy_(torch.mm(self._weights[expert], rows.t()).t())
+        return out_NO

@@ -29,6 +29,8 @@ class Continuation:
     """Logarithm of the probability of each token, see `draw`."""
     finish: Literal["stop", "length", "abort"] | None = None
     """None until the end."""
+    routes: Tensor | None = None
+    """At the end, if the decoder records them: the experts of all tokens but the last one, see `Decoder.routes`."""
 
     def text(self, stop: frozenset[int]) -> list[int]:
         """The tokens without the stop id."""
@@ -110,6 +112,7 @@ class Generation:
                 if self._is_stopped():
                     for row in (*self._rows, *self._waiting):
                         row.of.finish = row.of.finish or "abort"
+                    self._keep_routes()
                     return
                 self._admit()
                 self._round()
@@ -171,9 +174,16 @@ class Generation:
         taken = [
             self._take(row, list(map(int, tokens)), of) for row, tokens, of in zip(rows, drawn, logprobs, strict=True)
         ]
+        self._keep_routes()
         if decoder.depth:
             for row, drafts in zip(rows, self._draft(hidden, taken, starts), strict=True):
                 row.drafts = drafts
+
+    def _keep_routes(self) -> None:
+        """Take the routes of rows that have ended."""
+        for number, row in enumerate(self._rows):
+            if row.of.finish is not None and row.of.routes is None:
+                row.of.routes = self._decoder.routes(number, row.position)
 
     def _take(self, row: _Row, drawn: list[int], logprobs: list[float]) -> list[int]:
         """Append the accepted drafts and one more token, up to a stop id or the end; returns what is known after the

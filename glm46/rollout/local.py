@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from glm46.distributed.local_tensor import local_tensor
 from glm46.inference.decoder import Decoder
 from glm46.inference.generation import Continuation, Generation
 from glm46.inference.sampling import Sampling
+from glm46.model.routes import no_routes
 from glm46.model.transformer import Transformer
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 from glm46.rollout.weights import whole_weights
@@ -29,6 +31,7 @@ class LocalEngine:
         max_length: tokens of the longest sample, prompt and completion.
         rows: samples that a rank draws at once; the cache of keys and values has so many rows.
         speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
+        routes: keep the chosen experts, for requests that ask for them.
         is_stopped: asked on each rank before each token; true ends its samples with "abort".
     """
 
@@ -39,6 +42,7 @@ class LocalEngine:
         max_length: int,
         rows: int = 64,
         speculative: bool = False,
+        routes: bool = False,
         is_stopped: Callable[[], bool] = lambda: False,
     ):
         shape = policy.plan.shape
@@ -48,7 +52,7 @@ class LocalEngine:
         with torch.device("meta"):
             self._model = Transformer(shape).requires_grad_(False).eval()
         self._policy, self._is_stopped = policy, is_stopped
-        self._rows, self._length, self._speculative = rows, max_length, speculative
+        self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
         self._decoder: Decoder | None = None
         self._version = -1
 
@@ -67,14 +71,18 @@ class LocalEngine:
         if self._decoder is None:
             drafts = self._model.shape.num_nextn_predict_layers + 1 if self._speculative else 0
             self._decoder = Decoder(
-                self._model, batch=self._rows, max_length=self._length + drafts, drafts=self._speculative
+                self._model,
+                batch=self._rows,
+                max_length=self._length + drafts,
+                drafts=self._speculative,
+                record=self._routes,
             )
         self._version = version
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate`."""
         assert self._decoder is not None, "no weights before the first update"
-        assert not rules.routes, "not supported yet"
+        assert self._routes or not rules.routes, "an engine that keeps no routes"
         shares = _shares(requests, dist.get_world_size())
         mine = [_continuation(requests[number]) for number in shares[dist.get_rank()]]
         assert all(len(one.prompt) + one.max_new_tokens <= self._length for one in mine)
@@ -87,7 +95,7 @@ class LocalEngine:
             is_stopped=self._is_stopped,
         ).run()
         found: list[Completion | None] = [None] * len(requests)
-        for share, completions in zip(shares, self._exchanged(mine), strict=True):
+        for share, completions in zip(shares, self._exchanged(mine, rules.routes), strict=True):
             for number, completion in zip(share, completions, strict=True):
                 found[number] = completion
         return found
@@ -108,27 +116,39 @@ class LocalEngine:
             "{} of keys and values, {} of copied weights".format(*sizes)
         )
 
-    def _exchanged(self, mine: list[Continuation]) -> list[list[Completion]]:
+    def _exchanged(self, mine: list[Continuation], with_routes: bool) -> list[list[Completion]]:
         """The completions of all ranks. Collective."""
-        heads = _of_all_ranks(
-            torch.tensor([[len(one.tokens), _FINISHES.index(one.finish)] for one in mine], dtype=torch.int64).view(
-                -1, 2
-            )
-        )
+        routes = [one.routes for one in mine if one.routes is not None] if with_routes else []
+        fed = [0 if one.routes is None else len(one.routes) for one in mine] if with_routes else [0] * len(mine)
+        ends = [[len(one.tokens), n, _FINISHES.index(one.finish)] for one, n in zip(mine, fed, strict=True)]
+        heads = _of_all_ranks(torch.tensor(ends, dtype=torch.int64).view(-1, 3))
         tokens = _of_all_ranks(torch.tensor([token for one in mine for token in one.tokens], dtype=torch.int64))
         logprobs = _of_all_ranks(torch.tensor([x for one in mine for x in one.logprobs], dtype=torch.float32))
-        found = []
-        for of_rank, ids, values in zip(heads, tokens, logprobs, strict=True):
-            lengths = of_rank[:, 0].tolist()
-            parts = zip(ids.split(lengths), values.split(lengths), of_rank[:, 1].tolist(), strict=True)
-            span = Span(0, self._version)
-            found.append(
-                [
-                    Completion(part.tolist(), lp.tolist(), _FINISHES[finish], [span] if len(part) else [], None)
-                    for part, lp, finish in parts
-                ]
+        # As bytes: gloo does not send int16.
+        none = no_routes((0,), self._model.shape)
+        sent = torch.cat([none, *routes]).view(torch.uint8)
+        experts = [x.view(none.dtype) for x in _of_all_ranks(sent)] if with_routes else [none] * len(heads)
+        return [self._completions(*of_rank) for of_rank in zip(heads, tokens, logprobs, experts, strict=True)]
+
+    def _completions(self, heads: Tensor, tokens: Tensor, logprobs: Tensor, experts: Tensor) -> list[Completion]:
+        """Those of one rank, from [length, tokens with routes, finish] of each and the values of all."""
+        lengths, fed, finishes = heads.t().tolist()
+        parts = zip(tokens.split(lengths), logprobs.split(lengths), experts.split(fed), finishes, strict=True)
+        return [
+            Completion(
+                ids.tolist(),
+                of_ids.tolist(),
+                _FINISHES[finish],
+                [Span(0, self._version)] if len(ids) else [],
+                _as_record(routes) if len(routes) else None,
             )
-        return found
+            for ids, of_ids, routes, finish in parts
+        ]
+
+
+def _as_record(routes: Tensor) -> np.ndarray:
+    found = routes.numpy()
+    return found if found.dtype == np.uint8 else found.astype(np.uint16)
 
 
 def _continuation(request: Request) -> Continuation:

@@ -7,6 +7,7 @@ import faulthandler
 import json
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -77,11 +78,12 @@ def draw_on(layout: Layout, process) -> dict:
     network = build_network(plan, build_cluster(plan.layout, process))
     network.loaded(new_adapters=True)
     has_drafts = plan.shape.num_nextn_predict_layers > 0
-    engines = [LocalEngine(network, max_length=LENGTH, rows=rows) for rows in (16, 3)]
-    if has_drafts:
-        engines.append(LocalEngine(network, max_length=LENGTH, rows=4, speculative=True))
+    engines = [
+        LocalEngine(network, max_length=LENGTH, rows=rows, routes=True, speculative=drafts)
+        for rows, drafts in ((16, False), (3, has_drafts))
+    ]
     found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
-    errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY)
+    errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
     for version, factor in enumerate((5.0, 1.2)):
         spread(network, factor)
         of_engines = []
@@ -93,7 +95,8 @@ def draw_on(layout: Layout, process) -> dict:
             for completion, wanted in zip(completions, trained_logprobs(network, completions), strict=True):
                 errors.append((torch.tensor(completion.logprobs) - wanted).abs().max().item())
                 assert [span.version for span in completion.spans] == [version]
-        found["drawn"].append({"tokens": tokens, "finishes": finishes})
+        experts = [np.sort(completion.routes, -1).tolist() for completion in of_engines[0]]
+        found["drawn"].append({"tokens": tokens, "finishes": finishes, "experts": experts})
         found.setdefault("engines_agree", []).append(all([c.tokens for c in of] == tokens for of in of_engines))
     found["error"] = max(errors)
     found["description"] = engines[0].describe()

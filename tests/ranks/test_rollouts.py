@@ -15,6 +15,7 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(serve
         kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
         wanted = alone[f"fsdp-{kind}" if kind else "fsdp"]
         assert row["drawn"] == wanted["drawn"], row["name"]
+        assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["drawn"][0]["experts"])
         assert row["drawn"][0] != row["drawn"][1]
         finishes = row["drawn"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes

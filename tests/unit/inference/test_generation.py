@@ -133,6 +133,7 @@ def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
     model = random_model(vocab_size=61, n_group=2, topk_group=1)
     tokens = torch.randint(0, 61, (rows, 1))
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM_ROWS", 3)
     outcome = [first_logits(model, tokens, cpu_kernels=kernels) for kernels in (True, False)]
     torch.testing.assert_close(*outcome, rtol=0, atol=2e-5)  # FP32, logits of order 1
 
@@ -293,6 +294,23 @@ def test_equal_prompts_are_computed_once_and_long_ones_in_portions(monkeypatch):
     assert computed == [prompt for prompt in PROMPTS if len(prompt) > 1]
 
 
+@pytest.mark.parametrize("cpu_kernels", [False, True])
+def test_recorded_experts_are_those_that_the_model_chooses(cpu_kernels):
+    model = random_model(vocab_size=61, num_nextn_predict_layers=1)
+    rows = [Continuation(PROMPTS[i % 4], 3 + i % 5, i) for i in range(11)]
+    decoder = Decoder(model, batch=4, max_length=24, drafts=True, record=True, cpu_kernels=cpu_kernels)
+    Generation(decoder, rows, sampling=Sampling(1.0), stop=frozenset(), vocab_size=58).run()
+    chosen = []
+    for layer in model.layers.values():
+        if not layer.is_dense:
+            layer.mlp.router.register_forward_hook(lambda module, inputs, routing: chosen.append(routing.experts))
+    for row in rows:
+        chosen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))
+        assert torch.equal(row.routes.long().sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
+
+
 def test_a_stop_request_ends_all_continuations_with_what_they_have():
     model, asked = random_model(vocab_size=61), iter(range(100))
     rows = [Continuation(PROMPTS[0], new, 0) for new in (2, 30, 30, 30)]
@@ -406,6 +424,10 @@ def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, ca
         assert main([*command, "--speculative", "--rounds", "1", "--threads", "1"]) == 0
         out = capsys.readouterr().out
         assert f"greedy decoding of {folder}, batch 2" in out and "drafts accepted" in out
+    assert main([*command, "--samples", "2", "--rounds", "1", "--threads", "1"]) == 0
+    assert f"2 samples per prompt at temperature 1 of {folder}, batch 2" in capsys.readouterr().out
+    assert main([*command, "--samples", "3"]) == 2
+    assert "--batch 2: must be a multiple of --samples 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
