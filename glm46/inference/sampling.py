@@ -33,7 +33,7 @@ def scores(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.is_greedy:
         return logits
-    found = logits / sampling.temperature
+    found = logits if sampling.temperature == 1.0 else logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < found.shape[-1]:
         found = found.masked_fill(found < found.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1.0:
@@ -62,14 +62,14 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -
         drawn from; for the most likely tokens in that of the logits.
     """
     of = scores(logits, sampling)
-    largest, tokens = of.max(-1, keepdim=True)
-    chances = (of - largest).exp_()
-    sums = chances.cumsum(-1, dtype=torch.float64)
-    total = sums[..., -1:]
-    if not sampling.is_greedy:
-        tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * total, right=True)
-    logprobs = of.gather(-1, tokens) - largest - total.log()
-    return tokens.squeeze(-1), logprobs.squeeze(-1).float()
+    chances = of.softmax(-1)
+    if sampling.is_greedy:
+        tokens = of.argmax(-1, keepdim=True)
+    else:
+        sums = chances.cumsum(-1, dtype=torch.float64)
+        # Less than the last sum, whatever it rounds to: the number is at most 1 - 2**-52.
+        tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * sums[..., -1:], right=True)
+    return tokens.squeeze(-1), chances.gather(-1, tokens).log().squeeze(-1)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
