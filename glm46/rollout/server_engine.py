@@ -1,5 +1,6 @@
 """The engine whose completions inference servers draw, with weights that they load from a disk."""
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from glm46.config.rollout import Rollout
+from glm46.distributed.collective_errors import on_first_rank
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.huggingface.write_folder import json_bytes
 from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
 from glm46.rollout.launched_servers import LaunchedServers
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_pool import ServerPool
-from glm46.rollout.server_state import Weights
+from glm46.rollout.server_state import EngineError, Weights
 from glm46.rollout.sglang_server import SglangServer
 from glm46.rollout.vllm_server import VllmServer
 
@@ -22,6 +24,9 @@ VERSION_FILE = "version.json"
 """In a folder of weights: its version, and length and SHA-256 of each of its files."""
 
 _HASHED_AT_ONCE = 8
+_CHECKED, _LONGEST = 8, 256
+"""Completions of the first rollout, and tokens of each."""
+_USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -51,7 +56,7 @@ class ServerEngine:
             say: takes a line for the log, on rank 0.
         """
         self._folder = Path(config.weights_folder or folder)
-        self._export, self._score, self._probe = export, score, probe
+        self._export, self._score, self._probe, self._say = export, score, probe, say
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
@@ -62,12 +67,47 @@ class ServerEngine:
             still_starting=self._launched.require_running,
         )
         self._newest: Path | None = None
+        self._is_checked = False
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """See `Engine.generate` and `ServerPool.generate`."""
+        """See `Engine.generate` and `ServerPool.generate`.
+
+        Raises:
+            EngineError: no server is left, or the first completions are not from the trainer's policy.
+        """
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        return unpack(run_on_first_rank(lambda: pack(self._pool.generate(requests, rules))))
+        completions = unpack(run_on_first_rank(lambda: pack(self._pool.generate(requests, rules))))
+        if not self._is_checked and rules.temperature == 1.0:
+            self._check_mismatch(requests, completions)
+        return completions
+
+    def _check_mismatch(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Compare the log-probabilities of the first completions with the trainer's: the probe asks what a server says
+        of given tokens, this check what it says of those that it draws. Collective; all ranks decide alike."""
+        pairs = zip(requests, completions, strict=True)
+        drawn = [(request.prompt, one.tokens[:_LONGEST], one.logprobs) for request, one in pairs if one.tokens]
+        if not drawn:
+            return
+        self._is_checked, drawn = True, drawn[:_CHECKED]
+        scores = self._score([prompt + tokens for prompt, tokens, _ in drawn])
+        gaps = [
+            ours - theirs
+            for (_, tokens, logprobs), row in zip(drawn, scores, strict=True)
+            for ours, theirs in zip(row[-len(tokens) :], logprobs, strict=False)
+        ]
+        mismatch = sum(math.exp(min(gap, 20.0)) - 1.0 - gap for gap in gaps) / len(gaps)
+        said = f"the KL divergence of the first {len(gaps)} drawn tokens from the trainer's policy is {mismatch:.2g}"
+        if not mismatch <= _MOST_MISMATCH:
+            raise EngineError(
+                *on_first_rank(
+                    f"rollout.urls: {said}, at most {_MOST_MISMATCH:g} can be learned from: the servers report "
+                    "log-probabilities of another distribution than they draw from; start them with the options of "
+                    "docs/rollout_servers.md, and in the type of training.mixed_precision_param"
+                )
+            )
+        if mismatch > _USUAL_MISMATCH and dist.get_rank() == 0:
+            self._say(f"rollout: warning: {said}; {_USUAL_MISMATCH:g} is usual in BF16")
 
     def update(self, version: int) -> None:
         """Write the policy to the disk, have all servers load it, and compare their log-probabilities of the probe with

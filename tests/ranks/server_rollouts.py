@@ -55,6 +55,15 @@ def draw(rank: int, folder: Path) -> dict:
         say=lines.append,
     )
     rules, found = SamplingRules(1.0, frozenset({STOP}), 50), {}
+    if stub:
+        stub.raw = -1.0
+    engine.update(version)
+    try:
+        engine.generate(REQUESTS, rules)
+    except EngineError as error:
+        found["mismatch"] = str(error)
+    if stub:
+        stub.raw = 0.0
     for version in (1, 2):
         engine.update(version)
         found[f"version {version}"] = engine.generate(REQUESTS, rules)

@@ -32,6 +32,7 @@ class StubServer:
     Attributes:
         fault: "hang", "500", "truncated", "other version", "bad logprobs", "restarted"; it holds for generation.
         model: log-probability of a token by version and token.
+        raw: added to the log-probabilities of drawn tokens, not to those of given ones.
         stale: loading answers 200 and changes nothing.
         half: loading leaves a model that is neither the old nor the new one.
         dies_after: completions after which the server ends.
@@ -42,7 +43,7 @@ class StubServer:
         self.fault, self.stale, self.half, self.dies_after = "", False, False, None
         self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
         self.version, self.name, self.calls = 0, "default", []
-        self.model = logprob
+        self.model, self.raw = logprob, 0.0
         self._aborted, self._lock = set(), threading.Lock()
         self.drawn: list[tuple] = []
         stub = self
@@ -162,6 +163,7 @@ class StubServer:
             return drawn
         tokens, finish = drawn
         values = [float("nan") if self.fault == "bad logprobs" else self._model(token) for token in tokens]
+        values = [value + self.raw for value in values]
         names = {"other version": "77", "restarted": "default"}
         span = {"start": 0, "end": len(tokens), "version": names.get(self.fault, self.name)}
         content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
