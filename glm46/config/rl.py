@@ -8,7 +8,6 @@ from glm46.config.section import Needs, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
-    "distillation",
 ]  # fmt: skip
 _LEVELS = ("token", "sequence", "geometric")
 
@@ -38,8 +37,7 @@ class KL(Section):
     """Factor of the penalty; 0: no penalty, and no reference network."""
 
     to: Literal["reference", "old"] | None = None
-    """reference: the policy that the run began with, or with the preset "distillation" the teacher. old: the policy
-    that the ratio divides by."""
+    """reference: the policy that the run began with. old: the policy that the ratio divides by."""
 
     where: Literal["loss", "reward"] | None = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
@@ -100,8 +98,7 @@ class RL(Section):
     algorithm: Algorithm = "gspo"
     """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
     dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
-    2402.14740; tv: a mask on the change of probabilities in place of a clip; distillation: on-policy, towards the
-    reference."""
+    2402.14740; tv: a mask on the change of probabilities in place of a clip."""
 
     prompts_per_rollout: int = Field(ge=1)
     """Prompts drawn at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
@@ -194,9 +191,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tv": dict(
         advantage="group_mean", reduction="token_mean", old_policy="rollout", clip=dict(kind="tv"),
         kl=dict(weight=2e-3, to="old", estimator="k2"),
-    ),
-    "distillation": dict(
-        advantage="returns", gamma=0.0, reduction="token_mean", kl=dict(weight=1.0, where="reward", estimator="k1")
     ),
 }  # fmt: skip
 """What each algorithm sets, beside `_BASE`."""
