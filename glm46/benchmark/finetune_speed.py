@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
 
 import torch
 
@@ -18,10 +18,12 @@ from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.plan import initialise
+from glm46.planner.flops import training_flops
 
 _SEED = 0
 TRAINED = {"all weights": "all weights", "lora": "LoRA", "dora": "DoRA"}
 """What is trained, and its name in the table."""
+ADAPTED = ("lora", "dora")
 RECOMPUTED = ("none", "full")
 FORWARD = ("all weights", "lora")
 
@@ -35,18 +37,15 @@ class Timed:
 
 
 class FineTuning:
-    """A model whose weights, or whose adapters, AdamW trains on one batch."""
+    """A model whose weights, or whose adapters, AdamW trains on one batch, with any recomputation."""
 
-    def __init__(self, work: Workload, trained: str, adapter: Adapter, recomputed: str):
+    def __init__(self, work: Workload, trained: str, adapter: Adapter):
         with torch.device("meta"):
             self.model = Transformer(work.shape())
         self.model.cast(work.dtype)
-        is_adapted = trained != "all weights"
-        if is_adapted:
+        if trained in ADAPTED:
             adapter = adapter.model_copy(update={"name": trained})
             add_adapters(self.model, adapter)
-        if recomputed != "none":
-            activation_checkpoint.apply(self.model, recomputed)
         self.model.to_empty(device=work.device)
         initialise(self.model, _SEED)
         self._magnitudes = Magnitudes(self.model, adapter, None) if trained == "dora" else None
@@ -59,8 +58,12 @@ class FineTuning:
         ids = ids.to(work.device)
         self._inputs, self._labels, self._tokens = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), work.tokens
 
-    def step(self) -> float:
+    def step(self, recomputed: str) -> float:
         """Forward, backward and update; returns the mean loss."""
+        for layer in self.model.layers.values():
+            vars(layer).pop("forward", None)  # a checkpointed one
+        if recomputed != "none":
+            activation_checkpoint.apply(self.model, recomputed)
         loss = self.model(self._inputs, labels=self._labels).loss / self._tokens
         loss.backward()
         self._optimizer.step(1.0)
@@ -84,14 +87,16 @@ def finetune_speed(work: Workload, adapter: Adapter, rounds: int | None, report:
         rounds: see `timed_rounds`.
 
     Returns:
-        A table with the ratio to all weights, and of DoRA to LoRA: medians over rounds of the ratio in each.
+        A table with the ratio to all weights, measured and of FLOPs alone, and of DoRA to LoRA: medians over rounds of
+        the ratio in each.
     """
     timed: dict[tuple[str, str], Timed] = {}
-    for trained, recomputed in product(TRAINED, RECOMPUTED):
-        report(f"building {trained}, recomputation {recomputed}")
-        run = FineTuning(work, trained, adapter, recomputed)
-        timed[trained, recomputed] = Timed(run.step)
-        if recomputed == "none" and trained in FORWARD:
+    for trained in TRAINED:
+        report(f"building {trained}")
+        run = FineTuning(work, trained, adapter)
+        for recomputed in RECOMPUTED:
+            timed[trained, recomputed] = Timed(partial(run.step, recomputed))
+        if trained in FORWARD:
             timed[trained, "forward"] = Timed(run.forward)
     for one in timed.values():
         one.run()  # allocates states and warms kernels
@@ -99,16 +104,24 @@ def finetune_speed(work: Workload, adapter: Adapter, rounds: int | None, report:
         started = time.perf_counter()
         one.run()
         one.seconds.append(time.perf_counter() - started)
-    lines = [f"  {'':<30} {'ms':>9} {'tokens/s':>10} {'against all':>12} {'against LoRA':>13}"]
+    lines = [f"  {'':<30} {'ms':>9} {'tokens/s':>10} {'against all':>12} {'by FLOPs':>9} {'against LoRA':>13}"]
     for (trained, what), one in timed.items():
         milliseconds = statistics.median(one.seconds) * 1e3
         name = f"{TRAINED[trained]}, {what if what == 'forward' else f'recomputation {what}'}"
         against = [_ratio(one, timed[base, what]) if (base, what) in timed else "" for base in ("all weights", "lora")]
+        by_flops = _flops(work, None, what) / _flops(work, adapter if trained in ADAPTED else None, what)
         lines.append(
-            f"  {name:<30} {milliseconds:9.1f} {work.tokens / milliseconds * 1e3:10,.0f} "
-            f"{against[0]:>12} {against[1] if trained == 'dora' else '':>13}"
+            f"  {name:<30} {milliseconds:9.1f} {work.tokens / milliseconds * 1e3:10,.0f} {against[0]:>12} "
+            f"{by_flops:9.3f} {against[1] if trained == 'dora' else '':>13}"
         )
     return "\n".join(lines)
+
+
+def _flops(work: Workload, adapter: Adapter | None, what: str) -> float:
+    """FLOPs per token of a step with this recomputation, or of forward."""
+    step = training_flops(work.shape(), work.seq_len, adapter=adapter)
+    forward = (training_flops(work.shape(), work.seq_len).total + step.adapters) / 3
+    return {"none": step.total, "full": step.total + forward, "forward": forward}[what]
 
 
 def _ratio(one: Timed, base: Timed) -> str:

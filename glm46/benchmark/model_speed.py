@@ -40,13 +40,20 @@ class Workload:
     """Decoder layers; None: the preset's. Fewer layers make a large model fit into memory."""
     prediction_layers: int = 0
     """Multi-token prediction layers: 0 in training steps, because the peer does not train them."""
+    experts: int | None = None
+    """Routed experts of a layer; None: the preset's. Fewer, like fewer tokens, make wide layers fit into memory."""
+    vocabulary: int | None = None
+    """Tokens of the vocabulary; None: the preset's."""
 
     def shape(self) -> ModelShape:
-        """The preset with these numbers of layers."""
-        stated = {"num_nextn_predict_layers": self.prediction_layers}
-        if self.layers is not None:
-            stated["num_hidden_layers"] = self.layers
-        return PRESETS[self.flavor].model_copy(update=stated)
+        """The preset with these numbers."""
+        stated = {
+            "num_nextn_predict_layers": self.prediction_layers,
+            "num_hidden_layers": self.layers,
+            "n_routed_experts": self.experts,
+            "vocab_size": self.vocabulary,
+        }
+        return PRESETS[self.flavor].model_copy(update={key: n for key, n in stated.items() if n is not None})
 
     @property
     def tokens(self) -> int:

@@ -58,9 +58,11 @@ def _parser() -> VerbParser:
     )
     model.set_defaults(run=_model)
     finetune = kinds.add_parser("finetune", help="steps of all weights, LoRA and DoRA, interleaved")
-    finetune.add_argument("--flavor", default="100M", choices=list(PRESETS), help="preset of the model")
-    finetune.add_argument("--layers", type=positive, help="decoder layers; absent: the preset's")
-    finetune.add_argument("--batch", type=positive, default=2, help="sequences")
+    finetune.add_argument("--flavor", default="15B", choices=list(PRESETS), help="preset of the layers")
+    finetune.add_argument("--layers", type=positive, default=3, help="decoder layers")
+    finetune.add_argument("--experts", type=positive, default=16, help="routed experts of each")
+    finetune.add_argument("--vocabulary", type=positive, default=8192, help="its tokens")
+    finetune.add_argument("--batch", type=positive, default=1, help="sequences")
     finetune.add_argument("--seq-len", type=positive, default=512, help="tokens of each")
     finetune.add_argument("--rank", type=positive, default=32, help="of the adapters")
     finetune.add_argument("--expert-rank", type=positive, default=8, help="of the adapters of routed experts")
@@ -149,10 +151,14 @@ def _finetune(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     has_gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16 if has_gpu else torch.float32
-    work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
+    work = Workload(
+        arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers,
+        experts=arguments.experts, vocabulary=arguments.vocabulary,
+    )  # fmt: skip
     _print(
-        f"step (forward, backward, AdamW) of {work.flavor}, {work.shape().num_hidden_layers} layers, without MTP, "
-        f"{work.batch} x {work.seq_len} tokens, rank {arguments.rank}, of experts {arguments.expert_rank}, "
+        f"step (forward, backward, AdamW) of {work.flavor}, {work.layers} layers of {work.experts} experts, "
+        f"{work.vocabulary} tokens in the vocabulary, without MTP, {work.batch} x {work.seq_len} tokens, "
+        f"rank {arguments.rank}, of experts {arguments.expert_rank}, "
         f"{str(dtype).removeprefix('torch.')}\n{_environment(work)}"
     )
     adapter = Adapter(rank=arguments.rank, expert_rank=arguments.expert_rank)

@@ -5,7 +5,7 @@ is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum
 ``y_i = (m_i / |V_i|) (V x)_i``. `parallelize/magnitudes.py` computes the norms, once per optimizer step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -61,12 +61,41 @@ def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bia
     if not module.is_adapted:
         return Linear.product(x, weight, bias)
     a, b = (local_weight(part).to(x.dtype) for part in (module.lora_A, module.lora_B))
-    low = F.linear(x, a) * scale
-    # One kernel adds: no second result of this size.
-    rows = torch.addmm(F.linear(x, weight, bias).flatten(0, -2), low.flatten(0, -2), b.t())
-    if hasattr(module, "magnitude"):  # a bias is not scaled
-        rows = torch.addcmul(rows, rows if bias is None else rows - bias, _excess(module, "").to(x.dtype))
-    return rows.view(*x.shape[:-1], -1)
+    excess = _excess(module, "") if hasattr(module, "magnitude") else None
+    y_TO = _AdaptedLinear.apply(x.flatten(0, -2), weight, bias, a, b, scale, excess)
+    return y_TO.view(*x.shape[:-1], -1)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """``x @ (weight + scale * b @ a).T + bias`` without a gradient of weight and bias; under DoRA the sum before the
+    bias is scaled by ``1 + excess``, FP32 [O].
+
+    One function, because both parts of the sum, and of the gradient of x, add into one tensor.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TI, weight_OI, bias_O, a_RI, b_OR, scale: float, excess_O):
+        low_TR = F.linear(x_TI, a_RI).mul_(scale)
+        y_TO = F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t())
+        unscaled_TO = None
+        if excess_O is not None:
+            unscaled_TO = y_TO if bias_O is None else y_TO - bias_O
+            y_TO = torch.addcmul(y_TO, unscaled_TO, excess_O.to(y_TO.dtype))
+        ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, low_TR, unscaled_TO, excess_O)
+        ctx.scale = scale
+        return y_TO
+
+    @staticmethod
+    def backward(ctx, grad_TO: Tensor):
+        x_TI, weight_OI, a_RI, b_OR, low_TR, unscaled_TO, excess_O = ctx.saved_tensors
+        grad_x = grad_excess = None
+        if excess_O is not None:
+            grad_excess = (grad_TO * unscaled_TO).sum(0, dtype=excess_O.dtype)
+            grad_TO = torch.addcmul(grad_TO, grad_TO, excess_O.to(grad_TO.dtype))
+        grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_TO @ weight_OI).addmm_(grad_low_TR, a_RI)
+        return grad_x, None, None, grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR, None, grad_excess
 
 
 def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
@@ -122,10 +151,10 @@ def _save_for_product(ctx, inputs, output):
 def _product_backward(ctx, grad_NO: Tensor, _):
     x_NI, weight_EOI, a_ERI, b_EOR, offsets, low_NR = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
-    grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets) * ctx.scale
+    grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets).mul_(ctx.scale)
     grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_x = grouped_mm(grad_NO, weight_EOI, offsets) + grouped_mm(grad_low_NR, a_ERI, offsets)
+        grad_x = grouped_mm(grad_NO, weight_EOI, offsets).add_(grouped_mm(grad_low_NR, a_ERI, offsets))
     return grad_x, None, grouped_outer(grad_low_NR, x_NI, offsets), grouped_outer(grad_NO, low_NR, offsets), None, None
 
 
@@ -136,7 +165,8 @@ adapted_grouped_mm.register_autograd(_product_backward, setup_context=_save_for_
 def _add_scaled_groups(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
     """``x + x * factor`` with the factors of each row's group, [N, O]. Its backward sums the rows of a group in one
     grouped product; that of indexing adds them in varying order."""
-    return torch.addcmul(x_NO, x_NO, _of_rows(x_NO, factor_EO, offsets))
+    factor_NO = _of_rows(x_NO, factor_EO, offsets)
+    return torch.addcmul(x_NO, x_NO, factor_NO, out=factor_NO)
 
 
 @_add_scaled_groups.register_fake
@@ -157,7 +187,7 @@ def _scaling_backward(ctx, grad_NO: Tensor):
     x_NO, factor_EO, offsets = ctx.saved_tensors
     ones = x_NO.new_ones(x_NO.shape[0], 8)  # rows of 16 bytes, which grouped products need
     grad_factor = grouped_outer(ones, grad_NO * x_NO, offsets)[:, 0]
-    return torch.addcmul(grad_NO, grad_NO, _of_rows(x_NO, factor_EO, offsets)), grad_factor, None
+    return _add_scaled_groups(grad_NO, factor_EO, offsets), grad_factor, None
 
 
 _add_scaled_groups.register_autograd(_scaling_backward, setup_context=_save_for_scaling)
@@ -167,10 +197,11 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
-def row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_squares(base: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
 
     Args:
+        base: FP32 [..., O], `base_squares` of the weight, which is frozen.
         weight: [..., O, I], any dtype; some of the rows, or of the columns, of the matrix.
         a: [..., R, I], all of its rows.
         b: [..., O, R].
@@ -178,13 +209,27 @@ def row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     Returns:
         FP32 [..., O]; of some columns, their part of the sum.
     """
-    if weight.ndim == 3:
-        return torch.stack([row_squares(*parts, scale) for parts in zip(weight, a, b, strict=True)])
-    a, rows = a.float(), max(1, _CHUNK_ELEMENTS // weight.shape[1])
-    gram, squares = a @ a.t(), []
-    for w, of_w in zip(weight.split(rows), b.float().split(rows), strict=True):
-        w = w.float()
-        # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
-        cross = (torch.addmm(w @ a.t() * (2 * scale), of_w, gram, alpha=scale * scale) * of_w).sum(1)
-        squares.append(w.square().sum(1) + cross)
-    return torch.cat(squares)
+    if weight.ndim == 2:
+        return row_squares(base, *(part.unsqueeze(0) for part in (weight, a, b)), scale).squeeze(0)
+    a, b = a.float(), b.float()
+    cross = _by_pieces(weight, lambda w, experts: w @ a[experts].mT)
+    # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
+    return base + scale * (cross.mul_(2).add_(b @ (a @ a.mT), alpha=scale) * b).sum(-1)
+
+
+@torch.no_grad()
+def base_squares(weight: Tensor) -> Tensor:
+    """``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]."""
+    if weight.ndim == 2:
+        return base_squares(weight.unsqueeze(0)).squeeze(0)
+    return _by_pieces(weight, lambda w, _: w.square().sum(-1))
+
+
+def _by_pieces(weight_EOI: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """``function(weight, experts)`` of pieces in FP32, [E, O, ...]: of several experts, or of some rows of one."""
+    E, O, I = weight_EOI.shape  # noqa: E741 - the letters of dimensions
+    found, step = [], max(1, _CHUNK_ELEMENTS // (O * I))
+    for experts in (slice(first, first + step) for first in range(0, E, step)):
+        pieces = weight_EOI[experts].split(max(1, _CHUNK_ELEMENTS // I), dim=1)
+        found.append(torch.cat([function(piece.float(), experts) for piece in pieces], dim=1))
+    return torch.cat(found)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from glm46.config.adapter import Adapter
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Meshes
-from glm46.model.adapters import row_squares
+from glm46.model.adapters import base_squares, row_squares
 from glm46.model.transformer import Transformer
 from glm46.planner.parameters import Parameter, find_parameter
 
@@ -27,29 +27,32 @@ class Magnitudes:
             for name, module in model.named_modules()
             for prefix, keys in _keys(module)
         ]
+        self._base: list[Tensor] = []
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Give new adapters the magnitudes with which the model is its base: those of the loaded weights."""
-        for module, prefix, row, (weight, a, b, magnitude) in self._sets:
-            norm = self._norm(weight, a, b)
-            indices = torch.meshgrid(*global_indices(magnitude), indexing="ij")
-            local_tensor(magnitude).copy_(norm[indices])
-            self._set(module, prefix, row, magnitude, norm)
+    def start(self, new_adapters: bool = True) -> None:
+        """Compute the norms after the base was loaded. New adapters get the magnitudes with which the model is its
+        base: those of the loaded weights."""
+        self._base = [base_squares(local_tensor(weight)) for *_, (weight, *_) in self._sets]
+        if new_adapters:
+            for base, (_, _, _, (weight, a, b, magnitude)) in zip(self._base, self._sets, strict=True):
+                indices = torch.meshgrid(*global_indices(magnitude), indexing="ij")
+                local_tensor(magnitude).copy_(self._norm(base, weight, a, b)[indices])
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the norms anew: after each change of the adapters."""
-        for module, prefix, row, (weight, a, b, magnitude) in self._sets:
-            self._set(module, prefix, row, magnitude, self._norm(weight, a, b))
+        for base, (module, prefix, row, (weight, a, b, magnitude)) in zip(self._base, self._sets, strict=True):
+            self._set(module, prefix, row, magnitude, self._norm(base, weight, a, b))
 
-    def _norm(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def _norm(self, base: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """FP32 [O] or [E, O], whole, on the device of this rank."""
         *rows, columns = global_indices(weight)
         a = _whole(a)[..., columns.to(a.device)]
         if len(rows) == 2:
             a = a[rows[0].to(a.device)]
-        squares = row_squares(local_tensor(weight), a, local_tensor(b), self._scale)
+        squares = row_squares(base, local_tensor(weight), a, local_tensor(b), self._scale)
         whole = squares.new_zeros(weight.shape[:-1])
         whole[torch.meshgrid(*(index.to(whole.device) for index in rows), indexing="ij")] = squares
         if isinstance(weight, DTensor):

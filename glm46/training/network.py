@@ -89,12 +89,13 @@ class Network:
             new_adapters: the base was written, and not the adapters: those begin, with magnitudes of the base.
         """
         for magnitudes in self.magnitudes:
-            magnitudes.start() if new_adapters else magnitudes.refresh()
+            magnitudes.start(new_adapters)
 
     def update(self, lr_factor: float) -> None:
         """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
         self.optimizer.step(lr_factor)
-        self.loaded(new_adapters=False)
+        for magnitudes in self.magnitudes:
+            magnitudes.refresh()
 
     def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.

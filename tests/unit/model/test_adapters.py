@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from glm46.config.adapter import Adapter
 from glm46.model import adapters
-from glm46.model.adapters import add_adapters, row_squares
+from glm46.model.adapters import add_adapters, base_squares, row_squares
 from glm46.model.init import fill_parameter
 from glm46.parallelize.magnitudes import Magnitudes
+from glm46.planner.flops import training_flops
 from glm46.planner.parameters import adapter_rows
 from tests.unit.model.test_parity_transformers import reference_of, summed_loss
 
@@ -91,7 +93,7 @@ def test_adapters_equal_pefts(name, targets, tiny, random_batch, relative_error)
     add_adapters(model, adapter)
     randomise_adapters(model)
     copy_to_peft(reference, model)
-    Magnitudes(model, adapter, None).refresh()
+    Magnitudes(model, adapter, None).start(new_adapters=False)
     logits = reference(batch["input_ids"]).logits
     assert relative_error(model(batch["input_ids"]), logits) < 1e-5
     summed_loss(logits, batch["labels"]).backward()
@@ -137,7 +139,7 @@ def test_dora_of_a_feed_forward_network_equals_pefts(layer, tiny, relative_error
     adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
-    Magnitudes(tiny, adapter, None).refresh()
+    Magnitudes(tiny, adapter, None).start(new_adapters=False)
     ours = tiny.layers[layer].mlp if layer == "0" else tiny.layers[layer].mlp.shared_experts
     keys = ("lora_A", "lora_B", "magnitude")
     sets = {name: tuple(getattr(ours.get_submodule(name), key) for key in keys) for name in SWIGLU}
@@ -158,7 +160,7 @@ def test_dora_of_experts_equals_pefts_of_one_linear_layer_each(tiny, relative_er
     adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
-    Magnitudes(tiny, adapter, None).refresh()
+    Magnitudes(tiny, adapter, None).start(new_adapters=False)
     ours, width = tiny.layers["1"].mlp.experts, tiny.shape.moe_intermediate_size
     ends = [3, 9, 9, 10, 17, 20, 22, 30]
     x, row_weights, grad = torch.randn(30, 48), torch.rand(30), torch.randn(30, 48)
@@ -187,7 +189,7 @@ def test_the_norm_is_not_in_the_graph(tiny, relative_error):
     adapter = Adapter(name="dora", rank=RANK, alpha=6.0, targets=("attention",))
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
-    Magnitudes(tiny, adapter, None).refresh()
+    Magnitudes(tiny, adapter, None).start(new_adapters=False)
     layer, x = tiny.layers["0"].self_attn.q_proj, torch.randn(13, 48)
     grad = torch.randn(13, layer.out_features)
     layer(x).backward(grad)
@@ -232,7 +234,47 @@ def test_row_squares_need_no_matrix_of_the_sum(dtype, monkeypatch, relative_erro
     monkeypatch.setattr(adapters, "_CHUNK_ELEMENTS", 100)
     w, a, b = torch.randn(2, 21, 30).to(dtype), torch.randn(2, 4, 30), 0.1 * torch.randn(2, 21, 4)
     expected = (w.double() + 0.7 * b.double() @ a.double()).square().sum(-1)
-    assert relative_error(row_squares(w, a, b, 0.7), expected) < 1e-6
+    assert relative_error(row_squares(base_squares(w), w, a, b, 0.7), expected) < 1e-6
     # Of the columns of two ranks, whose sums are added.
-    halves = [row_squares(w[..., part], a[..., part], b, 0.7) for part in (slice(0, 14), slice(14, 30))]
+    halves = [
+        row_squares(base_squares(w[..., part]), w[..., part], a[..., part], b, 0.7)
+        for part in (slice(0, 14), slice(14, 30))
+    ]
     assert relative_error(sum(halves), expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_a_step_has_the_planned_products(name, tiny, random_batch):
+    """Multiply-adds of the products with weights and adapters: none is of a gradient that nobody needs."""
+    adapter, batch = Adapter(name=name, rank=RANK, expert_rank=8), random_batch(tiny.shape)
+    shape, tokens = tiny.shape, batch["input_ids"].numel()
+    start(tiny, adapter)
+
+    def of_groups(x, y, offsets, out_shape, **_):  # [N, I] x [E, I, O], or the outer products of [N, I] and [N, O]
+        return 2 * x[0] * x[1] * y[-1]
+
+    def added(y, x, weight, out_shape, **_):
+        return 2 * x[0] * x[1] * weight[1]
+
+    def adapted(x, weight, a, b, offsets, scale, out_shape, **_):
+        return 2 * x[0] * (weight[1] * weight[2] + a[1] * a[2] + b[1] * b[2])
+
+    operators = torch.ops.glm46
+    formulas = {
+        operators.grouped_mm: of_groups,
+        operators.grouped_outer: of_groups,
+        operators.adapted_grouped_mm: adapted,
+        torch.ops.aten.addmm_: added,
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        tiny(**batch).loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    counted = sum(flops for operator, flops in counted.items() if "attention" not in str(operator))
+    planned = training_flops(shape, 0, adapter=adapter).total * tokens
+    # The embedding needs no gradient, so neither does the input of the first q, k and v.
+    first = [getattr(tiny.layers["0"].self_attn, f"{key}_proj") for key in "qkv"]
+    planned -= 2 * tokens * sum(layer.weight.numel() + layer.lora_A.numel() for layer in first)
+    if name == "dora":  # sums over the rows of each expert, by a grouped product with 8 rows of ones
+        rows = tokens * shape.num_experts_per_tok * (shape.num_hidden_layers - shape.first_k_dense_replace)
+        planned += 2 * 8 * rows * (2 * shape.moe_intermediate_size + shape.hidden_size)
+    assert counted == planned
