@@ -174,9 +174,10 @@ def _(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
     return torch.empty_like(x_NO)
 
 
-def _of_rows(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
+def _of_rows(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
     group_N = torch.searchsorted(offsets, torch.arange(x_NO.shape[0], device=x_NO.device), right=True)
-    return factor_EO.index_select(0, group_N.clamp(max=factor_EO.shape[0] - 1))  # rows past the last group are not read
+    group_N.clamp_(max=factor_EO.shape[0] - 1)  # rows past the last group are not read
+    return torch.index_select(factor_EO, 0, group_N, out=out)
 
 
 def _save_for_scaling(ctx, inputs, output):
@@ -186,8 +187,11 @@ def _save_for_scaling(ctx, inputs, output):
 def _scaling_backward(ctx, grad_NO: Tensor):
     x_NO, factor_EO, offsets = ctx.saved_tensors
     ones = x_NO.new_ones(x_NO.shape[0], 8)  # rows of 16 bytes, which grouped products need
-    grad_factor = grouped_outer(ones, grad_NO * x_NO, offsets)[:, 0]
-    return _add_scaled_groups(grad_NO, factor_EO, offsets), grad_factor, None
+    product_NO = grad_NO * x_NO
+    grad_factor = grouped_outer(ones, product_NO, offsets)[:, 0]
+    # One buffer: the first use of memory of this size costs a CPU more than what is computed.
+    factor_NO = _of_rows(grad_NO, factor_EO, offsets, out=product_NO)
+    return torch.addcmul(grad_NO, grad_NO, factor_NO, out=factor_NO), grad_factor, None
 
 
 _add_scaled_groups.register_autograd(_scaling_backward, setup_context=_save_for_scaling)
