@@ -32,7 +32,7 @@ def shipped_configs() -> Path:
 
 
 def write_configs(folder: Path) -> list[Path]:
-    """Write the shipped TOML files, their schema and their chats; existing files are kept.
+    """Write the shipped TOML files, their schema, chats, prompts and vocabulary; existing files are kept.
 
     Returns:
         The files that were written.
@@ -43,7 +43,7 @@ def write_configs(folder: Path) -> list[Path]:
     texts = {
         folder / file.name: file.read_text(encoding="utf-8")
         for file in sorted(shipped_configs().iterdir())
-        if file.suffix in (".toml", ".json", ".jsonl")
+        if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken")
     }
     faults, missing = [], []
     for path, text in texts.items():

@@ -15,6 +15,7 @@ VERBS = {
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
     "benchmark": "measure speed and memory of this machine; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
+    "rl": "show samples of reinforcement learning; see rl --help",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
     "plot": "draw metrics of runs, or the curriculum of TOML files, as a picture; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",

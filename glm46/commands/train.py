@@ -23,10 +23,12 @@ def train_command(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     require_one_run(config.ablation, arguments.config, module_command())
     # Torch takes seconds to import: only after the config has passed.
-    if config.finetune is None:
-        from glm46.pretrain.task import train
-    else:
+    if config.rl is not None:
+        from glm46.rl.task import train
+    elif config.finetune is not None:
         from glm46.finetune.task import train
+    else:
+        from glm46.pretrain.task import train
 
     code = train(config, stop)
     if code == 0 and launched_world_size() is None:

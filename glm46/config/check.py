@@ -21,6 +21,7 @@ from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.rules_preference import preference_is_possible
 from glm46.config.rules_profiling import PROFILING_RULES
 from glm46.config.rules_rl import RL_RULES
+from glm46.config.rules_rollout import ROLLOUT_RULES
 from glm46.config.run_config import RunConfig
 
 
@@ -217,6 +218,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     *DATA_RULES,
     *FINETUNE_RULES,
     *RL_RULES,
+    *ROLLOUT_RULES,
     schedules_keep_their_range,
     warmup_ends_before_decay,
     run_fits_into_its_schedule,

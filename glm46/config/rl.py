@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from glm46.config.rl_data import Prompts, PromptSet, RewardTable
 from glm46.config.section import Needs, Section
 
 Algorithm = Literal[
@@ -144,6 +145,17 @@ class RL(Section):
     """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
     0: none do. Absent: that of the preset."""
 
+    max_rounds: int = Field(8, ge=1)
+    """With dynamic_sampling: rounds of drawing prompts in place of those whose rewards are equal. A rollout that is not
+    full then goes on with fewer samples."""
+
+    warm_up_rollouts: int = Field(0, ge=0)
+    """Rollouts at the start whose completions are not drawn: they are the labels of the prompts, with the advantage 1,
+    which is fine-tuning on them. For a model that would get no reward."""
+
+    prompts: Prompts | None = None
+    rewards: tuple[RewardTable, ...] = ()
+    validation: tuple[PromptSet, ...] = ()
     clip: Clip = Field(default_factory=Clip)
     kl: KL = Field(default_factory=KL)
     correction: Correction = Field(default_factory=Correction)

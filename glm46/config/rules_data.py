@@ -9,8 +9,8 @@ from glm46.config.run_config import RunConfig
 
 
 def there_is_a_source(config: RunConfig) -> Faults:
-    """There is at least one source."""
-    if not config.data.sources:
+    """There is at least one source, unless the run makes its own text."""
+    if not config.data.sources and config.rl is None:
         yield Fault(
             ("data.sources",), "data.sources: no source to train on; add a [[data.sources]] table with name and path"
         )

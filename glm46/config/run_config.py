@@ -18,6 +18,7 @@ from glm46.config.optimizer import LRScheduler, Optimizer
 from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, Parallelism
 from glm46.config.profiling import Profiling
 from glm46.config.rl import RL
+from glm46.config.rollout import Rollout
 from glm46.config.section import LocalPath, Needs, Section
 from glm46.config.training import Debug, Training, Validation
 
@@ -73,6 +74,7 @@ class RunConfig(Section):
     debug: Debug = Field(default_factory=Debug)
     finetune: FineTune | None = None
     rl: RL | None = None
+    rollout: Rollout | None = None
     adapter: Adapter | None = None
     ablation: Ablation | None = None
 

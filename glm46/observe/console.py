@@ -46,6 +46,10 @@ def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
         f"{_whole(row.get('tokens_per_second')):>9} tokens/s",
     ]
     for name, label, form in (
+        ("reward", "reward", "6.3f"),
+        ("completion_tokens", "length", "6.1f"),
+        ("entropy", "entropy", "6.3f"),
+        ("mismatch_kl", "mismatch", "7.1e"),
         ("mfu", "mfu", "5.1%"),
         ("mtp_loss", "mtp", "7.4f"),
         ("expert_balance_cv", "balance", "5.2f"),
@@ -61,7 +65,9 @@ def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
 
 def validation_line(row: Mapping[str, float | None]) -> str:
     """Format a validation row as one line: the loss over all sources, then the loss of each source."""
-    parts = [f"step {_whole(row.get('step')):>7}", f"validation loss {_number(row.get('validation_loss'), '.4f')}"]
+    parts = [f"step {_whole(row.get('step')):>7}"]
+    if "validation_loss" in row:
+        parts.append(f"validation loss {_number(row['validation_loss'], '.4f')}")
     if "validation_bits_per_byte" in row:
         parts.append(f"{_number(row['validation_bits_per_byte'], '.4f')} bits per byte")
     parts += [
@@ -69,6 +75,12 @@ def validation_line(row: Mapping[str, float | None]) -> str:
         for column, value in row.items()
         if column.startswith("validation_loss/")
     ]
+    for prefix, label, form in (("validation_reward/", "reward", ".3f"), ("validation_pass/", "pass", ".1%")):
+        parts += [
+            f"{label} {column.removeprefix(prefix)} {_number(value, form)}"
+            for column, value in row.items()
+            if column.startswith(prefix)
+        ]
     return "  ".join(parts)
 
 

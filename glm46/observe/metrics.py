@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Group = Literal["progress", "loss", "policy", "optimizer", "speed", "hardware", "experts", "validation"]
+Group = Literal["progress", "loss", "policy", "reward", "optimizer", "speed", "hardware", "experts", "validation"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch_logprob", "nats", "policy", "Mean absolute difference of their log-probabilities of a token."),
     Metric("correction_mean", "ratio", "policy", "Mean weight of the tokens by [rl.correction]."),
     Metric("correction_dropped", "ratio", "policy", "Tokens with the weight 0."),
+    Metric("reward", "1", "reward", "Mean reward of the drawn samples of the rollout."),
+    Metric("reward_std", "1", "reward", "Standard deviation of these rewards."),
+    Metric("reward_part", "1", "reward", "Mean of one part of the reward, before its weight.", "reward"),
+    Metric("completion_tokens", "tokens", "reward", "Mean length of these completions."),
+    Metric("completion_tokens_max", "tokens", "reward", "Length of the longest one."),
+    Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),
+    Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal."),
+    Metric("drawn_samples", "samples", "reward", "Samples drawn for the rollout."),
+    Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
+    Metric("rollout_seconds", "s", "speed", "Time to draw the rollout."),
+    Metric("reward_seconds", "s", "speed", "Time to judge it."),
+    Metric("logprob_seconds", "s", "speed", "Time of log-probabilities and values of the rollout before its steps."),
     Metric("lr", "1", "optimizer", "Learning rate of the last step."),
     Metric("grad_norm", "1", "optimizer", "Global norm of the gradient before clipping."),
     Metric("skipped_steps", "steps", "optimizer", "Steps skipped since the start: a spike, or a non-finite value."),
@@ -127,6 +139,9 @@ METRICS: tuple[Metric, ...] = (
         "validation_reward_accuracy", "ratio", "validation", "reward_accuracy of held-out pairs.", "source",
         "reward_accuracy",
     ),
+    Metric("validation_reward", "1", "validation", "Mean reward of the answers to held-out prompts.", "set", "reward"),
+    Metric("validation_pass", "ratio", "validation", "Prompts that one of k answers solves, unbiased.", "set@k"),
+    Metric("validation_tokens", "tokens", "validation", "Mean length of these answers.", "set", "completion_tokens"),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 

@@ -36,6 +36,7 @@ from glm46.planner.rank_parts import (
     local_shape,
     parts_of_ranks,
 )
+from glm46.planner.rl_memory import drawing, other_networks
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
 """Bytes per element; 8bit has an FP32 scale per block."""
@@ -87,6 +88,10 @@ class MemoryPlan:
     """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
     text: float = 0.0
     """On a CPU: token data of a step, see `step_text`."""
+    networks: float = 0.0
+    """With [rl]: see `rl_memory.other_networks`."""
+    drawing: float = 0.0
+    """With [rl]: see `rl_memory.drawing`."""
 
     @property
     def total(self) -> float:
@@ -118,6 +123,8 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     step = _Step(plan, stage_index)
     parts = parts_of_ranks(plan)
     plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
+    plans = [replace(m, networks=other_networks(plan, m.weights, m.gradients + m.optimizer)) for m in plans]
+    plans = [replace(m, drawing=drawing(plan)) for m in plans]
     if device == "cpu":
         # A CPU has one memory, so offloaded states and token data are in it too.
         text = _text(plan, stage_index)

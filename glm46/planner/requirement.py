@@ -202,6 +202,8 @@ def memory_parts(plan: MemoryPlan) -> dict[str, float]:
         "gathered keys": plan.gathered_keys,
         "loss and logits": plan.loss,
         "program and text": plan.process + plan.text,
+        **({"other networks": plan.networks} if plan.networks else {}),
+        **({"drawing samples": plan.drawing} if plan.drawing else {}),
     }
 
 

@@ -66,12 +66,22 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
             return str(folder)
         merged = folder.with_name(f"{folder.name}-merged")
         return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
+    write_weights(network, tokenizer, folder, torch.bfloat16)
+    return str(folder)
+
+
+def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model, without adapters, as a Hugging Face folder in a type. Collective.
+
+    Args:
+        folder: must not exist.
+    """
+    config, shape = network.plan.config, network.shape
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
         origin = Path(config.checkpoint.initial_load_path)
         raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)
-    config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype="bfloat16")
+    config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(dtype).removeprefix("torch."))
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
-    options = ExportOptions(dtype=torch.bfloat16, repeat_shared=repeat_shared, other_files=files)
+    options = ExportOptions(dtype=dtype, repeat_shared=repeat_shared, other_files=files)
     export_weights(folder, shape, config_json, network.weights(), options=options)
-    return str(folder)

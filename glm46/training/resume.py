@@ -65,7 +65,7 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
 
 def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[str, Any] | None]:
     """Load the state that the run starts from. Frozen weights, those under adapters and those of whole networks, are
-    read first, from checkpoint.initial_load_path, at every start. Collective.
+    read first, from checkpoint.initial_load_path, at every start; of the others it starts only the main one. Collective.
 
     Returns:
         The progress, and the metadata of the checkpoint; None if the run starts from initial or imported weights.
@@ -194,7 +194,9 @@ def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
         raise UserError(*faults)
     ours = {name for names in held for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    return names_not_loaded(ours, theirs, task.plan.config.checkpoint)
+    _, *others = task.networks
+    of_others = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
+    return names_not_loaded(ours - of_others, theirs - of_others, task.plan.config.checkpoint) | of_others
 
 
 def _load(

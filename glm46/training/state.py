@@ -15,6 +15,8 @@ class Progress:
     """Tokens since the start of the curriculum, earlier phases included: the clock of every schedule."""
     samples: int = 0
     """Global number of the next sample to read."""
+    prompts: int = 0
+    """Prompts that were handed out, with [rl]."""
     skipped_steps: int = 0
     """Steps skipped because of a spike or a non-finite loss or gradient norm."""
     skipped_in_a_row: int = 0

@@ -1,0 +1,57 @@
+"""Tables of [rl] about what is asked and how answers are judged: prompts, rewards, validation."""
+
+from pydantic import Field
+
+from glm46.config.section import LocalPath, Section
+
+
+class Prompts(Section):
+    """[rl.prompts]: the prompts of a run. All are read once in an order that debug.seed decides, then again in another
+    order."""
+
+    file: LocalPath
+    """Lines of JSON (.jsonl) or a Parquet file (.parquet), one prompt each."""
+
+    prompt_key: str = "prompt"
+    """Key of the prompt: a text, or a list of messages ``{role, content}`` that ends with the user's. Dots lead into
+    tables."""
+
+    label_key: str = "label"
+    """Key of what rewards compare answers with, such as "reward_model.ground_truth". Built-in rewards that compare need
+    it in each line."""
+
+    thinking: bool = False
+    """Whether the model may think before it answers; else the prompt closes the thought."""
+
+
+class RewardTable(Section):
+    """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""
+
+    name: str
+    """math, exact, choice, format, repetition, code, remote (docs/rl.md), or ``package.module:function`` of your own,
+    which gets an `Answer` and the options."""
+
+    weight: float = 1.0
+    """Factor of this part in the reward."""
+
+    timeout_seconds: float = Field(10.0, gt=0.0)
+    """Longest time for one answer, for the rewards that run in processes: math, code, remote and your own."""
+
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Options of the reward."""
+
+
+class PromptSet(Section):
+    """[[rl.validation]]: prompts that are answered in each validation ([validation] enable, freq)."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name in metrics."""
+
+    file: LocalPath
+    """As that of [rl.prompts], with its keys."""
+
+    samples: int = Field(1, ge=1)
+    """Answers to each prompt: the estimate of pass@k is unbiased up to k = samples."""
+
+    temperature: float = Field(1.0, ge=0.0)
+    """Sampling temperature; 0 always takes the most likely token."""

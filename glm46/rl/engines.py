@@ -1,0 +1,73 @@
+"""The engine that [rollout] names, for the policy of a run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from glm46.data.tokenizer import Tokenizer
+from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.rollout.local import LocalEngine
+from glm46.rollout.records import Engine
+from glm46.rollout.server_engine import ServerEngine
+from glm46.training.hf_weights import write_weights
+from glm46.training.network import Batch, Network
+
+_PROBES = 4
+
+
+def build_engine(
+    policy: Network, tokenizer: Tokenizer, prompts: Sequence[list[int]], is_stopped: Callable[[], bool]
+) -> Engine:
+    """The engine of a policy, without weights before its first update.
+
+    Args:
+        prompts: of the run, the first of which probe servers after each update.
+        is_stopped: asked on each rank before each token of a local engine; true ends its samples with "abort".
+    """
+    config = policy.plan.config
+    section = config.rollout
+    if section.kind == "local":
+        return LocalEngine(policy, max_length=config.training.seq_len, is_stopped=is_stopped)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    return ServerEngine(
+        section,
+        folder=Path(config.job.dump_folder, "rollout_weights").resolve(),
+        export=lambda folder: write_weights(policy, tokenizer, folder, dtype),
+        score=lambda sequences: score(policy, sequences),
+        probe=list(prompts[:_PROBES]),
+        padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
+    )
+
+
+def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probability of each token but the first of sequences, at temperature 1, equal on all ranks. Collective."""
+    batch = _rows(sequences, network.plan.layout.sequence_pieces)
+    output = network.evaluate(batch, token_logprobs)
+    found = torch.full(batch["labels"].shape, -torch.inf)
+    if output is not None:  # other stages of a pipeline have no head
+        found = network.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()
+    network.release()
+    # The largest, not one rank's: ranks that compute the same rows may differ in the last bits.
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [row[: len(sequence) - 1].tolist() for row, sequence in zip(found, sequences, strict=True)]
+
+
+def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:
+    """A batch with one sequence in each row, of a length that the mesh splits evenly."""
+    length = -(-max(map(len, sequences)) // multiple) * multiple
+    size = (len(sequences), length)
+    batch = {
+        "input_ids": torch.zeros(size, dtype=torch.int64),
+        "positions": torch.zeros(size, dtype=torch.int64),
+        "document_ids": torch.full(size, -1, dtype=torch.int64),
+        "labels": torch.full(size, IGNORE, dtype=torch.int64),
+    }
+    for row, sequence in enumerate(sequences):
+        tokens = torch.tensor(sequence)
+        batch["input_ids"][row, : len(tokens)] = tokens
+        batch["positions"][row, : len(tokens)] = torch.arange(len(tokens))
+        batch["document_ids"][row, : len(tokens)] = 0
+        batch["labels"][row, : len(tokens) - 1] = tokens[1:]
+    return batch

@@ -1,0 +1,126 @@
+"""Prompts of a file as token ids, with their labels, and the order in which they are handed out."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from glm46.config.errors import UserError
+from glm46.config.rl_data import Prompts
+from glm46.data.chat import chat_prompt
+from glm46.data.conversation import Message
+from glm46.data.mixing import permute
+from glm46.data.tokenizer import Tokenizer
+
+_FAULTS_SHOWN = 5
+_ROLES = ("system", "user", "assistant")
+
+
+class Prompt(NamedTuple):
+    """One prompt."""
+
+    tokens: list[int]
+    text: str
+    """The last message."""
+    label: Any
+    """None if there is none."""
+
+
+def read_prompts(
+    file: Path, keys: Prompts, tokenizer: Tokenizer, *, most_tokens: int, needs_label: bool
+) -> list[Prompt]:
+    """All prompts of a file in its order.
+
+    Args:
+        keys: which key of a row is what, and whether the model may think.
+        most_tokens: of a prompt.
+        needs_label: whether each row must have a label.
+
+    Raises:
+        UserError: the file cannot be read, or with file and line what is wrong with its first bad rows.
+    """
+    prompts, faults = [], []
+    for place, row in _rows(file):
+        try:
+            prompt = _prompt(row, keys, tokenizer, needs_label=needs_label)
+            if len(prompt.tokens) > most_tokens:
+                raise ValueError(
+                    f"{len(prompt.tokens)} tokens, and training.seq_len leaves {most_tokens} beside the longest "
+                    "completion; shorten the prompt, lower rollout.max_new_tokens or raise training.seq_len"
+                )
+            prompts.append(prompt)
+        except ValueError as error:
+            faults.append(f"{place}: {error}")
+            if len(faults) == _FAULTS_SHOWN:
+                break
+    if not prompts and not faults:
+        faults = [f"{file}: no prompt; name another file in rl.prompts.file"]
+    if faults:
+        raise UserError(*faults)
+    return prompts
+
+
+def prompt_at(number: int, count: int, seed: int) -> int:
+    """The index of the prompt that is handed out as this number: each of ``count`` once in each pass, in an order that
+    seed and pass decide."""
+    epoch, place = divmod(number, count)
+    return int(permute(np.array([place]), count, f"prompts {seed} {epoch}")[0])
+
+
+def _rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows with their places; a row that is no JSON is its error."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(file)
+        rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
+        yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                row = error
+            yield f"{file} line {number}", row
+
+
+def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
+    """
+    Raises:
+        ValueError: the row is no prompt.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{row if isinstance(row, ValueError) else type(row).__name__}: a JSON object is expected")
+    found, label = _at(row, keys.prompt_key), _at(row, keys.label_key)
+    if needs_label and label is None:
+        raise ValueError(f"no '{keys.label_key}' (rl.prompts.label_key), which rl.rewards compare answers with")
+    if isinstance(found, str):
+        found = [{"role": "user", "content": found}]
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key) is neither a text nor a list of messages")
+    messages = []
+    for message in found:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        if role not in _ROLES or not isinstance(content, str):
+            raise ValueError(f"message {len(messages) + 1}: needs a role of {', '.join(_ROLES)} and a text as content")
+        messages.append(Message(role, content))
+    if messages[-1].role != "user":
+        raise ValueError("the last message is not the user's")
+    return Prompt(chat_prompt(tokenizer, messages, thinking=keys.thinking), messages[-1].content, label)
+
+
+def _at(row: Mapping, key: str) -> Any:
+    """The value of a key, or of a path with dots into tables; None if it is absent."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,158 @@
+"""The optimizer steps of a rollout: micro-batches with the fields that the objectives read."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.config.rl import RL
+from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.mesh import Cluster
+from glm46.model.cross_entropy import HeadForm, summed_loss
+from glm46.planner.plan import Plan
+from glm46.reliability.run_lock import writing
+from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
+from glm46.rl.packing import PackShape, build_batch, collect, pack, spread
+from glm46.rl.rollouts import Rollout, read_fields, write_fields
+from glm46.training.network import Batch, Network
+
+Steps = list[list[Batch]]
+"""For each optimizer step this rank's micro-batches."""
+
+
+def write_on_first_rank(folder: Path, write: Callable[[], None]) -> None:
+    """Write into a folder on rank 0. Collective.
+
+    Raises:
+        UserError: on all ranks; the disk is full or not writable.
+    """
+
+    def attempt() -> None:
+        if dist.get_rank() == 0:
+            with writing(folder):
+                write()
+
+    run_on_all_ranks(attempt)
+
+
+class StepBuilder:
+    """Makes the steps of rollouts.
+
+    Args:
+        config: resolved.
+        networks: by name: the policy, and the reference and the critic where there are.
+        form: of the policy's head, which its objective reads.
+        folder: of the journal.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        config: RL,
+        networks: Mapping[str, Network],
+        form: HeadForm,
+        folder: Path,
+    ):
+        self._plan, self._cluster, self._config = plan, cluster, config
+        self._networks, self._form, self._folder = networks, form, folder
+
+    def build(self, rollout: Rollout, *, is_inside: bool) -> Steps:
+        """The steps of a rollout. Collective.
+
+        Args:
+            is_inside: the run was resumed inside of it: networks have changed since its first step, so that what they
+                computed is read from the journal.
+
+        Raises:
+            UserError: the journal lacks it.
+        """
+        steps = self._batches(rollout)
+        self._add_fields(rollout, steps, is_inside=is_inside)
+        return steps
+
+    def _batches(self, rollout: Rollout) -> list[list[Batch]]:
+        """This rank's micro-batches of each step."""
+        training, layout = self._plan.config.training, self._plan.layout
+        is_pipeline = self._cluster.meshes.pipeline is not None
+        shape = PackShape(
+            seq_len=training.seq_len,
+            rows=training.local_batch_size,
+            ranks=layout.dp_degree,
+            micro_batches=int(training.global_batch_size) // self._plan.rows_per_micro_batch if is_pipeline else None,
+            mtp_depth=self._plan.shape.num_nextn_predict_layers if is_pipeline else 0,
+        )
+        steps = []
+        for first, end in self._step_bounds(rollout):
+            lengths = [len(rollout.prompt(i)) + len(rollout.completion(i)) - 1 for i in range(first, end)]
+            mine = pack(lengths, shape)[self._cluster.dp_rank]
+            steps.append([build_batch(rollout, rows, first, shape) for rows in mine])
+        return steps
+
+    def _step_bounds(self, rollout: Rollout) -> list[tuple[int, int]]:
+        """First and end of the samples of each step: equally many, and all of them."""
+        count = self._config.samples_per_rollout // int(self._plan.config.training.global_batch_size)
+        bounds = [len(rollout) * number // count for number in range(count + 1)]
+        return list(zip(bounds, bounds[1:], strict=False))
+
+    def _add_fields(self, rollout: Rollout, steps: Steps, *, is_inside: bool) -> None:
+        """Add to the batches what the objectives read. Collective."""
+        if is_inside:  # the networks have been updated since
+            found = [run_on_all_ranks(lambda: self._fields_of_journal(rollout.step))]
+            dist.broadcast_object_list(found)
+            fields = found[0]
+        else:
+            fields = self._computed(rollout, steps)
+        for batch in (batch for step in steps for batch in step):
+            for name, values in fields.items():
+                batch[name] = spread(values, batch)
+        rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
+        of_steps = [Rewards(rewards[first:end], groups[first:end]) for first, end in self._step_bounds(rollout)]
+        longest = self._plan.config.rollout.max_new_tokens
+        prepare_fields(steps, of_steps, self._config, longest, sum_over_replicas(self._cluster))
+        if rollout.is_demonstration:
+            for batch in (batch for step in steps for batch in step):
+                batch["advantages"] = (batch["place"] >= 0).float()
+        if not is_inside:
+            names = [name for name in ("advantages", "correction", "returns") if name in steps[0][0]]
+            fields |= {name: self._collected(rollout, steps, name) for name in names}
+            write_on_first_rank(self._folder, lambda: write_fields(self._folder, rollout.step, fields))
+
+    def _fields_of_journal(self, step: int) -> dict[str, Tensor] | None:
+        return read_fields(self._folder, step) if self._cluster.process.is_main else None
+
+    def _computed(self, rollout: Rollout, steps: Steps) -> dict[str, Tensor]:
+        """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks. Collective."""
+        form = self._form
+        wanted = {
+            "reference_logprobs": ("reference", form, "logprobs"),
+            "old_values": ("critic", summed_loss, "values"),
+        }
+        wanted = {name: of for name, of in wanted.items() if of[0] in self._networks}
+        if self._config.old_policy == "trainer" or rollout.is_demonstration:
+            wanted["old_logprobs"] = ("policy", form, "logprobs")
+        fields = {}
+        for name, (of, form, column) in wanted.items():
+            network = self._networks[of]
+            fields[name] = torch.full((rollout.tokens,), -torch.inf)
+            for batch in (batch for step in steps for batch in step):
+                output = network.evaluate(batch, form)
+                if output is not None:
+                    values = network.whole_rows(getattr(output, column).unsqueeze(0), batch)[0]
+                    collect(values.cpu(), batch, fields[name])
+            network.release()
+            # Each rank has the values of its own rows; those that compute the same rows may differ in the last bits.
+            dist.all_reduce(fields[name], dist.ReduceOp.MAX)
+        of_engine = torch.from_numpy(rollout.arrays["logprobs"])
+        fields["rollout_logprobs"] = fields["old_logprobs"] if rollout.is_demonstration else of_engine
+        return fields
+
+    def _collected(self, rollout: Rollout, steps: Steps, name: str) -> Tensor:
+        """A field of this rollout's batches for all tokens, FP32 [T]. Collective."""
+        values = torch.full((rollout.tokens,), -torch.inf)
+        for batch in (batch for step in steps for batch in step):
+            collect(batch[name], batch, values)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values

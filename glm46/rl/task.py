@@ -1,0 +1,237 @@
+"""The task of reinforcement learning: a policy is trained on rewards of its own samples."""
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from glm46.config.rl import RL
+from glm46.config.run_config import RunConfig
+from glm46.data.corpus import load_text
+from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.mesh import Cluster
+from glm46.files.durable import hash_file
+from glm46.huggingface.tokenizer_files import stop_ids
+from glm46.planner.plan import Plan
+from glm46.reliability.stop import StopRequest
+from glm46.rewards.answer import RewardRule
+from glm46.rewards.scorer import READ_LABELS, Scorer
+from glm46.rl.drawing import Asking, demonstrate, draw_rollout
+from glm46.rl.engines import build_engine
+from glm46.rl.fields import needed_networks
+from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan
+from glm46.rl.prompts import Prompt, read_prompts
+from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, write_rollout
+from glm46.rl.stepping import StepBuilder, write_on_first_rank
+from glm46.rl.validation import PromptSet, answered_lines, validate_sets
+from glm46.rollout.drawing import rules_of
+from glm46.training.build import run
+from glm46.training.hf_weights import load_weights, save_weights
+from glm46.training.network import Batch, Network, build_network
+from glm46.training.state import Progress
+from glm46.training.task import StepBatches
+
+_NOT_OF_ROLLOUTS = {
+    "job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
+    "validation", "inference",
+}  # fmt: skip
+"""Sections that do not decide what is drawn, up to rounding."""
+
+
+class Reinforcement:
+    """A policy, with a critic and a frozen reference where the algorithm needs them. See `Task`."""
+
+    identity_keys = (
+        "rl.prompts", "rl.prompts_per_rollout", "rl.group_size", "rl.warm_up_rollouts", "training.global_batch_size",
+        "debug.seed", "model.tokenizer_path",
+    )  # fmt: skip
+
+    def __init__(self, plan: Plan, cluster: Cluster):
+        """Read the prompts, load the rewards and build the networks. Collective.
+
+        Raises:
+            UserError: prompts, rewards or layout do not match the configuration.
+        """
+        self.plan, self.cluster = plan, cluster
+        self._config: RL = plan.config.rl.resolved()
+        self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
+        self._prompts, self._sets = run_on_all_ranks(self._read)
+        rules = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
+        scorer = run_on_all_ranks(lambda: Scorer(rules))
+        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
+        policy = PolicyGradient(self.networks["policy"], self._config, plan.config.rollout.temperature)
+        self.objectives = {"policy": policy}
+        has_reference, has_critic = needed_networks(self._config)
+        if has_reference:
+            base = replace(plan, config=plan.config.model_copy(update={"adapter": None}))
+            self.networks["reference"] = build_network(base, cluster, trainable=False)
+        if has_critic:
+            self.networks["critic"] = build_network(critic_plan(plan, self._config), cluster, head="value")
+            self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
+        stop = frozenset(stop_ids(self.tokenizer))
+        self._stop: StopRequest | None = None
+        self._asking = Asking(
+            config=self._config,
+            section=plan.config.rollout,
+            tokenizer=self.tokenizer,
+            engine=build_engine(
+                self.networks["policy"], self.tokenizer, [p.tokens for p in self._prompts], self._is_stopped
+            ),
+            scorer=scorer,
+            rules=rules_of(plan.config.rollout, stop=stop, vocab_size=self.tokenizer.vocab_size),
+            seed=plan.config.debug.seed,
+        )
+        self._folder = Path(plan.config.job.dump_folder) / FOLDER
+        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, self._folder)
+        self._rollout: Rollout | None = None
+        self._steps: list[list[Batch]] = []
+        self._steps_made = 0
+        self._drawn_from = -1
+
+    def _is_stopped(self) -> bool:
+        return self._stop is not None and self._stop.signal_name is not None
+
+    def _update_engine(self, version: int) -> None:
+        """Give the engine the weights after this many steps, if it has others. Collective."""
+        if version != self._drawn_from:
+            self._asking.engine.update(version)
+            self._drawn_from = version
+
+    def _read(self) -> tuple[list[Prompt], list[PromptSet]]:
+        config = self.plan.config
+        needs_label = any(reward.name in READ_LABELS for reward in self._config.rewards)
+        most = config.training.seq_len - config.rollout.max_new_tokens
+
+        def read(file: str) -> list[Prompt]:
+            keys = self._config.prompts
+            return read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
+
+        return read(self._config.prompts.file), [
+            PromptSet(table, read(table.file)) for table in self._config.validation
+        ]
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        return self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
+
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
+        self._stop = stop
+        if progress.step == 0 and "critic" in self.networks:
+            self._start_critic()
+        within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
+        first = progress.step - within
+        if self._rollout is None or self._rollout.step != first:
+            self._rollout = self._obtain(progress, first, is_inside=within > 0)
+            if self._rollout is None:
+                return {}
+            began = time.perf_counter()
+            self._steps = self._builder.build(self._rollout, is_inside=within > 0)
+            self._rollout.figures["logprob_seconds"] = time.perf_counter() - began
+            progress.prompts = self._rollout.next_prompt
+        return self._rollout.figures
+
+    @torch.no_grad()
+    def _start_critic(self) -> None:
+        """The critic begins with the policy's weights, but for its head."""
+        policy = self.networks["policy"].weights()
+        for name, tensor in self.networks["critic"].weights().items():
+            if name in policy:
+                tensor.copy_(policy[name])
+
+    def _obtain(self, progress: Progress, first: int, *, is_inside: bool) -> Rollout | None:
+        """The rollout that begins at a step; None if a stop was requested. Collective."""
+        identity = None if is_inside else self._identity()
+        found = [run_on_all_ranks(lambda: self._of_journal(first, identity))]
+        dist.broadcast_object_list(found)
+        if found[0] is not None and (is_inside or found[0].first_prompt == progress.prompts):
+            return found[0]
+        if first < self._config.warm_up_rollouts:
+            rollout = demonstrate(self._asking, self._prompts, self._answers(), first, progress.prompts)
+        else:
+            self._update_engine(first)
+            rollout = draw_rollout(self._asking, self._prompts, first, progress.prompts)
+        if rollout is not None:
+            write_on_first_rank(self._folder, lambda: write_rollout(self._folder, rollout, identity))
+        return rollout
+
+    def _of_journal(self, step: int, identity: str | None) -> Rollout | None:
+        return read_rollout(self._folder, step, identity) if self.cluster.process.is_main else None
+
+    def _answers(self) -> list[list[int]]:
+        """The labels as answers without a thought, as the chat format writes them."""
+        texts = [str(p.label[0] if isinstance(p.label, list) else p.label) for p in self._prompts]
+        return [[*self.tokenizer.encode(f"\n{t}").tolist(), self.tokenizer.special["<|user|>"]] for t in texts]
+
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """See `Task.next`; without batches if a stop was requested."""
+        seq_len = self.plan.config.training.seq_len
+        if self._rollout is None:
+            return StepBatches([], sequences, seq_len, 0.0)
+        self._steps_made = progress.step + 1
+        return StepBatches(self._steps[progress.step - self._rollout.step], sequences, seq_len, 0.0)
+
+    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
+        """See `Task.complete`: `prepare` has done it."""
+        return micro_batches
+
+    def fingerprint(self) -> str:
+        """See `Task.fingerprint`."""
+        config = self._config
+        facts = [
+            hash_file(Path(config.prompts.file)).sha256, config.prompts.model_dump(exclude={"file"}),
+            config.prompts_per_rollout, config.group_size, config.warm_up_rollouts,
+            self.plan.config.training.global_batch_size, self.plan.config.debug.seed, self.tokenizer.fingerprint,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def _identity(self) -> str:
+        """Hash of what decides a rollout beside the weights, and of what has decided these."""
+        table = self.plan.config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
+        start = self.plan.config.checkpoint.initial_load_path
+        facts = [table, start, self.fingerprint()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """See `Task.state`: rollouts are in the journal."""
+        return {}
+
+    def validate(self) -> dict[str, float]:
+        """See `Task.validate`: rewards and pass@k of the answers to each set of prompts."""
+        self._update_engine(self._steps_made)
+        return validate_sets(self._asking, self._sets)
+
+    def describe(self) -> list[str]:
+        """See `Task.describe`."""
+        config = self._config
+        names = ", ".join(f"{reward.weight:g} {reward.name}" for reward in config.rewards)
+        return [
+            f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
+            f"{config.group_size} samples of a rollout in {self._steps_per_rollout} steps",
+            f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+        ]
+
+    def export(self, progress: Progress) -> str:
+        """See `Task.export`: the policy."""
+        return save_weights(self.networks["policy"], self.tokenizer, progress)
+
+    def load_exported(self, folder: Path) -> None:
+        """See `Task.load_exported`."""
+        load_weights(self.networks["policy"], folder)
+
+    def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
+        """See `Task.sample`: answers to a few prompts with their rewards."""
+        self._stop = stop
+        self._update_engine(progress.step)
+        prompts = self._sets[0].prompts if self._sets else self._prompts
+        return answered_lines(self._asking, prompts, progress.step)
+
+
+def train(config: RunConfig, stop: StopRequest | None = None) -> int:
+    """Train a policy as configured, on this rank; see `run`. Collective."""
+    return run(config, Reinforcement, stop)

@@ -1,0 +1,31 @@
+"""Memory of a run with [rl]: what comes beside the policy."""
+
+import pytest
+
+from glm46.config.loader import load_config
+from glm46.planner.memory import plan_memory
+
+RECIPE = "train_configs/rl_debug.toml"
+
+
+def memory_of(*overrides: str, ranks: int = 1):
+    return plan_memory(load_config(RECIPE, overrides), ranks, device="cpu")
+
+
+def test_networks_beside_the_policy_are_counted():
+    alone = memory_of()
+    trained = alone.weights + alone.gradients + alone.optimizer
+    assert alone.networks == 0
+    ppo = memory_of("--rl.algorithm", "ppo")
+    assert ppo.networks == pytest.approx(trained)
+    kl = memory_of("--rl.kl.weight", "0.1", "--rl.warm_up_rollouts", "0", "--checkpoint.initial_load_path", "base")
+    assert kl.networks == pytest.approx(alone.weights)
+    assert ppo.total == pytest.approx(alone.total + trained)
+
+
+def test_ranks_with_parts_of_the_policy_hold_a_copy_to_draw_from():
+    cache = 64 * 256 * 2 * 2 * 24 * 2 * 4
+    assert memory_of().drawing == cache
+    assert memory_of(ranks=2).drawing == pytest.approx(cache + 4 * 292_800, rel=1e-3)
+    servers = ("--rollout.kind", "vllm", "--rollout.urls", '["http://localhost:8000"]')
+    assert memory_of(*servers).drawing == 0

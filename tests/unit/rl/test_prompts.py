@@ -1,0 +1,91 @@
+"""Prompts of files, what is said about bad rows, and their order."""
+
+import json
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.rl_data import Prompts
+from glm46.rl.prompts import prompt_at, read_prompts
+
+
+def write(folder, *rows):
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def read(file, tokenizer, needs_label=True, most_tokens=100, **keys):
+    config = Prompts(file=str(file), **keys)
+    return read_prompts(file, config, tokenizer, most_tokens=most_tokens, needs_label=needs_label)
+
+
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve it.\n\n1 + 1 =", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4"},
+}
+"""A row of dapo-math-17k."""
+AIME = {
+    "prompt": [{"role": "user", "content": "Every morning Aya walks."}],
+    "label": "204",
+    "metadata": {"rm_type": "x"},
+}
+"""A row of aime-2024 in the form of slime's data set."""
+
+
+def test_rows_of_data_sets_are_read_as_they_are(tokenizer, tmp_path):
+    [prompt] = read(write(tmp_path, DAPO), tokenizer, label_key="reward_model.ground_truth")
+    assert (prompt.text, prompt.label) == ("Solve it.\n\n1 + 1 =", "34")
+    assert tokenizer.decode(prompt.tokens).endswith("/nothink<|assistant|>\n<think></think>")
+    [prompt] = read(write(tmp_path, AIME), tokenizer, thinking=True)
+    assert prompt.label == "204"
+    assert tokenizer.decode(prompt.tokens) == "[gMASK]<sop><|user|>\nEvery morning Aya walks.<|assistant|>"
+
+
+def test_parquet_and_texts_are_read(tokenizer, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([DAPO, DAPO]), file)
+    assert [p.label for p in read(file, tokenizer, label_key="reward_model.ground_truth")] == ["34", "34"]
+    [prompt] = read(write(tmp_path, {"question": "Why?"}), tokenizer, needs_label=False, prompt_key="question")
+    assert (prompt.text, prompt.label) == ("Why?", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a"}, "label"),
+        ("{broken", "JSON"),
+        ("[1]", "JSON"),
+        ({"label": "1"}, "prompt"),
+        ({"prompt": [], "label": "1"}, "prompt"),
+        ({"prompt": [{"role": "user"}], "label": "1"}, "content"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}, "user"),
+        ({"prompt": "word " * 100, "label": "1"}, "100"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(row, said, tokenizer, tmp_path):
+    file = write(tmp_path, {"prompt": "a", "label": "1"}, row)
+    with pytest.raises(UserError) as error:
+        read(file, tokenizer)
+    [fault] = error.value.faults
+    assert f"{file} line 2" in fault
+    assert said in fault
+
+
+def test_a_file_that_is_missing_or_empty_is_refused(tokenizer, tmp_path):
+    for file in (tmp_path / "none.jsonl", write(tmp_path)):
+        with pytest.raises(UserError, match=r"rl\.prompts\.file"):
+            read(file, tokenizer)
+
+
+def test_each_pass_hands_out_every_prompt_once_in_an_order_of_its_own():
+    passes = [[prompt_at(number, 50, 3) for number in range(start, start + 50)] for start in (0, 50)]
+    assert [sorted(one) for one in passes] == [list(range(50))] * 2
+    assert passes[0] != passes[1]
+    assert passes[0] != [prompt_at(number, 50, 4) for number in range(50)]

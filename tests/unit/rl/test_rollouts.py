@@ -1,0 +1,120 @@
+"""The journal of rollouts, and their samples as micro-batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm46.config.errors import UserError
+from glm46.model.cross_entropy import IGNORE
+from glm46.rl.packing import PackShape, build_batch, collect, pack, spread
+from glm46.rl.rollouts import (
+    DrawnSample,
+    Rollout,
+    read_fields,
+    read_rollout,
+    rollout_steps,
+    to_arrays,
+    write_fields,
+    write_rollout,
+)
+from glm46.rollout.records import Completion, Span
+
+
+def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> DrawnSample:
+    logprobs = [-token / 7 for token in tokens]
+    spans = [Span(0, 3), Span(1, 4)] if len(tokens) > 1 else [Span(0, 3)]
+    return DrawnSample(prompt, group, Completion(tokens, logprobs, "stop", spans, None), reward, {"exact": reward})
+
+
+def rollout_of(*samples: DrawnSample) -> Rollout:
+    return Rollout(4, 8, 10, ("exact",), False, to_arrays(samples, ("exact",)), {"reward": 0.5})
+
+
+@pytest.fixture
+def rollout() -> Rollout:
+    return rollout_of(sample(8, [5, 6], [7, 8, 9], 1.0), sample(8, [5, 6], [10], 0.0), sample(9, [11], [12, 13], 0.5))
+
+
+def test_a_rollout_comes_back_as_it_was_written(rollout, tmp_path):
+    write_rollout(tmp_path, rollout, "same")
+    found = read_rollout(tmp_path, 4, "same")
+    assert {name: values.tolist() for name, values in found.arrays.items()} == {
+        name: values.tolist() for name, values in rollout.arrays.items()
+    }
+    assert found.arrays["versions"].tolist() == [3, 4, 4, 3, 3, 4]
+    assert (found.first_prompt, found.next_prompt, found.figures) == (8, 10, {"reward": 0.5})
+    assert read_rollout(tmp_path, 4, "other") is None
+    assert read_rollout(tmp_path, 5, "same") is None
+    assert rollout_steps(tmp_path) == [4]
+
+
+def test_a_rollout_without_samples_can_be_written(tmp_path):
+    write_rollout(tmp_path, rollout_of(), "same")
+    assert len(read_rollout(tmp_path, 4, "same")) == 0
+
+
+def test_damaged_files_are_refused_and_incomplete_ones_do_not_exist(rollout, tmp_path):
+    write_rollout(tmp_path, rollout, "same")
+    data, manifest = tmp_path / "step_000004.safetensors", tmp_path / "step_000004.json"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(UserError, match=r"step_000004\.safetensors.*load_step"):
+        read_rollout(tmp_path, 4, "same")
+    manifest.unlink()  # killed before it was written
+    assert read_rollout(tmp_path, 4, "same") is None
+
+
+def test_fields_of_a_rollout_are_needed_inside_of_it(tmp_path):
+    write_fields(tmp_path, 4, {"old_logprobs": torch.tensor([0.25, -1.0])})
+    assert read_fields(tmp_path, 4)["old_logprobs"].tolist() == [0.25, -1.0]
+    with pytest.raises(UserError, match=r"step_000005.*load_step"):
+        read_fields(tmp_path, 5)
+
+
+def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
+    shape = PackShape(seq_len=8, rows=2, ranks=1, micro_batches=None, mtp_depth=0)
+    batch = build_batch(rollout, [[0, 2], []], 0, shape)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 11, 12, 0, 0], [0] * 8]
+    assert batch["labels"][0].tolist() == [IGNORE, 7, 8, 9, 12, 13, IGNORE, IGNORE]
+    assert batch["positions"][0].tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 1, 1, -1, -1], [-1] * 8]
+    assert batch["sample"][0].tolist() == [-1, 0, 0, 0, 2, 2, -1, -1]
+    values = torch.arange(1.0, rollout.tokens + 1)
+    assert spread(values, batch)[0].tolist() == [0, 1, 2, 3, 5, 6, 0, 0]
+    into = torch.zeros(rollout.tokens)
+    collect(spread(values, batch), batch, into)
+    assert into.tolist() == [1, 2, 3, 0, 5, 6]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 16), max_size=40),
+    ranks=st.sampled_from([1, 2, 4]),
+    rows=st.integers(1, 3),
+)
+def test_every_sample_is_in_one_row_and_ranks_have_equally_many_micro_batches(lengths, ranks, rows):
+    shape = PackShape(seq_len=16, rows=rows, ranks=ranks, micro_batches=None, mtp_depth=0)
+    of_ranks = pack(lengths, shape)
+    assert len(of_ranks) == ranks
+    assert len({len(batches) for batches in of_ranks}) == 1
+    assert of_ranks[0], "at least one micro-batch, so that all ranks compute"
+    found = [row for batches in of_ranks for batch in batches for row in batch]
+    assert all(len(batch) == rows for batches in of_ranks for batch in batches)
+    assert sorted(number for row in found for number in row) == list(range(len(lengths)))
+    assert all(sum(lengths[number] for number in row) <= 16 for row in found)
+
+
+def test_rows_are_dealt_so_that_ranks_compute_equally_much():
+    lengths = [16] * 4 + [1] * 4 + [8, 7, 6, 5]
+    shape = PackShape(seq_len=16, rows=1, ranks=2, micro_batches=None, mtp_depth=0)
+    loads = [
+        sum(sum(lengths[i] for i in row) for batch in batches for row in batch) for batches in pack(lengths, shape)
+    ]
+    assert np.ptp(loads) <= 16
+
+
+def test_a_pipeline_has_its_number_of_micro_batches():
+    shape = PackShape(seq_len=16, rows=2, ranks=2, micro_batches=3, mtp_depth=1)
+    assert [len(batches) for batches in pack([4, 4], shape)] == [3, 3]
