@@ -65,7 +65,7 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
 
 def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[str, Any] | None]:
     """Load the state that the run starts from. Frozen weights, those under adapters and those of whole networks, are
-    read first, from checkpoint.initial_load_path, at every start; of the others it starts only the main one. Collective.
+    read first, from checkpoint.initial_load_path, at every start; of the others only the main one. Collective.
 
     Returns:
         The progress, and the metadata of the checkpoint; None if the run starts from initial or imported weights.

@@ -1,11 +1,13 @@
 """Memory of a run with [rl]: what comes beside the policy."""
 
+from pathlib import Path
+
 import pytest
 
 from glm46.config.loader import load_config
 from glm46.planner.memory import plan_memory
 
-RECIPE = "train_configs/rl_debug.toml"
+RECIPE = Path("train_configs/rl_debug.toml")
 
 
 def memory_of(*overrides: str, ranks: int = 1):

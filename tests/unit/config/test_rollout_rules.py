@@ -1,0 +1,44 @@
+"""What a run with [rl] must say about prompts, rewards and completions: each fault with key, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+
+RECIPE = Path("train_configs/rl_debug.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--rl="], ["[rollout]", "[rl]"]),
+        (["--rollout="], ["[rollout] is absent", "max_new_tokens"]),
+        (["--rl.prompts="], ["rl.prompts", "file"]),
+        (["--rl.rewards="], ["rl.rewards", "name"]),
+        (["--rl.warm_up_rollouts", "0"], ["checkpoint.initial_load_path", "warm_up_rollouts"]),
+        (["--rollout.max_new_tokens", "256"], ["rollout.max_new_tokens = 256", "training.seq_len = 256", "lower"]),
+        (["--data.document_mask", "false"], ["data.document_mask = false", "set it to true"]),
+        (["--rl.rewards[0].name", "maths"], ["rl.rewards[0].name", '"maths"', "math", "package.module:function"]),
+        (["--rl.rewards[0].name", "remote"], ["rl.rewards[0].name", "url"]),
+        (["--inference.prompt", "Hello"], ["inference.prompt", "remove"]),
+        (["--validation.enable", "false"], ["rl.validation", "validation.enable = true"]),
+        (["--moe.sequence_aux_loss_weight", "1e-4"], ["moe.sequence_aux_loss_weight", "0.0"]),
+        (["--moe.capacity_factor", "1.5"], ["moe.capacity_factor = 1.5", "remove"]),
+        (["--training.max_rollbacks", "2"], ["training.max_rollbacks = 2", "remove"]),
+        (["--training.spike_sigmas", "8.0"], ["training.spike_sigmas = 8.0", "remove"]),
+        (["--rl.prompts.thinking", "true"], ["rl.warm_up_rollouts", "rl.prompts.thinking = false"]),
+        (["--training.global_batch_size", "128"], ["rl.warm_up_rollouts", "training.global_batch_size = 256"]),
+        (["--rl.kl.weight", "0.1"], ["rl.warm_up_rollouts", "rl.kl.weight = 0.0"]),
+        (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
+    ],
+)
+def test_a_fault_names_key_value_and_remedy(overrides, said):
+    with pytest.raises(UserError) as error:
+        load_config(RECIPE, overrides, world_size=1)
+    assert any(all(part in fault for part in said) for fault in error.value.faults), error.value.faults
+
+
+def test_the_recipe_has_no_fault():
+    assert load_config(RECIPE, (), world_size=2).rl.resolved().ratio == "sequence"
