@@ -92,6 +92,9 @@ class FineTuning:
         """See `Task.export`."""
         return self._text.export(progress)
 
+    def close(self) -> None:
+        """See `Task.close`: nothing to end."""
+
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: the greedy answers to the samples, and which of them ended."""
         if not self._prompts:

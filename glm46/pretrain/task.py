@@ -99,6 +99,9 @@ class Pretraining:
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)  # not in force yet if no step was trained
         return save_weights(self.network, self.tokenizer, progress)
 
+    def close(self) -> None:
+        """See `Task.close`: nothing to end."""
+
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: a continuation of [inference] prompt."""
         config = self.plan.config

@@ -224,6 +224,11 @@ class Reinforcement:
         """See `Task.load_exported`."""
         load_weights(self.networks["policy"], folder)
 
+    def close(self) -> None:
+        """See `Task.close`: the processes of rewards, and the engine."""
+        self._asking.scorer.close()
+        self._asking.engine.close()
+
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""
         self._stop = stop

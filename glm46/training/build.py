@@ -42,7 +42,7 @@ def run(
     """
     die_with_parent()
     stop = stop or StopRequest()
-    dump_folder, locks = Path(config.job.dump_folder), ExitStack()
+    dump_folder, locks, ends = Path(config.job.dump_folder), ExitStack(), ExitStack()
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
         refuse_origin(config)
         locks = lock_run(dump_folder, config.folders_apart)
@@ -59,6 +59,7 @@ def run(
             torch.use_deterministic_algorithms(True)
         plan = resolve_plan(config, process.world_size)
         task, checkpoints = build_task(plan, build_cluster(plan.layout, process)), build_checkpoints(plan)
+        ends.callback(task.close)
         progress, meta = resume.start(task, checkpoints)
         if process.is_main:
             with writing(dump_folder):
@@ -75,5 +76,6 @@ def run(
     finally:
         watchdog.close()
         stop.restore()
+        ends.close()
         leave()
         locks.close()

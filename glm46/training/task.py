@@ -137,6 +137,10 @@ class Task(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End what the task has started, such as processes. Not collective."""
+        ...
+
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """Lines that show what the model does: before the first step, and in the final report. Collective."""
         ...

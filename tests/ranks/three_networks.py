@@ -144,6 +144,9 @@ class TinyReinforcement:
     def state(self, progress):
         return {"read": rows_read(self.plan, self.manifests, progress)}
 
+    def close(self):
+        pass
+
     def validate(self):
         return {}
 
