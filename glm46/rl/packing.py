@@ -95,8 +95,7 @@ def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, sha
 
 def spread(values: Tensor, batch: Batch) -> Tensor:
     """Values of all tokens of a rollout, FP32 [T], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
-    place = batch["place"]
-    return torch.where(place >= 0, values[place.clamp(min=0)], 0.0)
+    return torch.cat([values, values.new_zeros(1)])[batch["place"]]  # -1 is the last one
 
 
 def collect(values: Tensor, batch: Batch, into: Tensor) -> None:

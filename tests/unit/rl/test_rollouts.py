@@ -84,6 +84,7 @@ def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
     assert batch["sample"][0].tolist() == [-1, 0, 0, 0, 2, 2, -1, -1]
     values = torch.arange(1.0, rollout.tokens + 1)
     assert spread(values, batch)[0].tolist() == [0, 1, 2, 3, 5, 6, 0, 0]
+    assert spread(torch.zeros(0), build_batch(rollout_of(), [[], []], 0, shape)).count_nonzero() == 0
     into = torch.zeros(rollout.tokens)
     collect(spread(values, batch), batch, into)
     assert into.tolist() == [1, 2, 3, 0, 5, 6]
