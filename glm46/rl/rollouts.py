@@ -196,7 +196,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> Any:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

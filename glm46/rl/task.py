@@ -71,7 +71,7 @@ class Reinforcement:
             base = replace(plan, config=plan.config.model_copy(update={"adapter": None}))
             self.networks["reference"] = build_network(base, cluster, trainable=False)
         if has_critic:
-            self.networks["critic"] = build_network(critic_plan(plan, self._config), cluster, head="value")
+            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         stop = frozenset(stop_ids(self.tokenizer))
         self._stop: StopRequest | None = None
