@@ -170,7 +170,7 @@ class PolicyGradient:
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`."""
-        of = {name: value.item() for name, value in sums.items() if name != "mtp_losses"}
+        of = {name: sums[name].item() for name in self.empty_sums() if name != "mtp_losses"}
         mean = {name: value / max(totals["targets"], 1) for name, value in of.items()}
         weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
         row = {
@@ -235,7 +235,7 @@ class ValueLoss:
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`. Explained variance: 1 - Var(return - value) / Var(return)."""
-        mean = {name: value.item() / max(totals["targets"], 1) for name, value in sums.items()}
+        mean = {name: sums[name].item() / max(totals["targets"], 1) for name in self.empty_sums()}
         of_error = mean["error_square"] - mean["error"] ** 2
         of_returns = mean["return_square"] - mean["return"] ** 2
         row = {"loss": mean["loss"], "clip_fraction": mean["clipped"], "return_mean": mean["return"]}

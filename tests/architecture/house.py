@@ -32,12 +32,12 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 850, "checkpoint": 2350, "cli": 105,
-    "commands": 3910, "compat": 310, "config": 4010, "data": 2720,
+    "commands": 4060, "compat": 310, "config": 4215, "data": 2720,
     "distributed": 1000, "evaluation": 635, "files": 645, "finetune": 440, "huggingface": 2575, "inference": 1140,
-    "model": 2290, "observe": 1235, "optim": 1790, "parallelize": 1350,
-    "planner": 4500, "prepare": 1780, "pretrain": 560, "reliability": 880,
-    "rewards": 420, "rl": 800, "rollout": 1700,
-    "training": 2450,
+    "model": 2290, "observe": 1260, "optim": 1790, "parallelize": 1350,
+    "planner": 4610, "prepare": 1780, "pretrain": 560, "reliability": 880,
+    "rewards": 420, "rl": 1920, "rollout": 1700,
+    "training": 2460,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""
@@ -46,7 +46,13 @@ _UNLISTED = 13  # a room that is not in the table may be imported by nobody
 ROOT_CONFIG = "glm46.config.run_config"
 ROOT_CONFIG_ROOMS = {"config", "planner", "commands"}
 # What starts a rank and makes its Plan; and what compares a config with that of a checkpoint, key by key.
-ROOT_CONFIG_MODULES = {"glm46.training.build", "glm46.pretrain.task", "glm46.finetune.task", "glm46.training.origin"}
+ROOT_CONFIG_MODULES = {
+    "glm46.training.build",
+    "glm46.pretrain.task",
+    "glm46.finetune.task",
+    "glm46.rl.task",
+    "glm46.training.origin",
+}
 
 ENVIRONMENT_READER = "glm46.distributed.environment"
 TORCH_INTERNALS = "glm46.compat"
