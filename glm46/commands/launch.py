@@ -178,6 +178,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
     config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
     config = _load(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    nproc = nproc or nodes.processes
     if nodes.count > 1 and nodes.port + max_restarts > LAST_PORT:
         raise UserError(
             f"environment: MASTER_PORT = {nodes.port} with --max-restarts {max_restarts}: each start takes the next "

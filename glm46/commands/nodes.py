@@ -1,10 +1,10 @@
-"""The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Slurm or PBS; and the
-faults of a hostfile, whose nodes get these variables from the command that starts them."""
+"""The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Kubeflow, SkyPilot, Slurm
+or PBS; and the faults of a hostfile, whose nodes get these variables from the command that starts them."""
 
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -13,6 +13,8 @@ from glm46.distributed.hostfile import Host
 
 VARIABLES = (
     "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE",
+    "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID",
     "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID",
     "PBS_NODEFILE", "PBS_JOBID",
 )  # fmt: skip
@@ -36,10 +38,12 @@ class Nodes:
     port: int = _PORT
     job: str = "glm46"
     """Id of the rendezvous; separates runs that use one address."""
+    processes: int | None = None
+    """Of each node, if Kubeflow or SkyPilot states them."""
 
 
 def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
-    """The nodes of this run. NNODES goes before Slurm's variables, Slurm's before PBS's; with none of them, one node.
+    """The nodes of this run. NNODES goes before the variables of job systems; with none of them, one node.
 
     Args:
         variables: those of `VARIABLES` that are set, with their values.
@@ -48,29 +52,69 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
         UserError: variables are missing, are not numbers, or contradict each other.
     """
     if "NNODES" in variables:
-        found = _number(variables, "NNODES"), _number(variables, "NODE_RANK", "0"), variables.get("MASTER_ADDR")
-        job = variables.get("SLURM_JOB_ID", "glm46")
-    elif "SLURM_JOB_NODELIST" in variables and "SLURM_NODEID" in variables:
-        first = first_slurm_host(variables["SLURM_JOB_NODELIST"])
-        found = _number(variables, "SLURM_JOB_NUM_NODES", "1"), _number(variables, "SLURM_NODEID"), first
-        job = variables.get("SLURM_JOB_ID", "glm46")
-    elif "PBS_NODEFILE" in variables:
-        found = _pbs_nodes(Path(variables["PBS_NODEFILE"]), hostname)
-        job = variables.get("PBS_JOBID", "glm46")
+        found = _from_names(variables, "")
     else:
-        return Nodes()
-    count, rank, host = found
-    if count == 1:
-        return Nodes()
-    if count < 1 or not 0 <= rank < count:
-        raise UserError(f"environment: node {rank} of {count}: NODE_RANK counts from 0 to NNODES - 1; set them so")
-    host = variables.get("MASTER_ADDR", host)
-    if not host:
-        raise UserError(f"environment: NNODES = {count} without MASTER_ADDR; set it to the name of the first node")
-    port = _number(variables, "MASTER_PORT", str(_PORT))
-    if not 1 <= port <= LAST_PORT:
-        raise UserError(f"environment: MASTER_PORT = {port}: must be between 1 and {LAST_PORT}; set it so")
-    return Nodes(count, rank, host, port, job)
+        systems = {
+            "PET_NNODES": lambda: _from_names(variables, "PET_"),
+            "SKYPILOT_NODE_IPS": lambda: _skypilot_nodes(variables),
+            "SLURM_NODEID": lambda: _slurm_nodes(variables),
+            "PBS_NODEFILE": lambda: _pbs_nodes(variables, hostname),
+        }
+        if "SLURM_JOB_NODELIST" not in variables:
+            del systems["SLURM_NODEID"]
+        nodes = {name: detect() for name, detect in systems.items() if name in variables}
+        places = {(one.count, one.rank) for one in nodes.values()}
+        if len(places) > 1:
+            shown = ", ".join(f"{name} says node {one.rank} of {one.count}" for name, one in nodes.items())
+            raise UserError(f"environment: {shown}: set NNODES, NODE_RANK and MASTER_ADDR, which go before all of them")
+        found = next(iter(nodes.values()), Nodes())
+    if found.count < 1 or not 0 <= found.rank < found.count:
+        raise UserError(
+            f"environment: node {found.rank} of {found.count}: NODE_RANK counts from 0 to NNODES - 1; set them so"
+        )
+    if found.count == 1:
+        return Nodes(processes=found.processes)
+    found = replace(
+        found,
+        host=variables.get("MASTER_ADDR", found.host),
+        port=_number(variables, "MASTER_PORT", str(found.port)),
+    )
+    if not found.host:
+        raise UserError(f"environment: {found.count} nodes without MASTER_ADDR; set it to the name of the first node")
+    if not 1 <= found.port <= LAST_PORT:
+        raise UserError(f"environment: MASTER_PORT = {found.port}: must be between 1 and {LAST_PORT}; set it so")
+    return found
+
+
+def _from_names(variables: Mapping[str, str], prefix: str) -> Nodes:
+    """Torchrun's names; Kubeflow's trainer sets them with a prefix."""
+    count = _number(variables, f"{prefix}NNODES")
+    # Elastic jobs of Kubeflow set no rank: each pod would be the first.
+    rank = _number(variables, f"{prefix}NODE_RANK", None if prefix and count > 1 else "0")
+    host, port = variables.get(f"{prefix}MASTER_ADDR", ""), _number(variables, f"{prefix}MASTER_PORT", str(_PORT))
+    # Other values than numbers, such as auto, leave the choice to `launch`.
+    processes = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
+    processes = int(processes) if processes.isdecimal() and int(processes) else None
+    return Nodes(count, rank, host, port, variables.get("SLURM_JOB_ID", "glm46"), processes)
+
+
+def _skypilot_nodes(variables: Mapping[str, str]) -> Nodes:
+    hosts = variables["SKYPILOT_NODE_IPS"].split()
+    count = _number(variables, "SKYPILOT_NUM_NODES", str(len(hosts)))
+    if count != len(hosts):
+        raise UserError(
+            f"environment: SKYPILOT_NUM_NODES = {count}, and SKYPILOT_NODE_IPS has {len(hosts)} addresses; set NNODES, "
+            "NODE_RANK and MASTER_ADDR"
+        )
+    gpus = _number(variables, "SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    job = variables.get("SKYPILOT_TASK_ID", "glm46")
+    return Nodes(count, _number(variables, "SKYPILOT_NODE_RANK"), hosts[0], _PORT, job, gpus or None)
+
+
+def _slurm_nodes(variables: Mapping[str, str]) -> Nodes:
+    host = first_slurm_host(variables["SLURM_JOB_NODELIST"])
+    count, rank = _number(variables, "SLURM_JOB_NUM_NODES", "1"), _number(variables, "SLURM_NODEID")
+    return Nodes(count, rank, host, _PORT, variables.get("SLURM_JOB_ID", "glm46"))
 
 
 def first_slurm_host(nodelist: str) -> str:
@@ -83,7 +127,8 @@ def first_slurm_host(nodelist: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def _pbs_nodes(file: Path, hostname: str) -> tuple[int, int, str]:
+def _pbs_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
+    file = Path(variables["PBS_NODEFILE"])
     try:
         lines = file.read_text(encoding="utf-8").split()
     except OSError as error:
@@ -95,7 +140,8 @@ def _pbs_nodes(file: Path, hostname: str) -> tuple[int, int, str]:
             f"environment: this machine, {hostname!r}, is not in PBS_NODEFILE = {str(file)!r}; set NNODES, NODE_RANK "
             "and MASTER_ADDR"
         )
-    return len(hosts), short.index(hostname.partition(".")[0]), hosts[0]
+    rank = short.index(hostname.partition(".")[0])
+    return Nodes(len(hosts), rank, hosts[0], _PORT, variables.get("PBS_JOBID", "glm46"))
 
 
 def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mapping[str, str], path: Path) -> None:

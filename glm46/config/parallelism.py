@@ -97,7 +97,7 @@ class Comm(Section):
     """Timeout for all ranks to join and finish the first step."""
 
     hang_seconds: float = Field(10.0, ge=0.0)
-    """A rank without progress in a step for five times the 99th percentile of step times, and for at least this long,
+    """A rank without progress in a step for five times the 95th percentile of step times, and for at least this long,
     is a hang: the run writes the stacks of all ranks, names the rank and ends with exit code 76. 0 switches it off."""
 
 

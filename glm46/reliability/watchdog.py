@@ -34,7 +34,7 @@ _STORE_SECONDS = 30.0
 """After this time without an answer from the store, a rank cannot know whether the others run, and ends."""
 _CALL_SECONDS = 2.0
 """Longest wait for one call that may hang: to the store, or to a file on an unreachable network disk."""
-_LIMIT_PER_P99 = 5.0
+_LIMIT_PER_P95 = 5.0
 _TIMED_STEPS = 20
 """Number of timed steps before their times set the limit; until then it is the limit of the start."""
 _WARM_UP_STEPS = 2
@@ -124,14 +124,15 @@ class Watchdog:
             self._end_alone(time.monotonic() - self._answered_at)
 
     def limit_seconds(self) -> float:
-        """Time without progress that counts as a hang: five times the 99th percentile of the last step times.
+        """Time without progress that counts as a hang: five times the 95th percentile of the last step times.
 
-        It stays between `shortest_seconds` and `start_seconds`, however long an outage was that the run survived.
+        One step in twenty may be an outage that the run survived, from the first limit on, without raising it. The
+        limit stays between `shortest_seconds` and `start_seconds`.
         """
         if len(self._times) < _TIMED_STEPS:
             return max(self._start_limit, self._shortest)
         times = sorted(self._times)
-        found = _LIMIT_PER_P99 * times[math.ceil(0.99 * len(times)) - 1]
+        found = _LIMIT_PER_P95 * times[math.ceil(0.95 * len(times)) - 1]
         return max(min(found, self._start_limit), self._shortest)
 
     def close(self) -> None:

@@ -71,6 +71,17 @@ def test_memory_snapshots_are_refused_where_there_is_no_gpu(monkeypatch, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_job_system_states_the_processes_unless_the_command_does(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, **keys: LAPTOP)
+    monkeypatch.setenv("PET_NNODES", "1")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    command = ["--config", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "out")]
+    command += ["--parallelism.data_parallel_shard_degree", "2"]
+    for options, count in (([], 3), (["--nproc", "auto"], 3), (["--nproc", "4"], 4)):
+        with pytest.raises(UserError, match=f"multiply to 2 processes, and {count} is more"):
+            launch.launch_command([*command, *options])
+
+
 def test_too_many_processes_for_the_memory_are_refused():
     config = debug_run()
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": None})})

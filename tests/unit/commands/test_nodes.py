@@ -1,4 +1,4 @@
-"""Nodes from the variables of torchrun, Slurm and PBS; refusals name the variable."""
+"""Nodes from the variables of torchrun, Kubeflow, SkyPilot, Slurm and PBS; refusals name the variable."""
 
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from glm46.commands.nodes import Nodes, detect_nodes, first_slurm_host, refuse_h
 from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
 
+KUBEFLOW = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7\n", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
 SLURM = {"SLURM_JOB_NODELIST": "gpu[007-012,20],login1", "SLURM_JOB_NUM_NODES": "7", "SLURM_NODEID": "3"}
 
 
@@ -22,6 +24,19 @@ SLURM = {"SLURM_JOB_NODELIST": "gpu[007-012,20],login1", "SLURM_JOB_NUM_NODES": 
         (SLURM | {"MASTER_ADDR": "10.0.0.1"}, Nodes(7, 3, "10.0.0.1")),
         (SLURM | {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}, Nodes(2, 1, "a")),
         ({"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0"}, Nodes()),
+        (KUBEFLOW, Nodes(4, 2, "job-node-0-0.job", 29400)),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "8"}, Nodes(4, 2, "job-node-0-0.job", 29400, processes=8)),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, Nodes(4, 2, "job-node-0-0.job", 29400)),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}, Nodes(processes=4)),
+        (KUBEFLOW | {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}, Nodes(2, 1, "a")),
+        (SKYPILOT, Nodes(2, 1, "10.0.0.4")),
+        (
+            SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-7", "MASTER_PORT": "7"},
+            Nodes(2, 1, "10.0.0.4", 7, "sky-7", 8),
+        ),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, Nodes(2, 1, "10.0.0.4")),
+        # A job system inside another one, of the same opinion.
+        (SKYPILOT | SLURM | {"SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1"}, Nodes(2, 1, "10.0.0.4")),
         ({"SLURM_JOB_NODELIST": "gpu[1-4]"}, Nodes()),  # the batch script itself, outside srun
     ],
 )
@@ -56,6 +71,16 @@ def test_pbs_lists_a_host_once_for_each_process(tmp_path):
         (SLURM | {"MASTER_PORT": "99999"}, "MASTER_PORT = 99999: must be between 1 and 65535"),
         (SLURM | {"MASTER_PORT": "0"}, "MASTER_PORT = 0"),
         ({"PBS_NODEFILE": "nowhere/at/all"}, "No such file"),
+        (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES = '1:4'"),
+        ({"PET_NNODES": "2"}, "PET_NODE_RANK = None"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "without MASTER_ADDR; set it"),
+        (
+            SKYPILOT | {"SKYPILOT_NUM_NODES": "3"},
+            "SKYPILOT_NUM_NODES = 3, and SKYPILOT_NODE_IPS has 2 addresses; set NNODES",
+        ),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.4"}, "SKYPILOT_NODE_RANK = None"),
+        (KUBEFLOW | SLURM, "PET_NNODES says node 2 of 4, SLURM_NODEID says node 3 of 7: set NNODES, NODE_RANK"),
+        (SKYPILOT | KUBEFLOW, "SKYPILOT_NODE_IPS says node 1 of 2: set NNODES"),
     ],
 )
 def test_invalid_variables_are_refused(variables, message):

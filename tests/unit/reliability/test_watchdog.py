@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from glm46.distributed.process import Process
@@ -26,11 +27,20 @@ def test_a_step_of_another_size_gets_the_limit_of_the_start(tmp_path):
     assert watchdog.limit_seconds() < 1.0
 
 
-def test_an_outage_does_not_raise_the_limit_above_that_of_the_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("outages", "steps", "limit"),
+    [
+        ({10}, 23, 5.0),  # of the fewest steps that set the limit, in the longest one: it would be 300 s
+        ({40}, 60, 5.0),
+        ({30, 31, 50}, 65, 5.0),
+        (set(range(30, 40)), 60, 300.0),  # so many are no outage: the steps are slow, up to the bound
+    ],
+)
+def test_the_limit_does_not_learn_from_outages(outages, steps, limit, tmp_path, monkeypatch):
     watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    for step in range(60):
+    for step in range(steps):
         watchdog.step_begins(step)
-        now += 131.0 if step == 40 else 1.0
-    assert watchdog.limit_seconds() == 300.0
+        now += 131.0 if step in outages else 1.0
+    assert watchdog.limit_seconds() == pytest.approx(limit)  # sums of seconds on a clock that is large
