@@ -25,7 +25,7 @@ VERSION_FILE = "version.json"
 
 _HASHED_AT_ONCE = 8
 _CHECKED, _LONGEST = 8, 256
-"""Completions of the first rollout, and tokens of each."""
+"""Completions of the first rollout, and tokens of each, and of each sequence of the probe."""
 _USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
@@ -51,12 +51,14 @@ class ServerEngine:
                 and all servers see under this path.
             export: writes the policy as a Hugging Face folder under a new path. Collective.
             score: the policy's log-probability, at temperature 1, of each token but the first of sequences. Collective.
-            probe: sequences of tokens that servers score after each update, the same in the whole run.
+            probe: sequences of tokens, at least one of two or more, that servers score after each update, the same in
+                the whole run.
             padding: ids of the head's padding rows.
             say: takes a line for the log, on rank 0.
         """
         self._folder = Path(config.weights_folder or folder)
-        self._export, self._score, self._probe, self._say = export, score, probe, say
+        self._export, self._score, self._say = export, score, say
+        self._probe = [tokens[:_LONGEST] for tokens in probe if len(tokens) > 1]
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
