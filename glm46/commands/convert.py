@@ -34,6 +34,7 @@ from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
+from glm46.training.resume import BASES_KEY
 
 _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
@@ -163,8 +164,17 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     adapter, base = Adapter.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
     stored = {name: tensors.stored(name) for name in tensors}
     total = sum(tensor.nbytes for tensor in stored.values())
+    base_files = next(iter(tensors.meta[BASES_KEY].values()))
     with bytes_progress("writing adapters", total, _report) as report:
-        size = export_adapter(arguments.output, tensors.shape, stored, scale=adapter.scale, base=base, report=report)
+        size = export_adapter(
+            arguments.output,
+            tensors.shape,
+            stored,
+            scale=adapter.scale,
+            base=base,
+            base_files=base_files,
+            report=report,
+        )
     print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
     if adapter.name == "dora":
         print("DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge")

@@ -197,9 +197,11 @@ def _measures(
 
 def _open_results(arguments: argparse.Namespace, identity: dict[str, Any]) -> Results:
     """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed."""
-    folder = arguments.model or arguments.checkpoint
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    identity |= {"model": f"{folder.absolute()} {_digest(files)}", "seed": arguments.seed}
+    folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
+    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
+    digest = _digest([(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files])
+    names = " + ".join(str(folder.absolute()) for folder in folders)
+    identity |= {"model": f"{names} {digest}", "seed": arguments.seed}
     if arguments.output is None:
         return Results(None, identity)
     try:

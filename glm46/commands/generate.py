@@ -4,7 +4,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
@@ -31,7 +30,7 @@ def generate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
-    model, tokenizer = load_model(arguments, arguments.adapter)
+    model, tokenizer = load_model(arguments)
     if arguments.chat:
         raise_for_template(tokenizer)
     if arguments.speculative and not model.mtp:
@@ -60,7 +59,6 @@ def generate_command(argv: Sequence[str]) -> int:
 def _parser() -> VerbParser:
     parser = verb_parser("generate")
     add_model_options(parser)
-    parser.add_argument("--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; again for a batch")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in GLM's template")
     parser.add_argument("--system", help="system message, with --chat")

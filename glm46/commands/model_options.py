@@ -7,36 +7,38 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer
+from glm46.distributed.ranks import ALONE
+from glm46.huggingface.adapter_base import require_base
 from glm46.huggingface.peft_folder import AdapterFolder
 from glm46.inference.loading import load_for_inference
 from glm46.model.transformer import Transformer
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` or ``--checkpoint``, ``--tokenizer``, ``--dtype`` and ``--device``."""
+    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype`` and ``--device``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="Hugging Face folder")
     source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument("--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights")
     parser.add_argument("--tokenizer", help="tokenizer file or folder; default: the model's own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
 
 
-def load_model(arguments: argparse.Namespace, adapter: Path | None = None) -> tuple[Transformer, Tokenizer]:
-    """The model of these options, in evaluation mode, and its tokenizer.
-
-    Args:
-        adapter: PEFT folder of LoRA or DoRA that is added to the weights, with one rounding.
+def load_model(arguments: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
+    """The model of these options, in evaluation mode, and its tokenizer. Adapters are added with one rounding.
 
     Raises:
-        UserError: the device does not exist, or a folder cannot be used.
+        UserError: the device does not exist, a folder cannot be used, or the adapter belongs to another base.
     """
     device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     folder = arguments.model or arguments.checkpoint
+    if arguments.adapter is not None:
+        require_base(folder, arguments.adapter, ALONE)
     model, tokenizer = load_for_inference(folder, tokenizer=arguments.tokenizer, dtype=dtype, device=device)
-    if adapter is not None:
-        with AdapterFolder(adapter, model.shape) as products, torch.no_grad():
+    if arguments.adapter is not None:
+        with AdapterFolder(arguments.adapter, model.shape) as products, torch.no_grad():
             products.merge_into(dict(model.named_parameters()))
     return model, tokenizer
 

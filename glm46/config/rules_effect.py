@@ -51,6 +51,8 @@ def _idle_keys(root: Section, section: Section, prefix: tuple[str | int, ...]) -
             if not isinstance(need, Needs):
                 continue
             found = _find(root, section, need.key)
+            if need.unless is not None and any(_find(root, section, need.unless)):
+                continue
             if not any(_suffices(need, one) for one in found):
                 is_sibling = need.key.partition("[")[0].partition(".")[0] in type(section).model_fields
                 switch = f"{dotted(prefix)}.{need.key}".removeprefix(".") if is_sibling else need.key
@@ -82,7 +84,8 @@ def _choices(need: Needs) -> tuple[Any, ...]:
 
 def _remedy(need: Needs, switch: str, found: list[Any]) -> str:
     if need.value is not None:
-        return f"{switch} = {' or '.join(map(show, _choices(need)))}"
+        other = f" or {need.unless}" if need.unless else ""
+        return f"{switch} = {' or '.join(map(show, _choices(need)))}{other}"
     if False in found:  # 0 too
         return f"{switch} = true" if found[0] is False else f"{switch} above {need.above or 0}"
     return switch if need.above is None else f"{switch} above {need.above}"

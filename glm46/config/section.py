@@ -53,6 +53,9 @@ class Needs:
     above: int | None = None
     """Lower bound of the key, exclusive, instead of a value."""
 
+    unless: str | None = None
+    """Dotted key with which, if it is not empty, the field has an effect in any case."""
+
 
 def _not_zero(value: int) -> int:
     if value == 0:

@@ -25,7 +25,7 @@ class Recipe(Section):
     and any other file as one text; each may be compressed as .gz or .zst. Hidden files of a folder are skipped.
     ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs."""
 
-    text_key: str = "text"
+    text_key: Annotated[str, Needs("format", "text", unless="decontaminate")] = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
 
     format: Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"] = "text"

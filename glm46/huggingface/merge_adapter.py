@@ -13,6 +13,7 @@ from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
+from glm46.huggingface.adapter_base import require_base
 from glm46.huggingface.config_json import CONFIG, read_config
 from glm46.huggingface.fp8 import Scheme, dequantise, quantise
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderReader, ReportBytes, find_tensors, stored_shape
@@ -56,8 +57,8 @@ def merge_adapter(
         "rounding", the norm of what rounding took or added over that of the change.
 
     Raises:
-        UserError: on all ranks: a folder is damaged, they do not fit, `output` exists, or the disk has too little
-            space.
+        UserError: on all ranks: a folder is damaged, they do not fit, the adapter names another base, `output` exists,
+            or the disk has too little space.
         CheckpointError: on all ranks, if reading or writing failed on any of them. Nothing is left on the disk.
     """
     ranks = Ranks.of_this_run()
@@ -66,6 +67,7 @@ def merge_adapter(
         stage.value = error and error.faults
     raise_if(next((list(faults) for faults in stage.values if faults), []))
     assert merge is not None
+    require_base(base, adapter, ranks)
     with drafted_folder(output, sum(file.nbytes for file in merge.files), ranks) as draft:
         with ranks.stage(f"writing {draft}") as stage:
             with merge.reader, merge.adapter:

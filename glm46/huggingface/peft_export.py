@@ -22,6 +22,7 @@ import torch
 from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import lay_out
+from glm46.huggingface.adapter_base import BASE_FILES
 from glm46.huggingface.import_weights import ReportBytes
 from glm46.huggingface.names import HFEntry, HFNames, HFPart
 from glm46.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
@@ -126,6 +127,7 @@ def export_adapter(
     *,
     scale: float,
     base: str,
+    base_files: Mapping[str, str] | None = None,
     report: ReportBytes | None = None,
 ) -> int:
     """Write adapters as a folder that PEFT, vLLM and SGLang open. Collective.
@@ -140,6 +142,7 @@ def export_adapter(
             written in FP32. Ranks may hold different names; together they hold A and B of every adapted weight.
         scale: factor of the product B A.
         base: folder or name of the base model, for the config.
+        base_files: SHA-256 of its files by name, if known, see `huggingface/adapter_base.py`.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -169,5 +172,6 @@ def export_adapter(
         "use_dora": any(name.endswith("magnitude") for name in entries),
     } | _config(modules, shape.num_hidden_layers)  # fmt: skip
     file = OutputFile(WEIGHTS, *lay_out(stored))
+    contents = {CONFIG: json_bytes(config)} | ({BASE_FILES: json_bytes(dict(base_files))} if base_files else {})
     with drafted_folder(folder, file.nbytes, ranks) as draft:
-        return write_tensors(draft, entries, [file], tensors, ranks, {CONFIG: json_bytes(config)}, report=report)
+        return write_tensors(draft, entries, [file], tensors, ranks, contents, report=report)

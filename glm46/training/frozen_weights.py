@@ -1,7 +1,7 @@
 """Frozen weights, under adapters or of a whole network: every start reads them from trained weights, and no checkpoint
 holds them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from glm46.checkpoint.step_tensors import MODEL_PREFIX
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
-from glm46.files.durable import hash_file
+from glm46.huggingface.adapter_base import changed_files, hash_files
 from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import find_tensors
@@ -49,15 +49,8 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
         faults = sorted({fault for faults in stage.values for fault in faults})
         raise_if(faults[:_FAULTS_SHOWN])
         files = [folder / MANIFEST]  # it has the hashes of the others
-    network.frozen_files.update(_hashes(files, ranks))
+    network.frozen_files.update(hash_files(files, ranks))
     return meta
-
-
-def _hashes(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:
-    """SHA-256 of each file by its name; each rank reads its share. Collective."""
-    with ranks.stage(f"hashing {files[0].parent}") as stage:
-        stage.value = {file.name: hash_file(file).sha256 for file in files[ranks.rank :: ranks.size]}
-    return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
 
 
 @torch.no_grad()
@@ -90,14 +83,11 @@ def base_fault(network: Network, folder: Path, saved: Mapping[str, str]) -> str 
     Args:
         saved: `Network.frozen_files` at the save.
     """
-    read = network.frozen_files
-    changed = sorted(name for name in {*saved, *read} if saved.get(name) != read.get(name))
+    changed = changed_files(saved, network.frozen_files)
     if not changed:
         return None
     path = network.plan.config.checkpoint.initial_load_path
-    more = [f"{len(changed) - _FAULTS_SHOWN} more files"] if len(changed) > _FAULTS_SHOWN else []
-    what = ", ".join([*changed[:_FAULTS_SHOWN], *more])
     return (
-        f"checkpoint.initial_load_path = {path!r}: {what} changed since {folder} was saved, which belongs to the "
+        f"checkpoint.initial_load_path = {path!r}: {changed} changed since {folder} was saved, which belongs to the "
         "frozen weights of then; restore them, or begin anew with another job.dump_folder"
     )

@@ -7,6 +7,7 @@ import torch
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.local_tensor import local_tensor
 from glm46.files.progress import bytes_progress
+from glm46.huggingface.adapter_base import read_base_files, refuse_other_base
 from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
@@ -43,6 +44,13 @@ def load_adapters(network: Network) -> None:
     config = network.plan.config.adapter
     if config.initial_load_path is not None:
         folder = Path(config.initial_load_path).resolve()
+        base, saved, found = (
+            network.plan.config.checkpoint.initial_load_path,
+            read_base_files(folder),
+            network.frozen_files,
+        )
+        if saved.keys() & found.keys():
+            refuse_other_base(saved, found, Path(base), folder)
         import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
         network.loaded(new_adapters=False)
 
@@ -61,7 +69,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     if config.adapter is not None:
         base, adapters = config.checkpoint.initial_load_path, network.parameters
-        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base)
+        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, base_files=network.frozen_files)
         if not config.adapter.save_merged:
             return str(folder)
         merged = folder.with_name(f"{folder.name}-merged")

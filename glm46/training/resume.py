@@ -28,7 +28,7 @@ from glm46.training.state import Progress
 from glm46.training.task import Task
 
 _FAULTS_SHOWN = 3
-_BASES = "bases"
+BASES_KEY = "bases"
 """Key of a checkpoint's meta: `Network.frozen_files` of each network that has them."""
 
 
@@ -58,7 +58,7 @@ def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]
         SHAPE_KEY: task.plan.stage_after(progress.samples).shape.model_dump(),
         "stream": task.fingerprint(),
         "validation": validation,
-        _BASES: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},
+        BASES_KEY: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},
         **task.state(progress),
     }
 
@@ -89,7 +89,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
             meta = _load(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
             for name, network in based.items():
-                if (fault := base_fault(network, folder, meta[_BASES].get(name, {}))) is not None:
+                if (fault := base_fault(network, folder, meta[BASES_KEY].get(name, {}))) is not None:
                     raise UserError(*on_first_rank(fault))
             if meta["stream"] != task.fingerprint():
                 raise UserError(*on_first_rank(_other_text(task, folder)))

@@ -100,3 +100,10 @@ def test_recipe_is_held_to_the_same_rule(tmp_path):
     path.write_text(path.read_text() + line)
     with pytest.raises(UserError, match=r'recipe.answer_key = "result": has no effect without .*verify = "maths"'):
         load_config(path)
+
+
+def test_the_text_key_of_chats_belongs_to_evaluation_text(tmp_path):
+    chats = {"input": ["a.jsonl"], "output": "out", "format": "messages", "max_tokens": 8, "text_key": "question"}
+    with pytest.raises(UserError, match=r'text_key = "question": has no effect without format = "text" or decontam'):
+        read_recipe(None, chats)
+    assert read_recipe(None, chats | {"decontaminate": ["exam.jsonl"]}).text_key == "question"

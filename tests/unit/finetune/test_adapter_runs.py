@@ -119,7 +119,9 @@ def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(mak
     step, exported = tmp_path / "out/checkpoint/step-000004", tmp_path / "out/huggingface/step-000004"
     convert = ["convert", "adapter-to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "again")]
     assert main(convert) == 0
-    assert {file.name for file in exported.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    assert {file.name for file in exported.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "base_files.json",
+    }  # fmt: skip
     assert all(file.read_bytes() == (tmp_path / "again" / file.name).read_bytes() for file in exported.iterdir())
     last = losses(tmp_path / "out")[-1]
     on = ours | {"initial_load_path": str(exported)}
@@ -171,3 +173,41 @@ def test_patterns_for_the_base_are_refused(make_config, base):
     print(check_config(config, world_size=1))
     (fault,) = check_config(config, world_size=1)
     assert fault.startswith('checkpoint.initial_load_exclude = ["model.norm.weight"]') and "remove" in fault
+
+
+@pytest.mark.slow
+def test_an_adapter_is_evaluated_on_its_base_and_refused_on_another(make_config, base, source_folder, tmp_path, capsys):
+    assert train(adapted(make_config, base, in_hf=True, checkpoint={"last_save_in_hf": True})) == 0
+    source, exported = base / "huggingface/step-000002", tmp_path / "out/huggingface/step-000004"
+    measure = ["evaluate", "--tasks", "loss", "--samples", "1000", "--data", str(source_folder)]
+    on_base = [*measure, "--model", str(source), "--output", str(tmp_path / "found")]
+    assert main([*on_base, "--adapter", str(exported)]) == 0
+    assert main(on_base) == 2  # its file has the results of the adapter
+    assert "results of another model" in capsys.readouterr().err
+    pair, whole = ["--adapter", str(exported)], str(tmp_path / "whole")
+    merge = ["convert", "merge", "--base", str(source), *pair, "--output", whole, "--dtype", "float32"]
+    assert main(merge) == main([*measure, "--model", whole, "--output", str(tmp_path / "of_whole")]) == 0
+    found, wanted = (
+        json.loads((tmp_path / name / "evaluation.json").read_text())["results"]["loss"]["columns"]["loss"]
+        for name in ("found", "of_whole")
+    )
+    assert found == pytest.approx(wanted, rel=1e-6)  # FP32
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    for command in (
+        ["convert", "merge", "--base", str(other), *pair, "--output", str(tmp_path / "merged")],
+        ["generate", "--model", str(other), *pair, "--prompt", "a"],
+        [*measure, "--model", str(other), *pair],
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in (str(other), "config.json", str(exported), "base_files.json")), error
+    assert not (tmp_path / "merged").exists()
+    on = {"name": "lora", "rank": 8, "expert_rank": 4, "initial_load_path": str(exported)}
+    start, job = {"initial_load_path": str(other)}, {"dump_folder": str(tmp_path / "next")}
+    with pytest.raises(UserError, match=r"other: not the base that .*config.json.*base_files.json"):
+        train(adapted(make_config, base, in_hf=True, adapter=on, checkpoint=start, job=job))
+    (exported / "base_files.json").unlink()
+    assert main(["generate", "--model", str(other), *pair, "--prompt", "a", "--max-new-tokens", "1"]) == 0
