@@ -30,7 +30,7 @@ from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import HFNames, raise_if
-from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
@@ -177,7 +177,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
         )
     print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
     if adapter.name == "dora":
-        print("DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge")
+        print(DORA_NOTE)
     return 0
 
 

@@ -33,6 +33,8 @@ PREFIX = "base_model.model."
 SUFFIXES = {kind: f".{name}" for kind, name in PEFT_NAMES.items()}
 """Kind of an adapter's tensor -> what PEFT's name has behind the module's."""
 
+DORA_NOTE = "DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge"
+
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *_EXPERT_PROJECTIONS)
 

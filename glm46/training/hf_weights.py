@@ -13,7 +13,7 @@ from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import has_repeats
-from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.huggingface.peft_import import import_adapter
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.training.network import Network
@@ -44,13 +44,9 @@ def load_adapters(network: Network) -> None:
     config = network.plan.config.adapter
     if config.initial_load_path is not None:
         folder = Path(config.initial_load_path).resolve()
-        base, saved, found = (
-            network.plan.config.checkpoint.initial_load_path,
-            read_base_files(folder),
-            network.frozen_files,
-        )
+        saved, found = read_base_files(folder), network.frozen_files
         if saved.keys() & found.keys():
-            refuse_other_base(saved, found, Path(base), folder)
+            refuse_other_base(saved, found, Path(network.plan.config.checkpoint.initial_load_path), folder)
         import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
         network.loaded(new_adapters=False)
 
@@ -63,7 +59,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     folder does.
 
     Returns:
-        The folder; of a merged one also what was rounded.
+        The folder; of a merged one also what was rounded, of DoRA alone what opens it.
     """
     config, shape = network.plan.config, network.shape
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
@@ -71,7 +67,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
         base, adapters = config.checkpoint.initial_load_path, network.parameters
         export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, base_files=network.frozen_files)
         if not config.adapter.save_merged:
-            return str(folder)
+            return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
         merged = folder.with_name(f"{folder.name}-merged")
         return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
     write_weights(network, tokenizer, folder, torch.bfloat16)

@@ -126,8 +126,10 @@ def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(mak
     last = losses(tmp_path / "out")[-1]
     on = ours | {"initial_load_path": str(exported)}
     job = {"dump_folder": str(tmp_path / "next")}
-    assert train(adapted(make_config, base, in_hf=True, adapter=on, job=job)) == 0
+    save_on = {"last_save_in_hf": True}
+    assert train(adapted(make_config, base, in_hf=True, adapter=on, job=job, checkpoint=save_on)) == 0
     assert losses(tmp_path / "next")[0] == last > losses(tmp_path / "next")[-1]
+    assert capsys.readouterr().out.count("servers refuse it") == (2 if name == "dora" else 0)  # convert, and this run
     # The merged folder is the trained model: a run that starts from it has the same loss.
     source, out = base / "huggingface/step-000002", tmp_path / "merged"
     merge = ["convert", "merge", "--base", str(source), "--adapter", str(exported), "--output", str(out)]
