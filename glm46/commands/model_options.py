@@ -8,7 +8,7 @@ import torch
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.ranks import ALONE
-from glm46.huggingface.adapter_base import require_base
+from glm46.huggingface.adapter_origin import require_base
 from glm46.huggingface.peft_folder import AdapterFolder
 from glm46.inference.loading import load_for_inference
 from glm46.model.transformer import Transformer

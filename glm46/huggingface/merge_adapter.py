@@ -13,7 +13,7 @@ from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
-from glm46.huggingface.adapter_base import require_base
+from glm46.huggingface.adapter_origin import require_base
 from glm46.huggingface.config_json import CONFIG, read_config
 from glm46.huggingface.fp8 import Scheme, dequantise, quantise
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderReader, ReportBytes, find_tensors, stored_shape

@@ -22,7 +22,7 @@ import torch
 from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import lay_out
-from glm46.huggingface.adapter_base import BASE_FILES
+from glm46.huggingface.adapter_origin import BASE_FILES
 from glm46.huggingface.import_weights import ReportBytes
 from glm46.huggingface.names import HFEntry, HFNames, HFPart
 from glm46.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
@@ -144,7 +144,7 @@ def export_adapter(
             written in FP32. Ranks may hold different names; together they hold A and B of every adapted weight.
         scale: factor of the product B A.
         base: folder or name of the base model, for the config.
-        base_files: SHA-256 of its files by name, if known, see `huggingface/adapter_base.py`.
+        base_files: SHA-256 of its files by name, if known, see `huggingface/adapter_origin.py`.
 
     Returns:
         Bytes of tensors that this rank wrote.

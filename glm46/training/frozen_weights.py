@@ -15,7 +15,7 @@ from glm46.checkpoint.step_tensors import MODEL_PREFIX
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
-from glm46.huggingface.adapter_base import changed_files, hash_files
+from glm46.huggingface.adapter_origin import changed_files, hash_files
 from glm46.huggingface.boxes import intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import find_tensors

@@ -7,7 +7,7 @@ import torch
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.local_tensor import local_tensor
 from glm46.files.progress import bytes_progress
-from glm46.huggingface.adapter_base import read_base_files, refuse_other_base
+from glm46.huggingface.adapter_origin import read_base_files, refuse_other_base
 from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
