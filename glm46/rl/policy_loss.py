@@ -108,6 +108,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     plain = (values - returns).square()
     if not clip:
         return TokenLosses(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
-    near = old_values + (values - old_values).clamp(-clip, clip)
+    near = values.clamp(old_values - clip, old_values + clip)  # inside of the bounds exactly the value
     bounded = (near - returns).square()
     return TokenLosses(torch.maximum(plain, bounded) / 2, bounded > plain)

@@ -1,0 +1,198 @@
+"""Gradients and metrics of reinforcement learning on fixed samples: compare layouts with one process, one JSON object
+per layout.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/policy_gradients.py 2 [NAME ...]
+
+The reference is a plain model and one batch of all rows. Without names all layouts of this world size.
+"""
+
+import faulthandler
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.config.presets import resolve_shape
+from glm46.config.rl import RL
+from glm46.distributed.mesh import build_cluster
+from glm46.distributed.process import Process, join, leave
+from glm46.model.cross_entropy import IGNORE
+from glm46.model.transformer import Transformer
+from glm46.parallelize.plan import initialise
+from glm46.planner.plan import resolve_plan
+from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
+from glm46.rl.objectives import PolicyGradient, ValueLoss
+from glm46.training.named_sums import sum_over_all_ranks
+from glm46.training.network import build_network
+from glm46.training.step import _local_sums, compute_gradients
+from glm46.training.totals import count_step, from_tensors, to_tensors
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.sharded_layouts import (
+    AUX_WEIGHTS,
+    OPTIONS,
+    ROWS,
+    SEQ_LEN,
+    Layout,
+    gradient_errors,
+    held,
+    make_batch,
+    make_config,
+    squares,
+)
+from tests.unit.rl.samples import LAYOUT
+
+ALGORITHMS = {
+    # Samples that lie on several ranks of context parallelism have one ratio; weights have a mean over the step.
+    "gspo": {
+        "algorithm": "gspo", "clip": {"low": 0.03, "high": 0.03}, "kl": {"weight": 0.1}, "entropy_weight": 0.01,
+        "correction": {"level": "sequence", "normalize": True, "reject_level": "token", "reject_high": 1.3},
+    },
+    "grpo": {"algorithm": "grpo", "reduction": "token_mean", "clip": {"low": 0.1, "high": 0.1}},
+    "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "kl": {"weight": 0.1, "where": "reward"}},
+}  # fmt: skip
+_LAYOUTS = {
+    2: [
+        Layout(micro_batches=4), Layout(experts_over=2), Layout(context=2, checkpointing="selective"),
+        Layout(tensor=2), Layout(pipeline=2, micro_batches=4),
+    ],
+    4: [
+        Layout(tensor=2, context=2, experts_over=4, num_experts=12),
+        Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
+    ],
+}  # fmt: skip
+LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
+TEMPERATURE, LONGEST = 0.7, 20
+
+
+def make_samples() -> tuple[dict[str, Tensor], Rewards]:
+    """All rows of a step: each document with labels is a sample, whose missing labels are tokens of a tool. The old
+    policy is near that of new weights, where all tokens are about equally likely."""
+    generator = torch.Generator().manual_seed(7)
+    batch = make_batch(0)
+    is_target = batch["labels"] != IGNORE
+    document = batch["document_ids"] + torch.arange(ROWS).unsqueeze(1) * SEQ_LEN
+    numbers = torch.full((ROWS * SEQ_LEN,), -1)
+    used = document[is_target].unique()
+    numbers[used] = torch.randperm(len(used), generator=generator)
+
+    def near(middle: Tensor | float, scale: float) -> Tensor:
+        return (middle + scale * torch.randn(ROWS, SEQ_LEN, generator=generator)).where(is_target, torch.tensor(0.0))
+
+    old = near(-6.3, 0.1)
+    fields = {
+        "sample": numbers[document].where(is_target, -1),
+        "old_logprobs": old,
+        "rollout_logprobs": near(old, 0.15),
+        "reference_logprobs": near(old, 0.3),
+        "old_values": near(0.0, 0.1),
+    }
+    rewards = torch.randn(len(used), generator=generator, dtype=torch.float64)
+    return batch | fields, Rewards(rewards, torch.arange(len(used)) % 7)
+
+
+def resolved(name: str) -> RL:
+    return RL.model_validate({"prompts_per_rollout": 1} | ALGORITHMS[name]).resolved()
+
+
+def objectives_of(networks: dict, rl: RL) -> dict:
+    """The objectives of an algorithm by the names of its networks."""
+    of = {"policy": PolicyGradient(networks["policy"], rl, TEMPERATURE)}
+    return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})
+
+
+def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
+    """Of one process without any transform: metrics and gradients by algorithm and network."""
+    config, found = make_config(layout), {}
+    shape = resolve_shape(config.model)
+    models = {}
+    with torch.device("meta"):
+        models["policy"] = Transformer(shape)
+        models["critic"] = Transformer(shape.model_copy(update={"num_nextn_predict_layers": 0}), head="value")
+    plan = SimpleNamespace(config=config, shape=shape)
+    cluster = SimpleNamespace(meshes=SimpleNamespace(sequence=None), layout=LAYOUT)
+    network = SimpleNamespace(plan=plan, cluster=cluster, whole_rows=lambda values, batch: values.detach())
+    for model in models.values():
+        model.to_empty(device="cpu")
+        initialise(model, config.debug.seed)
+    for name in ALGORITHMS:
+        rl = resolved(name)
+        batch, rewards = make_samples()
+        prepare_fields([[batch]], [rewards], rl, LONGEST, lambda x: x)
+        is_real = batch["document_ids"] >= 0
+        weights = torch.tensor(AUX_WEIGHTS[0]) / int(is_real.sum())
+        for of, objective in objectives_of(dict.fromkeys(models, network), rl).items():
+            model = models[of]
+            names = ["input_ids", "positions", "document_ids", "labels"]
+            names += ["mtp_input_ids", "mtp_labels"] if of == "policy" else []
+            arguments = {"options": OPTIONS, "form": objective.form, "is_real": is_real}
+            output = model(**{key: batch[key] for key in names}, **arguments)
+            totals = objective.count([batch])
+            loss = objective.loss(output, batch, totals, 0) + (weights * output.aux_losses).sum()
+            model.zero_grad()
+            loss.backward()
+            sums = objective.empty_sums() | objective.sums(output, batch)
+            gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+            found[f"{name}/{of}"] = objective.metrics(sums, totals, 0), gradients
+    return found
+
+
+def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]:
+    """The same by the engine, of the parts that this rank holds. Collective."""
+    plan = resolve_plan(make_config(layout), process.world_size)
+    cluster, found = build_cluster(plan.layout, process), {}
+    networks = {"policy": build_network(plan, cluster), "critic": build_network(plan, cluster, head="value")}
+    share = ROWS // layout.micro_batches // plan.layout.dp_degree
+    for name in ALGORITHMS:
+        rl = resolved(name)
+        rows, rewards = make_samples()
+        first = [(m * plan.layout.dp_degree + cluster.dp_rank) * share for m in range(layout.micro_batches)]
+        batches = [{key: tensor[start : start + share] for key, tensor in rows.items()} for start in first]
+        prepare_fields([batches], [rewards], rl, LONGEST, sum_over_replicas(cluster))
+        objectives = objectives_of(networks, rl)
+        task = SimpleNamespace(plan=plan, cluster=cluster, networks=networks, objectives=objectives)
+        own = count_step(task, batches)
+        counts = {key: n // plan.layout.non_dp_degree for key, n in sum_over_all_ranks(to_tensors(own)).items()}
+        totals = from_tensors(counts, own)
+        for of, objective in objectives.items():
+            network = networks[of]
+            outputs = compute_gradients(network, objective, batches, totals, totals.of[of], 0)
+            sums = sum_over_all_ranks(_local_sums(network, objective, outputs, batches))
+            gradients = {key: held(p.grad) for key, p in network.parameters.items()}
+            found[f"{name}/{of}"] = objective.metrics(sums, totals.of[of], 0), gradients
+    return found
+
+
+def compare_some(layouts: list[Layout], references: dict[tuple, dict]) -> None:
+    """On each rank."""
+    faulthandler.enable()
+    process = join(60)
+    for layout in layouts:
+        found, reference = run_layout(process, layout), references[layout.reference]
+        ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, {key: squares(of, reference[key][1]) for key, (_, of) in found.items()})
+        if process.is_main:
+            row = {
+                key: {
+                    "metrics": metrics,
+                    "expected": reference[key][0],
+                    "gradient_error": max(gradient_errors([rank[key] for rank in ranks], reference[key][1])),
+                }
+                for key, (metrics, _) in found.items()
+            }
+            print(json.dumps({"name": layout.name, "of": row}), flush=True)
+    leave()
+
+
+def main(world_size: int, *names: str) -> None:
+    """Compare the named layouts of this world size, or all, with one process, which is this one."""
+    torch.set_num_threads(1)
+    layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
+    references = {layout.reference: run_reference(layout) for layout in layouts.values()}
+    run_cases(world_size, list(layouts), lambda some: compare_some([layouts[name] for name in some], references), 5)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
