@@ -7,7 +7,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 
-RECIPE = Path("train_configs/rl_debug.toml")
+RECIPE = Path("train_configs/rl_debug_labels.toml")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from glm46.config.loader import load_config
 from glm46.planner.memory import plan_memory
 
-RECIPE = Path("train_configs/rl_debug.toml")
+RECIPE = Path("train_configs/rl_debug_labels.toml")
 
 
 def memory_of(*overrides: str, ranks: int = 1):

@@ -1,0 +1,131 @@
+"""Reinforcement learning on one and two ranks, and killed in a rollout, an update and a save; prints JSON per run.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/reinforcement.py
+
+A small GLM with experts is trained for six steps, two for each rollout, by GSPO and by PPO with a critic. The killed
+run dies while it draws its second rollout, in its fourth step, which is inside of a rollout, and while it writes its
+third rollout; each time the same command goes on.
+"""
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from glm46.checkpoint.integrity import published_steps
+from glm46.rl import rollouts, task
+from glm46.rl.rollouts import FOLDER, rollout_steps
+from glm46.rollout.local import LocalEngine
+from glm46.training import loop
+from tests.ranks import training_kills
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import TINY, small_config
+
+STEPS = 6
+RUNS = {
+    "gspo 1": (1, {"algorithm": "gspo"}, {}),
+    "gspo 2": (2, {"algorithm": "gspo"}, {}),
+    "gspo tp": (2, {"algorithm": "gspo"}, {"tensor_parallel_degree": 2}),
+    "ppo 1": (1, {"algorithm": "ppo"}, {}),
+    "ppo 2": (2, {"algorithm": "ppo"}, {}),
+}
+KILLED = "gspo 2"
+
+
+def brightness(answer) -> float:
+    """A reward that some answers get: the share of their characters with an even code."""
+    return sum(ord(letter) % 2 == 0 for letter in answer.text) / max(len(answer.text), 1)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(rank: int, config, moment: str) -> int:
+    """Train; die at a moment."""
+    torch.set_num_threads(1)
+    calls = dict.fromkeys(("generate", "train_step", "replace_durably"), 0)
+
+    def counted(name, original, fatal):
+        def call(*arguments, **options):
+            calls[name] += 1
+            if calls[name] == fatal:
+                kill()
+            return original(*arguments, **options)
+
+        return call
+
+    if moment == "rollout":  # two calls of it show samples before the first step and draw the first rollout
+        LocalEngine.generate = counted("generate", LocalEngine.generate, 3)
+    elif moment == "update":
+        loop.train_step = counted("train_step", loop.train_step, 4)
+    elif moment == "journal":  # after it was resumed inside of the second rollout, it writes the third
+        rollouts.replace_durably = counted("replace_durably", rollouts.replace_durably, 1)
+    return task.train(config)
+
+
+def rows(folder: Path) -> list[dict]:
+    """What each step computed."""
+    names = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "loss/critic", "completion_tokens")
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: row[name] for name in names if name in row} for row in found if "loss" in row]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hashes of the tensors of the last checkpoint."""
+    return training_kills.contents(SimpleNamespace(checkpoint_folder=folder), max(published_steps(folder)))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        prompts = base / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
+        tokenizer = Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"
+
+        def train(label: str, ranks: int, rl: dict, degrees: dict, moment: str = "") -> list[int]:
+            config = small_config(
+                base, base / label, parallelism=degrees,
+                model=TINY | {
+                    "tokenizer_path": str(tokenizer), "vocab_size": 292, "num_nextn_predict_layers": 0,
+                    "num_key_value_heads": 2,
+                },
+                data={"document_mask": True, "sources": []},
+                rl=rl | {
+                    "prompts_per_rollout": 4, "group_size": 4, "warm_up_rollouts": 0,
+                    "prompts": {"file": str(prompts)},
+                    "rewards": [{"name": "tests.ranks.reinforcement:brightness"}],
+                },
+                rollout={"max_new_tokens": 12},
+                training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
+                moe={"sequence_aux_loss_weight": 0.0},
+                checkpoint={"interval": 3, "async_mode": "disabled", "initial_load_path": None},
+            )  # fmt: skip
+            log = base / f"log-{label}-"
+            codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), 120, patience=5)
+            if not moment and any(codes):
+                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
+            return codes
+
+        for label, run in RUNS.items():
+            train(label, *run)
+            print(json.dumps({"name": label, "rows": rows(base / label)}), flush=True)
+        killed, kills = base / "killed", {}
+        for moment in ("rollout", "update", "journal"):
+            codes = train("killed", *RUNS[KILLED], moment=moment)
+            kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(killed / FOLDER)]
+        train("killed", *RUNS[KILLED])
+        undisturbed, resumed = (contents(base / label / "checkpoint") for label in (KILLED, "killed"))
+        row = {"name": "killed", "kills": kills, "rows": rows(killed), "tensors": len(undisturbed)}
+        row["different"] = sorted(
+            n for n in undisturbed.keys() | resumed.keys() if undisturbed.get(n) != resumed.get(n)
+        )
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
