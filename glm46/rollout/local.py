@@ -27,12 +27,13 @@ class LocalEngine:
     whole and in the type of its products, and otherwise copies, which `update` makes.
 
     Args:
-        policy: the network, which must not be updated while samples are drawn.
+        policy: the network. When it has changed, `update` must come before the next `generate`.
         max_length: tokens of the longest sample, prompt and completion.
         rows: samples that a rank draws at once; the cache of keys and values has so many rows.
         speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
         routes: keep the chosen experts, for requests that ask for them.
-        is_stopped: asked on each rank before each token; true ends its samples with "abort".
+        is_stopped: asked on each rank before each token; true ends its samples with "abort". Not collective: ranks
+            draw different numbers of tokens.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class SamplingRules(NamedTuple):
     """How the tokens of all requests of a call are drawn: from the whole distribution, without top-p and top-k."""
 
     temperature: float
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Logits are divided by it; 0 takes the most likely token, with its log-probability at 1."""
     stop: frozenset[int]
     """Ids that end a completion."""
     vocab_size: int

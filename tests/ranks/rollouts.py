@@ -25,9 +25,9 @@ from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
 LAYOUTS = {
     1: [Layout(), Layout(adapter="lora"), Layout(adapter="dora")],
     2: [
-        Layout(), Layout(tensor=2), Layout(experts_over=2), Layout(context=2), Layout(pipeline=2),
-        Layout(pipeline=2, schedule="DualPipeV"), Layout(offload=True), Layout(adapter="lora"),
-        Layout(experts_over=2, adapter="dora"), Layout(pipeline=2, adapter="dora"),
+        Layout(), Layout(tensor=2), Layout(experts_over=2), Layout(context=2),
+        Layout(pipeline=2, schedule="DualPipeV"), Layout(experts_over=2, adapter="lora"),
+        Layout(pipeline=2, adapter="dora"),
     ],
     4: [Layout(tensor=2), Layout(replicate=2, experts_over=2)],
 }  # fmt: skip
@@ -80,7 +80,7 @@ def draw_on(layout: Layout, process) -> dict:
     has_drafts = plan.shape.num_nextn_predict_layers > 0
     engines = [
         LocalEngine(network, max_length=LENGTH, rows=rows, routes=True, speculative=drafts)
-        for rows, drafts in ((16, False), (3, has_drafts))
+        for rows, drafts in ((16, False), (5, has_drafts))
     ]
     found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
     errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
