@@ -93,8 +93,13 @@ def one_document(tokens: np.ndarray, eos_id: int) -> Batch:
 
 
 def held_out(manifest: Manifest) -> TokenStream:
-    """The validation split of a source. Raises UserError if it has nothing to predict."""
+    """The validation split of a source. Raises UserError if it has nothing to predict, or pairs."""
     split = manifest.splits["validation"]
+    if manifest.is_paired:
+        raise UserError(
+            f"{manifest.folder}: holds pairs of answers, which only runs with [finetune.preference] validate; take "
+            "another source"
+        )
     if not split.labels:
         raise UserError(
             f"{manifest.folder}: no text to predict is held out; prepare it with held_out above 0, or take another"

@@ -128,6 +128,8 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         encoded = text.encode()
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         if recipe.is_paired:
+            # The first half decides the split.
+            digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
             made = _pair(document, tally)
         else:
             made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)

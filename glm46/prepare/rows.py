@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from glm46.config.text_recipe import PAIRS, Recipe
@@ -34,6 +35,15 @@ class Document:
     """Its known result, if `Fields` names one."""
     conversations: tuple[Conversation, ...] = ()
     """The conversation, or both halves of the pair."""
+
+    @property
+    def prompt(self) -> str:
+        """Of a pair what both halves begin with, as JSON; else empty. Pairs of one prompt are in one split."""
+        pairs = (
+            zip(*(half.messages for half in self.conversations), strict=False) if len(self.conversations) > 1 else ()
+        )
+        shared = [asdict(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return json.dumps(shared, ensure_ascii=False) if shared else ""
 
 
 class Fields(NamedTuple):

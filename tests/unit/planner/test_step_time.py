@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from glm46.config.finetune import FineTune, Preference
 from glm46.config.parallelism import Parallelism
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
@@ -44,6 +45,17 @@ def predicted(config: RunConfig, gpu="H100", world=None, network=400.0, **effici
         accelerator_of(gpu), plan.layout.world_size, 8, network, efficiencies=Efficiencies(**efficiencies)
     )
     return step_time(plan, 0, plan.batches_of(0)[1], cluster, pipeline_order)
+
+
+def test_a_preference_adds_a_forward_of_its_reference():
+    for parallelism in ({}, {"pipeline_parallel_degree": 4}):
+        config = run(parallelism=parallelism)
+        tasks = (FineTune(preference=preference) for preference in (None, Preference()))
+        sft, dpo = (predicted(config.model_copy(update={"finetune": task}), world=8) for task in tasks)
+        added = dpo.parts.pop("forward of the reference")
+        assert dpo.parts == sft.parts and dpo.model_flops == sft.model_flops
+        computed = sum(sft.parts[name] for name in ("products", "experts", "attention", "memory"))
+        assert 0.2 < added / computed < 0.6  # a third, and what a pipeline waits for the first micro-batch
 
 
 def planned_work(part: str, shape, layout=ONE, **options) -> tuple[float, int]:

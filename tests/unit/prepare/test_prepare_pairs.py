@@ -14,6 +14,7 @@ from glm46.data.packing import TokenStream
 from glm46.data.pairs import BEGIN, parse_pair
 from glm46.data.shards import NOT_A_TARGET
 from glm46.data.tokenizer import load_tokenizer
+from glm46.evaluation.rows import held_out
 from glm46.prepare.pipeline import prepare_text
 from tests.small_run import call_here
 
@@ -133,6 +134,20 @@ def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tm
         prepare(rows, max_tokens=128, too_long="error", output=str(tmp_path / "error"))
 
 
+def test_pairs_of_one_prompt_are_in_one_split(prepare):
+    manifest = prepare([pair(f"Say {n}.", f"{n}!", f"{k}?") for n in range(40) for k in range(3)], held_out=0.3)
+    prompts = {"train": [], "validation": []}
+    for name, of_split in prompts.items():
+        stream = TokenStream(manifest.folder, manifest.splits[name], manifest.vocab_size)
+        tokens = np.empty(stream.length, np.int64)
+        stream.read(0, tokens)
+        of_split += [
+            TOKENIZER.decode(one).split("<|assistant|>")[0] for one in np.split(tokens, stream.doc_ends()[:-1])
+        ]
+    assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
+    assert not {*prompts["train"]} & {*prompts["validation"]}
+
+
 def test_a_cut_pair_fits_and_its_shorter_half_stays_whole(prepare):
     manifest = prepare([pair(rejected="and so on " * 60)], max_tokens=128, too_long="cut")
     (document,) = tokens_of(manifest)
@@ -141,8 +156,10 @@ def test_a_cut_pair_fits_and_its_shorter_half_stays_whole(prepare):
     assert manifest.noted["pairs cut to max_tokens"] == 1
 
 
-def test_inspect_shows_both_halves(prepare):
+def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
     manifest = prepare([pair()])
+    with pytest.raises(UserError, match=r"holds pairs .*\[finetune.preference\]; take another"):
+        held_out(manifest)
     shown = [text.plain for text in show_chats(manifest, TOKENIZER, rows=1, seq_len=99, seed=0, brackets=True)]
     assert shown[0].startswith("── pair 0 of 1: ")
     assert shown[1].startswith("─ chosen: ") and shown[2].endswith("[[\nHello!<|user|>]]")
