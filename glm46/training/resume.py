@@ -195,8 +195,10 @@ def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     ours = {name for names in held for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
     _, *others = task.networks
-    of_others = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
-    return names_not_loaded(ours - of_others, theirs - of_others, task.plan.config.checkpoint) | of_others
+    left = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
+    if task.plan.config.preference is not None:  # the prediction layers of its start are left as they are
+        left |= {name for name in theirs if name.startswith("model.mtp.")}
+    return names_not_loaded(ours - left, theirs - left, task.plan.config.checkpoint) | left
 
 
 def _load(

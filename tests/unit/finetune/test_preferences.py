@@ -40,7 +40,7 @@ def start(tokenizer, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     (folder / "text").mkdir()
     source = write_source(folder / "text", tokenizer)
-    assert pretrain(small_config(source, folder / "base", training={"steps": 2}, model=SHAPE)) == 0
+    assert pretrain(small_config(source, folder / "base", training={"steps": 2})) == 0  # with a prediction layer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
         prepare_pairs(folder / "pairs")
