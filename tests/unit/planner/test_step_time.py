@@ -55,7 +55,10 @@ def test_a_preference_adds_a_forward_of_its_reference():
         added = dpo.parts.pop("forward of the reference")
         assert dpo.parts == sft.parts and dpo.model_flops == sft.model_flops
         computed = sum(sft.parts[name] for name in ("products", "experts", "attention", "memory"))
-        assert 0.2 < added / computed < 0.6  # a third, and what a pipeline waits for the first micro-batch
+        if parallelism:  # stages are not equal, and the last one waits for the others
+            assert 0 < added < sft.seconds
+        else:
+            assert 0.3 < added / computed < 0.45  # one forward; forward and backward are three
 
 
 def planned_work(part: str, shape, layout=ONE, **options) -> tuple[float, int]:
