@@ -158,7 +158,7 @@ def test_a_cut_pair_fits_and_its_shorter_half_stays_whole(prepare):
 
 def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
     manifest = prepare([pair()])
-    with pytest.raises(UserError, match=r"holds pairs .*\[finetune.preference\]; take another"):
+    with pytest.raises(UserError, match=r"holds pairs .*\[finetune.preference\] validate; take another"):
         held_out(manifest)
     shown = [text.plain for text in show_chats(manifest, TOKENIZER, rows=1, seq_len=99, seed=0, brackets=True)]
     assert shown[0].startswith("── pair 0 of 1: ")
