@@ -174,7 +174,9 @@ class Reinforcement:
         if self._rollout is None:
             return StepBatches([], sequences, seq_len, 0.0)
         self._steps_made = progress.step + 1
-        return StepBatches(self._steps[progress.step - self._rollout.step], sequences, seq_len, 0.0)
+        batches = self._steps[progress.step - self._rollout.step]
+        rows = self.plan.layout.dp_degree * sum(len(batch["input_ids"]) for batch in batches)
+        return StepBatches(batches, sequences, seq_len, 0.0, packed_rows=rows)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it."""

@@ -69,9 +69,8 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         micro_batches = task.complete(batches.micro_batches)
         outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
         progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.fault is not None)
-        metrics.throughput.add_step(
-            size, batches.read_seconds, batch_flops(plan.shape, size, totals.half_pairs, plan.config.adapter)
-        )
+        flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
+        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops)
 
         validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
     gc.enable()
@@ -158,8 +157,7 @@ def end_step(
     if progress.step % config.training.gc_freq == 0:
         gc.collect()
     with services.metrics.throughput.excluded(), services.watchdog.unwatched("profiles, validation and saves"):
-        size = step.batches.sequences * step.batches.seq_len
-        services.profiler.step_ends(progress.step, size, step.totals.half_pairs)
+        services.profiler.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)
         if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
             validation = validate(task, services, progress)
         services.saver.after_step(progress, validation)

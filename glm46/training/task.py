@@ -34,6 +34,13 @@ class StepBatches(NamedTuple):
     """Time to read them."""
     note: str = ""
     """Message for the log, such as the begin of a stage."""
+    packed_rows: int | None = None
+    """Rows over all ranks, if they are fewer than `sequences`, because a row holds several."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all rows over all ranks, padding included."""
+        return (self.sequences if self.packed_rows is None else self.packed_rows) * self.seq_len
 
 
 class Objective(Protocol):
