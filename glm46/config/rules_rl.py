@@ -5,9 +5,15 @@ from typing import Any
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
+from glm46.config.section import Section
 
 _WIDEST_OF_SEQUENCE, _NARROWEST_OF_TOKEN = 0.05, 0.01
 """Clips: a sequence's ratio is a mean over its tokens and stays within some 1e-4 of 1, a token's ratio does not."""
+
+
+def _stated(section: Section) -> set[str]:
+    """Keys that a file has: TOML has no absent value."""
+    return {name for name in section.model_fields_set if getattr(section, name) is not None}
 
 
 def _value(rl: RL, key: str) -> str:
@@ -16,7 +22,7 @@ def _value(rl: RL, key: str) -> str:
     stated, found = rl, rl.resolved()
     for table in tables:
         stated, found = getattr(stated, table), getattr(found, table)
-    of_preset = "" if name in stated.model_fields_set else f' (of rl.algorithm = "{rl.algorithm}")'
+    of_preset = "" if name in _stated(stated) else f' (of rl.algorithm = "{rl.algorithm}")'
     return f"rl.{key} = {show(getattr(found, name))}{of_preset}"
 
 
@@ -76,7 +82,7 @@ def penalty_has_an_effect(config: RunConfig) -> Faults:
     if config.rl is None:
         return
     stated, kl = config.rl.kl, config.rl.resolved().kl
-    others = sorted(stated.model_fields_set - {"weight"})
+    others = sorted(_stated(stated) - {"weight"})
     if kl.weight == 0 and others:
         yield Fault(
             ("rl.kl.weight", *(f"rl.kl.{name}" for name in others)),
@@ -110,7 +116,7 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
             f"{_value(config.rl, 'old_policy')}: then no weights are left for [rl.correction], all would be 1; set "
             'rl.old_policy = "trainer", or rl.correction.level = "none" and no rejection',
         )
-    idle = [name for name in ("mode", "low", "high", "normalize") if name in stated.model_fields_set]
+    idle = [name for name in ("mode", "low", "high", "normalize") if name in _stated(stated)]
     idle = idle if of.level == "none" else []
     if of.level != "none" and of.mode == "truncate" and stated.low is not None:
         idle = ["low"]
@@ -143,7 +149,7 @@ def keys_fit_the_advantage(config: RunConfig) -> Faults:
     ]
     for key, is_read, wanted in table:
         value: Any = getattr(config.rl, key)
-        if key in config.rl.model_fields_set and not is_read:
+        if key in _stated(config.rl) and not is_read:
             what = "[rl.critic]" if key == "critic" else f"rl.{key} = {show(value)}"
             yield Fault(
                 (f"rl.{key}", "rl.advantage"),

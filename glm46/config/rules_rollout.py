@@ -3,6 +3,7 @@
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.rules_layout import values_of
 from glm46.config.run_config import RunConfig
+from glm46.config.section import Section
 
 
 def sections_come_together(config: RunConfig) -> Faults:
@@ -89,8 +90,12 @@ def keys_of_text_are_absent(config: RunConfig) -> Faults:
     """Keys about text have no effect on prompts."""
     if config.rl is None:
         return
-    stated = config.validation.model_fields_set
-    if config.training.spike_sigmas and "spike_sigmas" in config.training.model_fields_set:
+
+    def differs(section: Section, key: str) -> bool:
+        """From its default, which a dump states."""
+        return getattr(section, key) != type(section).model_fields[key].default
+
+    if config.training.spike_sigmas and differs(config.training, "spike_sigmas"):
         yield Fault(
             ("training.spike_sigmas", "rl"),
             f"training.spike_sigmas = {config.training.spike_sigmas}: the loss of a policy has no level that a spike "
@@ -100,9 +105,9 @@ def keys_of_text_are_absent(config: RunConfig) -> Faults:
         ("data.sources", bool(config.data.sources)),
         ("data.stages", bool(config.data.stages)),
         ("inference.prompt", bool(config.inference.prompt)),
-        ("validation.steps", "steps" in stated),
+        ("validation.steps", differs(config.validation, "steps")),
         ("validation.tasks", bool(config.validation.tasks)),
-        ("validation.local_batch_size", "local_batch_size" in stated),
+        ("validation.local_batch_size", differs(config.validation, "local_batch_size")),
     ):
         if is_set:
             yield Fault((key, "rl"), f"{key}: has no effect with [rl], which reads prompts; remove {key}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
+from glm46.config.loader import dump_config, load_config
 
 RECIPE = Path("train_configs/rl_debug_labels.toml")
 
@@ -42,3 +42,10 @@ def test_a_fault_names_key_value_and_remedy(overrides, said):
 
 def test_the_recipe_has_no_fault():
     assert load_config(RECIPE, (), world_size=2).rl.resolved().ratio == "sequence"
+
+
+def test_the_resolved_recipe_runs_again(tmp_path):
+    """The dump folder has it, with every default stated."""
+    config = load_config(RECIPE)
+    (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config(tmp_path / "config.toml") == config

@@ -26,8 +26,8 @@ def test_networks_beside_the_policy_are_counted():
 
 
 def test_ranks_with_parts_of_the_policy_hold_a_copy_to_draw_from():
-    cache = 64 * 256 * 2 * 2 * 24 * 2 * 4
+    cache = 64 * 256 * 2 * 2 * 32 * 2 * 4
     assert memory_of().drawing == cache
-    assert memory_of(ranks=2).drawing == pytest.approx(cache + 4 * 292_800, rel=1e-3)
+    assert memory_of(ranks=2).drawing == pytest.approx(cache + 4 * 311_400, rel=1e-3)
     servers = ("--rollout.kind", "vllm", "--rollout.urls", '["http://localhost:8000"]')
     assert memory_of(*servers).drawing == 0
