@@ -22,6 +22,7 @@ from glm46.checkpoint import dcp, integrity
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 _STORES: list[dist.Store] = []
+_INHERITED: list[dist.Store] = []
 PORT_DIGITS = 5
 
 
@@ -100,7 +101,7 @@ def run_cases(
         child = os.fork()
         if child == 0:
             code = 1
-            inherited = list(_STORES)  # their threads are not in this process: destroying one would wait without end
+            _INHERITED[:] = _STORES  # their threads are not in this process: destroying one would wait without end
             _STORES.clear()
             try:
                 for some in half:
@@ -109,7 +110,7 @@ def run_cases(
             except BaseException:  # the child must end here, whatever happened
                 traceback.print_exc()
             finally:
-                os._exit(code + 0 * len(inherited))
+                os._exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
