@@ -45,9 +45,10 @@ def describe_rollout(
         by_token: also yield a line for each token of a completion.
 
     Raises:
-        UserError: there is no such rollout, or it is damaged.
+        UserError: the rollout does not exist, or is damaged.
     """
-    from glm46.rl.rollouts import FINISHES, FOLDER, read_fields, read_rollout, rollout_steps
+    from glm46.rl.rollouts import FOLDER, read_fields, read_rollout, rollout_steps
+    from glm46.rollout.records import FINISHES
 
     journal = folder / FOLDER
     steps = rollout_steps(journal)

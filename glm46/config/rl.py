@@ -166,6 +166,16 @@ class RL(Section):
         """Samples of one rollout over all ranks."""
         return self.prompts_per_rollout * self.group_size
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether a resolved section needs a reference network."""
+        return self.kl.weight > 0 and self.kl.to == "reference"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a resolved section needs a critic."""
+        return self.advantage == "gae"
+
     def resolved(self) -> "RL":
         """The same section with every absent key of the preset filled in."""
         return RL.model_validate(_merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True)))

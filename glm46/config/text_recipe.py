@@ -41,7 +41,7 @@ class Recipe(Section):
 
     no_reasoning: Annotated[Literal["nothink", "mask", "train"], _MARKED] = "nothink"
     """Chats: turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought
-    that is no target. train: an empty thought that is a target, so that the model may stop thinking. Both answers of a
+    without targets. train: an empty thought that is a target, so that the model may stop thinking. Both answers of a
     pair have one prompt: it allows thinking if one of them has reasoning."""
 
     max_tokens: Annotated[int | None, _MARKED] = Field(None, ge=2)

@@ -22,6 +22,7 @@ from glm46.files.tensor_file import Record, TensorFile, is_finite, read_records
 from glm46.huggingface.names import HFEntry, HFNames, HFPart, listed, raise_if
 from glm46.huggingface.peft_config import CONFIG, PeftConfig
 from glm46.huggingface.peft_export import PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
+from glm46.model.adapters import merged_rows
 
 _TENSORS_SHOWN = 10
 _FUSED = (".mlp.experts", ".mlp.experts.base_layer")
@@ -213,10 +214,9 @@ class AdapterFolder:
         entry, part = self._names.places[hf_name]
         product = self.product(entry.name, part.start[0] if entry.row.is_expert else 0)
         rows = slice(part.start[-2] + first, part.start[-2] + first + values.shape[0])
-        merged = torch.addmm(values, product.lora_B[rows].to(values.device), product.lora_A.to(values.device))
-        if product.magnitude is not None:
-            merged *= (product.magnitude[rows].to(values.device) / merged.norm(dim=1)).unsqueeze(1)
-        return merged
+        magnitude = None if product.magnitude is None else product.magnitude[rows].to(values.device)
+        b, a = product.lora_B[rows].to(values.device), product.lora_A.to(values.device)
+        return merged_rows(values, a, b, magnitude, 1.0)
 
     def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the adapters to whole weights in memory, matrix by matrix, each sum in FP32 and rounded once.

@@ -196,6 +196,22 @@ def _scaling_backward(ctx, grad_NO: Tensor):
 
 _add_scaled_groups.register_autograd(_scaling_backward, setup_context=_save_for_scaling)
 
+
+def merged_rows(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """Rows of one matrix with its adapter: W + scale B A, and with magnitudes m (W + scale B A) / |W + scale B A|.
+
+    Args:
+        weight: FP32 [rows, I]; a: FP32 [R, I]; b: FP32 [rows, R]; magnitude: FP32 [rows] of DoRA, else None.
+
+    Returns:
+        FP32 [rows, I].
+    """
+    total = torch.addmm(weight, b, a, alpha=scale)
+    if magnitude is not None:
+        total *= (magnitude / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+    return total
+
+
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of a weight that are in FP32 at a time."""
 

@@ -4,7 +4,7 @@ from glm46.planner.parameters import count_parameters
 from glm46.planner.plan import Plan
 
 ROWS = 64
-"""Samples that a rank draws at once, the default of the local engine."""
+"""Samples that the local engine draws at once on each rank."""
 
 
 def other_networks(plan: Plan, weights: float, trained: float) -> float:
@@ -17,8 +17,7 @@ def other_networks(plan: Plan, weights: float, trained: float) -> float:
     if plan.config.rl is None:
         return 0.0
     rl = plan.config.rl.resolved()
-    has_reference = rl.kl.weight > 0 and rl.kl.to == "reference"
-    return weights * has_reference + (weights + trained) * (rl.advantage == "gae")
+    return weights * rl.has_reference + (weights + trained) * rl.has_critic
 
 
 def drawing(plan: Plan) -> float:

@@ -75,10 +75,11 @@ def _mtp_columns(sums: dict[str, Tensor], totals: Mapping[str, Any]) -> dict[str
 
 
 def count_targets(micro_batches: list[Batch], depths: int) -> dict[str, Any]:
-    """Totals of `NextToken` for this rank's micro-batches, which are on the CPU."""
+    """Totals of `NextToken` for this rank's micro-batches, which are on the CPU, perhaps without ``mtp_labels``."""
     none = [0] * depths
-    of_depths = [(batch["mtp_labels"] != IGNORE).sum((0, 2)).tolist() for batch in micro_batches if depths]
-    drafts = [count_drafts(batch["mtp_labels"]) for batch in micro_batches if depths]
+    mtp_labels = [batch["mtp_labels"] for batch in micro_batches if depths and "mtp_labels" in batch]
+    of_depths = [(labels != IGNORE).sum((0, 2)).tolist() for labels in mtp_labels]
+    drafts = [count_drafts(labels) for labels in mtp_labels]
     return {
         "targets": sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches),
         "mtp_targets": [sum(depth) for depth in zip(none, *of_depths, strict=True)],

@@ -1,4 +1,4 @@
-"""The reward for code: Python in a fenced block, run against tests in a limited process. This is no sandbox: the
+"""The reward for code: Python in a fenced block, run against tests in a limited process. This is not a sandbox: the
 process may read files and use the network as this user may."""
 
 import contextlib

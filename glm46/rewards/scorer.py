@@ -22,7 +22,6 @@ from glm46.rewards.text import choice, exact, repetition, well_formed
 _HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
-BUILT_IN = (*_HERE, *_IN_PROCESSES)
 READ_LABELS = frozenset({"exact", "choice", "math", "code"})
 """Built-in rewards that are nothing without a label."""
 
@@ -64,8 +63,8 @@ class Scorer:
             self._idle.append(self._start())
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """The scores of the answers in their order. An error, a value that is no finite number, or no value within the
-        time of its rule drops the answer."""
+        """The scores of the answers in their order. An error, a value that is not a finite number, or no value
+        within the time of its rule drops the answer."""
         tasks = [_Task(number, rule) for number in range(len(answers)) for rule in range(len(self._rules))]
         here = [task for task in tasks if self._rules[task.rule].name in _HERE]
         found = {task: _value(self._rules[task.rule], _HERE, answers[task.answer]) for task in here}
@@ -151,12 +150,12 @@ def _judge(rule: int, answer: Answer | None) -> float | str:
 
 
 def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | str:
-    """The value of a reward, or why there is none. Verifiers raise what is no Exception, such as a timeout of
-    math-verify's."""
+    """The value of a reward, or why there is none. Verifiers may raise a BaseException that is not an
+    Exception, as the timeout of math-verify is."""
     try:
         value: Any = rewards[rule.name](answer, rule.options)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            return f"gave {value!r:.60}, which is no finite number"
+            return f"gave {value!r:.60}, which is not a finite number"
         return float(value)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"

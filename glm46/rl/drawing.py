@@ -18,6 +18,7 @@ from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.rewards.answer import Answer
 from glm46.rewards.scorer import Score, Scorer
+from glm46.rl.advantages import differing_groups
 from glm46.rl.fields import informative
 from glm46.rl.prompts import Prompt, prompt_at
 from glm46.rl.rollouts import DrawnSample, Rollout, to_arrays
@@ -78,12 +79,12 @@ class Asking:
         Raises:
             UserError: rewards cannot be loaded.
         """
-        answers = [self._answer(*pair, thinking) for pair in zip(prompts, completions, strict=True)]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = run_on_all_ranks(lambda: self.scorer.score(answers[rank::ranks]))
+        share = zip(prompts[rank::ranks], completions[rank::ranks], strict=True)
+        mine = run_on_all_ranks(lambda: self.scorer.score([self._answer(*pair, thinking) for pair in share]))
         shares: list[list[Score]] = [[] for _ in range(ranks)]
         dist.all_gather_object(shares, mine)
-        scores = [shares[number % ranks][number // ranks] for number in range(len(answers))]
+        scores = [shares[number % ranks][number // ranks] for number in range(len(completions))]
         aborted = Score(None, {}, "its server did not finish it (rollout.deadline_seconds)")
         return [aborted if c.finish == "abort" else s for s, c in zip(scores, completions, strict=True)]
 
@@ -127,7 +128,7 @@ def draw_rollout(asking: Asking, prompts: Sequence[Prompt], step: int, first_pro
         parts += [dict(s.parts) for s in new]
         rewards, of = torch.tensor([s.reward for s in new]).double(), torch.tensor([s.group for s in new])
         tally["groups"] += len(of.unique())
-        tally["equal"] += len(of.unique()) - _differing(rewards, of)
+        tally["equal"] += len(of.unique()) - len(of[differing_groups(rewards, of)].unique())
         tally["dropped"] += len(judged.scores) - len(new)
         samples += [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
     names = tuple(reward.name for reward in config.rewards)
@@ -178,11 +179,6 @@ def _require_rewards(scores: Sequence[Score], kept: int) -> None:
             f"{fault}; correct the reward or its label, or raise its timeout_seconds"
         )
     )
-
-
-def _differing(rewards: torch.Tensor, groups: torch.Tensor) -> int:
-    """Groups whose rewards differ."""
-    return sum(len(rewards[groups == group].unique()) > 1 for group in groups.unique())
 
 
 def _columns(

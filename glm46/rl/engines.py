@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
-from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.model.cross_entropy import token_logprobs
+from glm46.rl.packing import empty_batch
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Engine
 from glm46.rollout.server_engine import ServerEngine
@@ -57,13 +58,7 @@ def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[flo
 def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:
     """A batch with one sequence in each row, of a length that the mesh splits evenly."""
     length = -(-max(map(len, sequences)) // multiple) * multiple
-    size = (len(sequences), length)
-    batch = {
-        "input_ids": torch.zeros(size, dtype=torch.int64),
-        "positions": torch.zeros(size, dtype=torch.int64),
-        "document_ids": torch.full(size, -1, dtype=torch.int64),
-        "labels": torch.full(size, IGNORE, dtype=torch.int64),
-    }
+    batch = empty_batch(len(sequences), length)
     for row, sequence in enumerate(sequences):
         tokens = torch.tensor(sequence)
         batch["input_ids"][row, : len(tokens)] = tokens

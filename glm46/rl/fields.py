@@ -48,11 +48,6 @@ def informative(rewards: Tensor, groups: Tensor, config: RL) -> Tensor:
     return differing_groups(rewards, groups)
 
 
-def needed_networks(config: RL) -> tuple[bool, bool]:
-    """Whether a resolved config needs a reference network, and a critic."""
-    return config.kl.weight > 0 and config.kl.to == "reference", config.advantage == "gae"
-
-
 def sum_over_replicas(cluster: Cluster) -> SumOverReplicas:
     """Sum a tensor on the CPU over the ranks that read other sequences; ranks that read the same ones have equal
     tensors. Collective."""
@@ -68,8 +63,9 @@ def prepare_fields(
     Args:
         steps: for each optimizer step this rank's micro-batches, whole rows on the CPU: ``labels``, ``sample``,
             ``rollout_logprobs``, and what networks computed before the first update: ``old_logprobs`` (which
-            old_policy = "rollout" sets here), ``reference_logprobs`` and ``old_values`` where `needed_networks` says
-            so. A sample is in one row. No value depends on how samples lie in rows, micro-batches and ranks.
+            old_policy = "rollout" sets here), ``reference_logprobs`` and ``old_values`` where `RL.has_reference` and
+            `RL.has_critic` say so. A sample is in one row. No value depends on how samples lie in rows, micro-batches
+            and ranks.
         of_steps: for each step the rewards of its samples; groups may lie in several steps.
         config: resolved.
         longest: most tokens of a completion, for the overlong penalty.

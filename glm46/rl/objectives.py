@@ -65,13 +65,7 @@ class PolicyGradient:
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
         samples = sum(len(batch["sample"][batch["labels"] != IGNORE].unique()) for batch in micro_batches)
-        depths = self._depths
-        none = (
-            {}
-            if all("mtp_labels" in batch for batch in micro_batches)
-            else {"mtp_targets": [0] * depths, "drafts": [0] * depths}
-        )
-        return count_targets(micro_batches, 0 if none else depths) | none | {"samples": samples}
+        return count_targets(micro_batches, self._depths) | {"samples": samples}
 
     def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""

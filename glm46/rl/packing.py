@@ -57,6 +57,17 @@ def pack(lengths: Sequence[int], shape: PackShape) -> list[list[list[list[int]]]
     ]
 
 
+def empty_batch(rows: int, seq_len: int) -> Batch:
+    """Padding: ``input_ids, positions, document_ids, labels``, int64 [rows, seq_len]."""
+    size = (rows, seq_len)
+    return {
+        "input_ids": torch.zeros(size, dtype=torch.int64),
+        "positions": torch.zeros(size, dtype=torch.int64),
+        "document_ids": torch.full(size, -1, dtype=torch.int64),
+        "labels": torch.full(size, IGNORE, dtype=torch.int64),
+    }
+
+
 def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
     each label in the rollout's tokens, int64 [B, S].
@@ -65,15 +76,8 @@ def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, sha
         rows: numbers of samples in the step.
         first: number in the rollout of the step's first sample.
     """
-    size = (len(rows), shape.seq_len)
-    batch: dict[str, Tensor] = {
-        "input_ids": torch.zeros(size, dtype=torch.int64),
-        "positions": torch.zeros(size, dtype=torch.int64),
-        "document_ids": torch.full(size, -1, dtype=torch.int64),
-        "labels": torch.full(size, IGNORE, dtype=torch.int64),
-        "sample": torch.full(size, -1, dtype=torch.int64),
-        "place": torch.full(size, -1, dtype=torch.int64),
-    }
+    batch = empty_batch(len(rows), shape.seq_len)
+    batch["sample"], batch["place"] = (torch.full_like(batch["labels"], -1) for _ in range(2))
     for b, samples in enumerate(rows):
         start = 0
         for document, sample in enumerate(samples):

@@ -38,8 +38,8 @@ def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     """Sum values over the tokens of each sample.
 
     Args:
-        values: any shape, 0 where there is no sample.
-        sample: int64 of this shape; negative where there is no sample.
+        values: any shape, 0 outside of samples.
+        sample: int64 of this shape; negative outside of samples.
 
     Returns:
         [samples].
@@ -65,9 +65,9 @@ def sequence_ratio(
     tokens of a sample alike, and each token's own where advantages or corrections differ.
 
     Args:
-        logprobs, old_logprobs: of one shape, 0 where there is no sample.
-        sample: int64 of this shape, negative where there is no sample.
-        sample_tokens: of this shape, floating: tokens of the sample of each token; 0 where there is no sample.
+        logprobs, old_logprobs: of one shape, 0 outside of samples.
+        sample: int64 of this shape, negative outside of samples.
+        sample_tokens: of this shape, floating: tokens of the sample of each token; 0 outside of samples.
         samples: numbers in ``sample`` are below this.
         sum_parts: adds up [samples] over the ranks that hold parts of the same samples; collective then.
     """

@@ -70,7 +70,7 @@ def prompt_at(number: int, count: int, seed: int) -> int:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """The rows with their places; a row that is no JSON is its error."""
+    """The rows with their places; a row that is not JSON is its error."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
     if file.suffix == ".parquet":
@@ -94,7 +94,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
     """
     Raises:
-        ValueError: the row is no prompt.
+        ValueError: the row is not a prompt.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{row if isinstance(row, ValueError) else type(row).__name__}: a JSON object is expected")

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.files.durable import create_durably, hash_file, replace_durably, sync_folder
+from glm46.files.durable import FileRecord, hash_file, replace_durably
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
-from glm46.rollout.records import Completion
+from glm46.rollout.records import FINISHES, Completion
 
-FINISHES = ("stop", "length", "abort")
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
 
@@ -182,16 +181,11 @@ def _paths(folder: Path, step: int) -> tuple[Path, Path]:
     return folder / f"step_{step:06d}.safetensors", folder / f"step_{step:06d}.json"
 
 
-def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> Any:
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
     header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
     ordered = sorted(records, key=lambda name: records[name].offset)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    record = create_durably(temporary, [header, *(_bytes(tensors[name]) for name in ordered)])
-    temporary.replace(path)
-    sync_folder(path.parent)
-    return record
+    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
 
 
 def _bytes(tensor: Tensor) -> memoryview:

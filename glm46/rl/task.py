@@ -23,13 +23,12 @@ from glm46.rewards.answer import RewardRule
 from glm46.rewards.scorer import READ_LABELS, Scorer
 from glm46.rl.drawing import Asking, demonstrate, draw_rollout
 from glm46.rl.engines import build_engine
-from glm46.rl.fields import needed_networks
 from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan
 from glm46.rl.prompts import Prompt, read_prompts
 from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, write_rollout
 from glm46.rl.stepping import StepBuilder, write_on_first_rank
 from glm46.rl.validation import PromptSet, answered_lines, validate_sets
-from glm46.rollout.drawing import rules_of
+from glm46.rollout.records import SamplingRules
 from glm46.training.build import run
 from glm46.training.hf_weights import load_weights, save_weights
 from glm46.training.network import Batch, Network, build_network
@@ -66,11 +65,10 @@ class Reinforcement:
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
         policy = PolicyGradient(self.networks["policy"], self._config, plan.config.rollout.temperature)
         self.objectives = {"policy": policy}
-        has_reference, has_critic = needed_networks(self._config)
-        if has_reference:
+        if self._config.has_reference:
             base = replace(plan, config=plan.config.model_copy(update={"adapter": None}))
             self.networks["reference"] = build_network(base, cluster, trainable=False)
-        if has_critic:
+        if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         stop = frozenset(stop_ids(self.tokenizer))
@@ -83,7 +81,7 @@ class Reinforcement:
                 self.networks["policy"], self.tokenizer, [p.tokens for p in self._prompts], self._is_stopped
             ),
             scorer=scorer,
-            rules=rules_of(plan.config.rollout, stop=stop, vocab_size=self.tokenizer.vocab_size),
+            rules=SamplingRules(plan.config.rollout.temperature, stop, self.tokenizer.vocab_size),
             seed=plan.config.debug.seed,
         )
         self._folder = Path(plan.config.job.dump_folder) / FOLDER

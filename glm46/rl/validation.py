@@ -33,11 +33,11 @@ def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]
     The draws depend on the prompt only, so that two validations differ by the weights.
     """
     columns: dict[str, float] = {}
-    for name, table, prompts in ((one.table.name, one.table, one.prompts) for one in sets):
+    for table, prompts in sets:
         asked = [(number, prompt, i) for number, prompt in enumerate(prompts) for i in range(table.samples)]
         judged = asking.judge(
             [prompt for _, prompt, _ in asked],
-            [asking.seed_of(f"validation {name}", number, i) for number, _, i in asked],
+            [asking.seed_of(f"validation {table.name}", number, i) for number, _, i in asked],
             asking.rules._replace(temperature=table.temperature),
             thinking=asking.config.prompts.thinking,
         )
@@ -46,12 +46,12 @@ def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]
         first = asking.config.rewards[0].name
         passed = np.array([score.parts.get(first, 0.0) >= 1.0 for score in judged.scores]).reshape(-1, table.samples)
         rewards = [score.total for score in judged.scores if score.total is not None]
-        columns[f"validation_reward/{name}"] = float(np.mean(rewards)) if rewards else 0.0
-        columns[f"validation_tokens/{name}"] = float(np.mean([len(one.tokens) for one in judged.completions]))
+        columns[f"validation_reward/{table.name}"] = float(np.mean(rewards)) if rewards else 0.0
+        columns[f"validation_tokens/{table.name}"] = float(np.mean([len(one.tokens) for one in judged.completions]))
         k = 1
         while k <= table.samples:
             estimates = [pass_at(k, table.samples, int(of_prompt)) for of_prompt in passed.sum(1)]
-            columns[f"validation_pass/{name}@{k}"] = float(np.mean(estimates))
+            columns[f"validation_pass/{table.name}@{k}"] = float(np.mean(estimates))
             k *= 2
     return columns
 

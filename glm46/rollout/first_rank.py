@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.rollout.records import Completion, Span
+from glm46.rollout.records import FINISHES, Completion, Span
 from glm46.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
 _WORKING, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(5)
-_FINISHES = ("stop", "length", "abort")
 
 
 def run_on_first_rank(work: Callable[[], bytes]) -> bytes:
@@ -84,7 +83,7 @@ def pack(completions: Sequence[Completion]) -> bytes:
         "logprobs": np.array([value for one in completions for value in one.logprobs], np.float64),
         "spans": np.array([span for one in completions for span in one.spans], np.int64).reshape(-1, 2),
         "counts": np.array(
-            [(len(one.tokens), len(one.spans), _FINISHES.index(one.finish)) for one in completions], np.int64
+            [(len(one.tokens), len(one.spans), FINISHES.index(one.finish)) for one in completions], np.int64
         ).reshape(-1, 3),
     }
     arrays |= {f"routes {i}": one.routes for i, one in enumerate(completions) if one.routes is not None}
@@ -105,7 +104,7 @@ def unpack(content: bytes) -> list[Completion]:
                 Completion(
                     tokens[token : ends[0]],
                     logprobs[token : ends[0]],
-                    _FINISHES[finish],
+                    FINISHES[finish],
                     spans[span : ends[1]],
                     arrays.get(routes),
                 )

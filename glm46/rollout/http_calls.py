@@ -26,7 +26,7 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
     Raises:
         RefusedError: the reply is 4xx.
-        CallError: no connection, no complete reply in time, a 5xx, or no JSON.
+        CallError: no connection, no complete reply in time, a 5xx, or a reply that is not JSON.
     """
     parts, end = urlsplit(url), time.monotonic() + seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -54,4 +54,4 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     try:
         return json.loads(content) if content else None
     except ValueError:
-        raise CallError(f"{path}: the reply is no JSON: {content[:80]!r}") from None
+        raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from glm46.rollout.http_calls import CallError
-from glm46.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 
 QUICK_SECONDS = 10.0
 """Deadline of calls that a healthy server answers at once."""
@@ -66,10 +66,10 @@ def checked(
     Raises:
         CallError: it is not.
     """
-    if finish not in ("stop", "length", "abort"):
+    if finish not in FINISHES:
         raise CallError(f"finish reason {finish!r}")
     if len(tokens) != len(logprobs) or not all(math.isfinite(value) and value < 1e-3 for value in logprobs):
-        raise CallError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities, the lowest {min(logprobs)}")
+        raise CallError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities, {logprobs[:3]} ...")
     if not tokens and finish != "abort" or len(tokens) > request.max_new_tokens:
         raise CallError(f"{len(tokens)} tokens, asked for 1 to {request.max_new_tokens}")
     wrong = [token for token in tokens if not 0 <= token < rules.vocab_size]

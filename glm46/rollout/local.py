@@ -13,11 +13,10 @@ from glm46.inference.generation import Continuation, Generation
 from glm46.inference.sampling import Sampling
 from glm46.model.routes import no_routes
 from glm46.model.transformer import Transformer
-from glm46.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.planner.rl_memory import ROWS
+from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 from glm46.rollout.weights import whole_weights
 from glm46.training.network import Network
-
-_FINISHES = ("stop", "length", "abort")
 
 
 class LocalEngine:
@@ -41,7 +40,7 @@ class LocalEngine:
         policy: Network,
         *,
         max_length: int,
-        rows: int = 64,
+        rows: int = ROWS,
         speculative: bool = False,
         routes: bool = False,
         is_stopped: Callable[[], bool] = lambda: False,
@@ -121,7 +120,7 @@ class LocalEngine:
         """The completions of all ranks. Collective."""
         routes = [one.routes for one in mine if one.routes is not None] if with_routes else []
         fed = [0 if one.routes is None else len(one.routes) for one in mine] if with_routes else [0] * len(mine)
-        ends = [[len(one.tokens), n, _FINISHES.index(one.finish)] for one, n in zip(mine, fed, strict=True)]
+        ends = [[len(one.tokens), n, FINISHES.index(one.finish)] for one, n in zip(mine, fed, strict=True)]
         heads = _of_all_ranks(torch.tensor(ends, dtype=torch.int64).view(-1, 3))
         tokens = _of_all_ranks(torch.tensor([token for one in mine for token in one.tokens], dtype=torch.int64))
         logprobs = _of_all_ranks(torch.tensor([x for one in mine for x in one.logprobs], dtype=torch.float32))
@@ -139,7 +138,7 @@ class LocalEngine:
             Completion(
                 ids.tolist(),
                 of_ids.tolist(),
-                _FINISHES[finish],
+                FINISHES[finish],
                 [Span(0, self._version)] if len(ids) else [],
                 _as_record(routes) if len(routes) else None,
             )

@@ -1,9 +1,13 @@
 """What is asked of an engine and what it returns: the only types that engines and reinforcement learning share."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
+
+Finish = Literal["stop", "length", "abort"]
+FINISHES: tuple[Finish, ...] = get_args(Finish)
+"""In files and messages a finish is its index here."""
 
 
 class Request(NamedTuple):
@@ -42,7 +46,7 @@ class Completion(NamedTuple):
     """With the stop token, if it was drawn."""
     logprobs: list[float]
     """Of each token, of the distribution that it was drawn from (at the temperature), natural logarithm."""
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     spans: list[Span]
     routes: np.ndarray | None
     """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""

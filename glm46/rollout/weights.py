@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from glm46.distributed.local_tensor import local_tensor
+from glm46.model.adapters import merged_rows
 from glm46.model.transformer import Transformer
 from glm46.training.network import Network
 
@@ -65,11 +66,9 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     out = torch.empty(weight.shape, dtype=dtype, device=device)
     matrices = (x if x.ndim == 3 else x.unsqueeze(0) for x in (out, weight, a, b))
     for number, (sums, base, low, high) in enumerate(zip(*matrices, strict=True)):
-        total = torch.addmm(base.to(device, torch.float32), high, low, alpha=network.plan.config.adapter.scale)
-        if magnitude is not None:
-            rows = magnitude if magnitude.ndim == 1 else magnitude[number]
-            total *= (rows / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
-        sums.copy_(total)
+        rows = magnitude if magnitude is None or magnitude.ndim == 1 else magnitude[number]
+        base = base.to(device, torch.float32)
+        sums.copy_(merged_rows(base, low, high, rows, network.plan.config.adapter.scale))
     return out
 
 
