@@ -18,6 +18,7 @@ from pathlib import Path
 from glm46.checkpoint.integrity import published_steps
 from glm46.commands.environment import describe_version
 from glm46.commands.hosts import PASSED_VARIABLES, Driver, HostNodes, host_commands
+from glm46.commands.metrics import exporting
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts, refuse_node
 from glm46.commands.options import config_parser, parse_with_overrides, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
@@ -215,8 +216,6 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
 
 def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals) -> int:
     plan, nodes = ready.plan, ready.nodes
-    if nodes.rank == 0:
-        _prepare(plan)
     share_cores(ready.machine.cores, ready.processes)
 
     def start(number: int) -> End:
@@ -224,10 +223,16 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
         wait_for_first(nodes, number, _report)
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
             options = rendezvous_options(nodes, ready.processes, number)
-            return run_ranks(options, ["train", "--config", str(arguments.config), *overrides], signals)
+            exporter.starts(number)
+            command = ["train", "--exported", "--config", str(arguments.config), *overrides]
+            return run_ranks(options, command, signals)
 
     checkpoints = plan.config.checkpoint_folder
-    code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), arguments.max_restarts)
+    with exporting(plan.config if nodes.rank == 0 else None) as exporter:
+        if nodes.rank == 0:
+            _prepare(plan)
+        code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), arguments.max_restarts)
+        exporter.ends(code)
     if code == 0 and nodes.rank == 0:
         print(describe_next(plan, ready.typed))
     return code

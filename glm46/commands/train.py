@@ -1,12 +1,14 @@
 """``python -m glm46 train``: train in this process; launch and torchrun start one process for each rank."""
 
+import argparse
 from collections.abc import Sequence
 
+from glm46.commands.metrics import exporting
 from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.config.ablation import require_one_run
 from glm46.config.command_line import Start, module_command
 from glm46.config.loader import load_config
-from glm46.distributed.environment import launched_world_size
+from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.planner.plan import resolve_plan
 from glm46.reliability.stop import StopRequest
 
@@ -18,7 +20,9 @@ def train_command(argv: Sequence[str]) -> int:
         UserError: the config has faults.
         Diverged: steps or weights went bad.
     """
-    arguments, overrides = parse_with_overrides(config_parser("train"), argv)
+    parser = config_parser("train")
+    parser.add_argument("--exported", action="store_true", help=argparse.SUPPRESS)  # the launcher exports the metrics
+    arguments, overrides = parse_with_overrides(parser, argv)
     stop = StopRequest()
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     require_one_run(config.ablation, arguments.config, module_command())
@@ -30,7 +34,10 @@ def train_command(argv: Sequence[str]) -> int:
     else:
         from glm46.pretrain.task import train
 
-    code = train(config, stop)
+    is_exporter = launched_rank() == 0 and not arguments.exported
+    with exporting(config if is_exporter else None) as exporter:
+        exporter.starts(0)
+        code = exporter.ends(train(config, stop))
     if code == 0 and launched_world_size() is None:
         from glm46.commands.launch import describe_next
 

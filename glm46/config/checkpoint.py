@@ -81,3 +81,26 @@ class Metrics(Section):
 
     save_tb_folder: Annotated[LocalPath, Needs("enable_tensorboard")] = "tb"
     """Folder of the event files of this run alone, under job.dump_folder or absolute."""
+
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Serve metrics for Prometheus on this port of the first node, such as 9400; another port if it is taken. Absent:
+    no endpoint. See docs/monitoring.md."""
+
+    prometheus_address: Annotated[str, Needs("prometheus_port")] = "127.0.0.1"
+    """Address of the endpoint. The default can be reached from this machine alone; 0.0.0.0 from everywhere."""
+
+    prometheus_tls_certificate: Annotated[LocalPath | None, Needs("prometheus_tls_key")] = None
+    """PEM file of the certificate with which the endpoint speaks HTTPS. Absent: HTTP."""
+
+    prometheus_tls_key: Annotated[LocalPath | None, Needs("prometheus_tls_certificate"), Needs("prometheus_port")] = (
+        None
+    )
+    """PEM file of the key of this certificate."""
+
+    prometheus_password_file: Annotated[LocalPath | None, Needs("prometheus_port")] = None
+    """File with one line ``USER:PASSWORD``, readable by its owner alone, which a scrape has to send. Absent: no
+    password."""
+
+    prometheus_sd_folder: Annotated[LocalPath, Needs("prometheus_port")] = "outputs/monitoring/targets"
+    """Folder of a file for each run that exports metrics, by which Prometheus finds it (``file_sd_configs``); it is
+    the one that scripts/setup_monitoring.sh reads."""

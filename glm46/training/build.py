@@ -11,6 +11,7 @@ from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import launched_rank
 from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import die_with_parent, join, leave
+from glm46.observe.heartbeat import Heartbeat
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import StopRequest
@@ -54,6 +55,7 @@ def run(
             shortest_seconds=config.comm.hang_seconds,
             start_seconds=config.comm.init_timeout_seconds,
         )
+        heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
     try:
         if config.debug.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -66,7 +68,7 @@ def run(
                 (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         while True:
             try:
-                with services_of(task, checkpoints, progress, meta, stop, watchdog) as services:
+                with services_of(task, checkpoints, progress, meta, stop, watchdog, heartbeat) as services:
                     return train(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)
@@ -75,6 +77,7 @@ def run(
         raise
     finally:
         watchdog.close()
+        heartbeat.close()
         stop.restore()
         ends.close()
         leave()

@@ -15,6 +15,7 @@ from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.services import Services
 from glm46.training.state import Progress
 from glm46.training.step import StepOutcome, train_step
+from glm46.training.step_metrics import identity
 from glm46.training.task import StepBatches, Task
 from glm46.training.totals import StepTotals, count_step, from_tensors, to_tensors
 
@@ -44,6 +45,13 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         RollbackNeeded: to continue from an earlier checkpoint.
     """
     plan, config, metrics = task.plan, task.plan.config, services.metrics
+    services.heartbeat.begins(
+        step=progress.step,
+        tokens=progress.tokens,
+        budget=plan.budget_tokens,
+        save_interval=config.checkpoint.interval if config.checkpoint.enable else None,
+        info=identity(plan),
+    )
     validation: dict[str, float] = {}
     with metrics.throughput.excluded():
         if config.validation.enable and progress.step == 0:
@@ -77,12 +85,13 @@ def train(task: Task, services: Services, progress: Progress) -> int:
     services.profiler.drop()
     services.watchdog.close()
     services.saver.finish(progress, validation)
+    services.heartbeat.stops()
     return _end(task, services, progress)
 
 
 def prepare_step(task: Task, services: Services, progress: Progress) -> dict[str, float]:
     """`Task.prepare`, in its own time: a watchdog of steps does not know how long completions take. Collective."""
-    with services.watchdog.unwatched("preparing the step"):
+    with services.watchdog.unwatched("preparing the step"), services.heartbeat.phase("prepare"):
         return task.prepare(progress, services.stop)
 
 
@@ -143,8 +152,12 @@ def end_step(
     config, validation = task.plan.config, {}
     is_profiled = services.profiler.covers(progress.step)
     services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
+    loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
+    # The loss of a policy has further terms, which only rows have.
+    loss = None if config.rl else loss_sum / max(targets, 1)
+    services.heartbeat.step(progress.step, progress.tokens, was_skipped=outcome.fault is not None, loss=loss)
     if outcome.fault is None:
-        progress.add_loss(outcome.main.sums["loss"].item(), step.totals.main["targets"])
+        progress.add_loss(loss_sum, targets)
     else:
         samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
         services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
@@ -169,7 +182,8 @@ def end_step(
 def validate(task: Task, services: Services, progress: Progress) -> dict[str, float]:
     """Validate and report. Collective."""
     started = time.perf_counter()
-    row = task.validate()
+    with services.heartbeat.phase("validate"):
+        row = task.validate()
     seconds = time.perf_counter() - started
     services.report.validation({"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds})
     return row

@@ -9,6 +9,7 @@ from glm46.checkpoint.save import SaveOutcome
 from glm46.config.errors import UserError
 from glm46.distributed.collective_errors import on_first_rank
 from glm46.distributed.ranks import CheckpointError
+from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.report import Report
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.stop import Diverged
@@ -27,9 +28,15 @@ class Saver:
     """Saves every `[checkpoint] interval` steps, in the background if configured, and once at the end."""
 
     def __init__(
-        self, task: Task, checkpoints: CheckpointManager, report: Report, progress: Progress, spikes: SpikeDetector
+        self,
+        task: Task,
+        checkpoints: CheckpointManager,
+        report: Report,
+        progress: Progress,
+        spikes: SpikeDetector,
+        heartbeat: Heartbeat,
     ):
-        self._task, self._checkpoints, self._report = task, checkpoints, report
+        self._task, self._checkpoints, self._report, self._heartbeat = task, checkpoints, report, heartbeat
         self._config = task.plan.config.checkpoint
         self._spikes = spikes
         self._saved_step = checkpoints.loaded_step or 0
@@ -63,7 +70,8 @@ class Saver:
             )
         else:
             try:
-                self._save(progress, validation)
+                with self._heartbeat.phase("save"):
+                    self._save(progress, validation)
             except CheckpointError as error:
                 self._report_failure(progress, error)
 
@@ -78,19 +86,23 @@ class Saver:
         if not self._config.enable:
             return
         try:
-            if self._saved_step != progress.step:
-                self._save_now(progress, validation)
-            try:
-                self._report_saves(self._checkpoints.close())
-            except CheckpointError as error:
-                self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
-                self._save_now(progress, validation)
-                self._report_saves(self._checkpoints.close())
+            with self._heartbeat.phase("save"):
+                self._finish(progress, validation)
         except NotFiniteError as error:
             fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._remedy()}"
             raise Diverged(*on_first_rank(fault)) from None
         except CheckpointError as error:
             raise SaveFailed(*on_first_rank(f"step {progress.step} is not saved. {error}; {self._remedy()}")) from None
+
+    def _finish(self, progress: Progress, validation: dict[str, float]) -> None:
+        if self._saved_step != progress.step:
+            self._save_now(progress, validation)
+        try:
+            self._report_saves(self._checkpoints.close())
+        except CheckpointError as error:
+            self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
+            self._save_now(progress, validation)
+            self._report_saves(self._checkpoints.close())
 
     def _remedy(self) -> str:
         folder = self._checkpoints.folder
@@ -133,12 +145,14 @@ class Saver:
 
     def _report_failure(self, progress: Progress, error: CheckpointError) -> None:
         self._failed_saves += 1
+        self._heartbeat.save_failed()
         self.found_non_finite |= isinstance(error, NotFiniteError)
         self._report.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
 
     def _report_saves(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
             self._last = outcome
+            self._heartbeat.saved(outcome.step)
             self._report.log(
                 f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "
                 f"training waited {outcome.stall_seconds:.2f} s"

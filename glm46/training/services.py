@@ -1,4 +1,4 @@
-"""What watches and records a run: report, metrics, saves, watchdog, stop signals, loss spikes, stragglers, profiles."""
+"""What watches and records a run: report, metrics, saves, watchdog, heartbeat, stop, spikes, stragglers, profiles."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.distributed.device_time import OwnDeviceTime
+from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.module_times import flops_by_kind
 from glm46.observe.profiler import Profiled, Profiler
 from glm46.observe.report import Report
@@ -39,6 +40,7 @@ class Services:
     metrics: StepMetrics
     saver: Saver
     watchdog: Watchdog
+    heartbeat: Heartbeat
     stop: StopRequest
     spikes: SpikeDetector
     stragglers: Stragglers
@@ -75,6 +77,7 @@ def services_of(
     meta: dict[str, Any] | None,
     stop: StopRequest,
     watchdog: Watchdog,
+    heartbeat: Heartbeat,
 ) -> Iterator[Services]:
     """The services of a run that continues from this progress. Metrics of later steps are removed from the files.
     Collective.
@@ -107,8 +110,9 @@ def services_of(
             yield Services(
                 report=report,
                 metrics=StepMetrics(task),
-                saver=Saver(task, checkpoints, report, progress, spikes),
+                saver=Saver(task, checkpoints, report, progress, spikes, heartbeat),
                 watchdog=watchdog,
+                heartbeat=heartbeat,
                 stop=stop,
                 spikes=spikes,
                 stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp, _device_time(task)),

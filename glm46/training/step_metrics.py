@@ -1,6 +1,8 @@
 """Rows of training metrics, and the first message of a run."""
 
 import difflib
+import hashlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from glm46.observe.metrics import METRICS
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.planner.parameters import count_parameters
+from glm46.planner.plan import Plan
 from glm46.planner.schedule import learning_rate_factor, schedule_value
 from glm46.training.balance import balance_metrics
 from glm46.training.layout_report import describe_layout, whole_role_table
@@ -77,6 +80,20 @@ class StepMetrics:
             "expert_bias_max": network.balance.largest_bias(network.cluster.meshes.pipeline),
             **balance_metrics(outcome.tokens_per_expert.cpu(), outcome.overflow.cpu()),
         }
+
+
+def identity(plan: Plan) -> dict[str, str]:
+    """What tells one run from another, by name, for the heartbeat."""
+    config, layout = plan.config, plan.layout
+    return {
+        "task": "rl" if config.rl else "finetune" if config.finetune else "pretrain",
+        "model": config.model.flavor,
+        "world_size": str(layout.world_size),
+        "layout": " ".join(f"{axis}={degree}" for axis, degree in asdict(layout).items() if degree > 1),
+        "config": hashlib.sha256(dump_config(config).encode()).hexdigest()[:12],
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
+    }
 
 
 def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *, is_own: bool) -> str:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -118,31 +119,51 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_config, start, tmp_
     assert time.monotonic() - started < 100  # the other rank was ended, it did not wait for its timeout
 
 
-def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start):
-    """By itself while a restart is left, and when the same command is given again."""
+def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start, tmp_path):
+    """By itself while a restart is left, and when the same command is given again. Prometheus sees a restart and no
+    steps that nobody made."""
     # The schedule's end is stated, so that the shorter second start does not change the learning rate.
     schedule = {"total_tokens": 100_000}
-    config = make_config(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule)
+    targets = tmp_path / "targets"
+    metrics = {"prometheus_port": int(free_port()), "prometheus_sd_folder": str(targets)}
+    config = make_config(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule, metrics=metrics)
     process = start.as_command(config, "--nproc", "2", "--max-restarts", "1")
     wait_for_step(config, 5, process)
+    assert scrape(targets)["training_restarts_total"] == 0
     before = kill_a_rank(config, process)
     log = Path(config.job.dump_folder) / "log.txt"
     while "resumed after step" not in log.read_text():
         assert process.poll() is None, process.output.read_text()
         time.sleep(0.05)
+    resumed = losses(config)[-1][0]
     wait_for_step(config, max(before) + 3, process)
+    found = scrape(targets)
+    assert found["training_restarts_total"] == 1
+    # The first step after the resume may have had a row already.
+    assert found["training_step"] - resumed <= found["training_steps_total"] <= found["training_step"] - resumed + 1
     before |= kill_a_rank(config, process)
     output = end(process)
     assert process.returncode == 1, output
     assert output.count("was ended by SIGKILL") == 2 and "restart 1 of 1, from the checkpoint of step" in output
     assert output.splitlines()[-1].startswith("error: no restart is left of 1; the same command goes on from the check")
     steps = max(before) + 3
+    assert list(targets.glob("*.json"))  # a crash: the missing endpoint has to raise an alert
     process = start.by_fork(config, training__steps=steps)
     output = end(process)
     assert process.returncode == 0, output
+    assert not list(targets.glob("*"))
     after = dict(losses(config))
     assert sorted(after) == list(range(1, steps + 1))
     assert all(before[step] == after[step] for step in before)
+
+
+def scrape(targets: Path) -> dict[str, float]:
+    """The series without labels of the run that announces itself in this folder."""
+    (file,) = targets.glob("*.json")
+    (address,) = json.loads(file.read_text())[0]["targets"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name != "#"}
 
 
 def kill_a_rank(config, process: subprocess.Popen) -> dict[int, float]:

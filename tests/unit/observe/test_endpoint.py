@@ -1,0 +1,157 @@
+"""The endpoint over real sockets: ports, passwords, TLS, silent clients, and the file by which Prometheus finds it."""
+
+import base64
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+
+import pytest
+
+from glm46.cli import main
+from glm46.commands.metrics import exporting
+from glm46.config.checkpoint import Metrics
+from glm46.config.errors import UserError
+from glm46.observe.endpoint import Endpoint
+from glm46.observe.exporter import RunCollector
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """A function that serves the folder ``run`` with keys of [metrics]; returns the endpoint and what it said."""
+    started = []
+
+    def start(folder="run", **keys):
+        said = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        keys = {"prometheus_port": port, "prometheus_sd_folder": str(tmp_path / "targets")} | keys
+        (tmp_path / folder).mkdir(exist_ok=True)
+        endpoint = Endpoint(Metrics(**keys), tmp_path / folder, RunCollector(tmp_path / folder), said.append)
+        started.append(endpoint)
+        return endpoint, said
+
+    yield start
+    for endpoint in started:
+        endpoint.close(has_failed=False)
+
+
+def get(port, password=None, context=None):
+    request = urllib.request.Request(f"http{'s' if context else ''}://127.0.0.1:{port}/metrics")
+    if password:
+        request.add_header("Authorization", "Basic " + base64.b64encode(password.encode()).decode())
+    with urllib.request.urlopen(request, timeout=5, context=context) as response:
+        return response.read().decode()
+
+
+def targets(folder):
+    return {path.name: json.loads(path.read_text())[0] for path in sorted((folder / "targets").iterdir())}
+
+
+def test_a_taken_port_gives_another_one_and_prometheus_is_told(serve, tmp_path):
+    first, _ = serve()
+    second, said = serve("other", prometheus_port=first.port)
+    assert second.port != first.port and f"{first.port} is taken" in said[0] and str(second.port) in said[1]
+    assert not (tmp_path / "targets").exists()
+    first.announce()
+    second.announce()
+    found = targets(tmp_path)
+    assert [entry["labels"] for entry in found.values()] == [{"run": "other"}, {"run": "run"}]
+    assert [entry["targets"] for entry in found.values()] == [[f"127.0.0.1:{one.port}"] for one in (second, first)]
+    for endpoint in (first, second):
+        assert "training_restarts_total 0.0" in get(endpoint.port)
+    with pytest.raises(OSError):  # loopback alone
+        socket.create_connection((socket.gethostbyname(socket.gethostname()), first.port), timeout=0.2).close()
+        if socket.gethostbyname(socket.gethostname()).startswith("127."):
+            raise OSError
+
+
+def test_a_client_that_says_nothing_holds_up_no_scrape(serve):
+    endpoint, _ = serve()
+    with socket.create_connection(("127.0.0.1", endpoint.port)):
+        assert "training_restarts_total" in get(endpoint.port)
+
+
+def test_a_scrape_needs_the_password(serve, tmp_path):
+    file = tmp_path / "password"
+    file.write_text("prometheus:secret\n")
+    file.chmod(0o600)
+    endpoint, _ = serve(prometheus_password_file=str(file))
+    assert "training_restarts_total" in get(endpoint.port, "prometheus:secret")
+    for wrong in (None, "prometheus:other", "prometheus:"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(endpoint.port, wrong)
+        assert refused.value.code == 401
+
+
+def test_tls_with_a_silent_client(serve, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+    endpoint, said = serve(prometheus_tls_certificate=str(certificate), prometheus_tls_key=str(key))
+    context = ssl.create_default_context(cafile=str(certificate))
+    with socket.create_connection(("127.0.0.1", endpoint.port)):  # before its handshake
+        assert "training_restarts_total" in get(endpoint.port, context=context)
+    assert "https://" in said[0]
+    endpoint.announce()
+    assert next(iter(targets(tmp_path).values()))["labels"]["__scheme__"] == "https"
+    with pytest.raises(UserError, match="prometheus_tls_certificate.*PEM"):
+        serve(prometheus_tls_certificate=str(key), prometheus_tls_key=str(key))
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
+        ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
+        ({"prometheus_password_file": "absent"}, ("prometheus_password_file", "absent", "USER:PASSWORD")),
+        ({"prometheus_password_file": "open"}, ("prometheus_password_file", "others may read", "chmod 600")),
+        ({"prometheus_password_file": "empty"}, ("prometheus_password_file", "one line", "USER:PASSWORD")),
+    ],
+)
+def test_mistakes_are_refused_with_key_value_and_remedy(serve, tmp_path, monkeypatch, keys, words):
+    monkeypatch.chdir(tmp_path)
+    for name, text, mode in (("open", "a:b", 0o644), ("empty", "a:\n", 0o600)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    with pytest.raises(UserError) as fault:
+        serve(**keys)
+    assert all(word in str(fault.value) for word in words), fault.value
+
+
+def test_a_folder_of_targets_that_cannot_be_written(serve, tmp_path):
+    (tmp_path / "file").write_text("")
+    endpoint, _ = serve(prometheus_sd_folder=str(tmp_path / "file" / "targets"))
+    with pytest.raises(UserError, match="prometheus_sd_folder.*another folder"):
+        endpoint.announce()
+
+
+@pytest.mark.parametrize("code, stays", [(0, False), (2, False), (75, False), (1, True), (76, True), (77, True)])
+def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, capsys, code, stays):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys = {"prometheus_port": port, "prometheus_sd_folder": str(tmp_path / "targets")}
+    with exporting(make_config(metrics=keys)) as exporter:
+        assert not (tmp_path / "targets").exists()
+        exporter.starts(0)
+        assert len(targets(tmp_path)) == 1
+        exporter.starts(1)
+        assert "training_restarts_total 1.0" in get(port)
+        assert exporter.ends(code) == code
+    assert bool(targets(tmp_path)) is stays
+    with pytest.raises(OSError):
+        get(port)
+    assert f"127.0.0.1:{port}/metrics" in capsys.readouterr().out
+
+
+def test_metrics_refuses_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["metrics", str(tmp_path)]) == 2
+    assert "config.toml" in capsys.readouterr().err
