@@ -44,10 +44,14 @@ from tests.ranks.sharded_layouts import (
 )  # fmt: skip
 
 LAYOUTS = {
-    "tensor": Layout(tensor=2),
-    "context": Layout(context=2),
-    "pipeline": Layout(pipeline=2, micro_batches=4),
+    2: {
+        "tensor": Layout(tensor=2),
+        "context": Layout(context=2),
+        "pipeline": Layout(pipeline=2, micro_batches=4),
+    },
+    4: {"triple": Layout(pipeline=2, context=2, experts_over=2, micro_batches=4)},
 }
+"""By number of ranks and name."""
 ROWS = 2
 """Of a micro-batch."""
 _DOCUMENTS = 24
@@ -120,9 +124,10 @@ def run_alone(model: Transformer) -> tuple[float, dict, dict[str, Tensor]]:
 def compare_some(names: list[str], expected: tuple[float, dict, dict[str, Tensor]]) -> None:
     """On each rank."""
     process = join(60)
+    layouts = LAYOUTS[process.world_size]
     loss, totals, gradients = expected
     for name in names:
-        job = build_job(run_config(LAYOUTS[name]), process)
+        job = build_job(run_config(layouts[name]), process)
         with tempfile.TemporaryDirectory() as folder:
             batches = load_batches(Path(folder))
         counted = count_step(job, batches)
@@ -142,7 +147,8 @@ def main(world_size: int, *names: str) -> None:
     """Compare the named layouts, or all, with one process, which is this one."""
     torch.set_num_threads(1)
     expected = run_alone(make_model(run_config(Layout())))
-    run_cases(world_size, list(names or LAYOUTS), lambda some: compare_some(some, expected), len(LAYOUTS))
+    names = names or tuple(LAYOUTS[world_size])
+    run_cases(world_size, list(names), lambda some: compare_some(some, expected), len(names))
 
 
 if __name__ == "__main__":

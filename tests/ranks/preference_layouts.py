@@ -55,8 +55,9 @@ BEGIN = 0
 _LAYOUTS = {
     2: [
         *(Layout(**axis, adapter=adapter) for adapter in ("", "lora") for axis in (
-            {}, {"tensor": 2}, {"context": 2, "checkpointing": "full"}, {"pipeline": 2}, {"experts_over": 2}
+            {}, {"tensor": 2}, {"context": 2, "checkpointing": "full"}, {"experts_over": 2}
         )),
+        Layout(pipeline=2), Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, adapter="lora"),
         Layout(compiled=True, adapter="lora"), Layout(experts_over=2, adapter="dora"),
     ],
     4: [

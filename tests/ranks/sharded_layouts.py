@@ -159,6 +159,8 @@ _LAYOUTS = {
         Layout(pipeline=2, adapter="lora", adapted=(3, 4)),
         Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, adapter="lora"),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, checkpointing="selective", adapter="lora"),
+        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="full", adapter="lora"),
+        Layout(pipeline=2, schedule="GPipe", micro_batches=4, adapter="dora", adapted=(0, 1)),
         Layout(tensor=2, checkpointing="full", adapter="dora"),
         Layout(experts_over=2, checkpointing="selective", adapter="dora"),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="dora"),
@@ -513,6 +515,14 @@ def total_of(outputs: list, batches: list[dict[str, Tensor]], layout: Layout) ->
     return value.item()
 
 
+def assert_adapters_change_nothing(job: Job, layout: Layout) -> None:
+    """New adapters leave each log-probability as the base has it, to the bit; collective."""
+    batch = micro_batches(job, 0, layout.micro_batches)[0]
+    with_adapters, base = (job.network.evaluate(batch, BY_TOKEN["form"], adapted=adapted) for adapted in (True, False))
+    job.network.release()
+    assert base is None or torch.equal(with_adapters.logprobs, base.logprobs), layout.name
+
+
 def run_layout(process: Process, layout: Layout) -> tuple:
     """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole. From the second step on nothing may
@@ -524,6 +534,8 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     parameters, frozen = job.network.parameters, job.network.frozen
     initial = {name: (whole(p).clone(), held(p)) for name, p in (parameters | frozen).items()}
     job.network.loaded(new_adapters=True)
+    if layout.adapter and not layout.compiled:  # a forward without gradient has graphs of its own
+        assert_adapters_change_nothing(job, layout)
     begin_adapters(parameters)
     job.network.loaded(new_adapters=False)
     by_token = run_by_token(job, layout)

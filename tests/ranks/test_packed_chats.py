@@ -6,7 +6,7 @@ from tests.ranks.packed_chats import LAYOUTS
 from tests.ranks.server import differences
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(2, name) for name in LAYOUTS])
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts])
 def test_packed_rows_equal_their_documents_alone(case_row, ranks, case):
     row = case_row("packed_chats.main", ranks, case=case, seconds=300)
     assert row["targets_equal"]

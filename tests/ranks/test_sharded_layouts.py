@@ -50,7 +50,7 @@ each exchange with other ranks is a break. Lower them after an improvement."""
 
 
 def test_no_two_layouts_have_one_name():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 56, 4: 42, 8: 11}
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 58, 4: 42, 8: 11}
 
 
 def layout_case(ranks: int, name: str, layout: Layout):

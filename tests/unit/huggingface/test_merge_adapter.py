@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 from peft import PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Glm4MoeForCausalLM
 
 from glm46.cli import main
@@ -31,12 +33,13 @@ WIDE = SHAPE.model_copy(  # whole FP8 blocks; two of them in the columns of the 
         "n_routed_experts": 2,
     }
 )
+MOST_ELEMENTS = 500
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Every matrix is merged in several pieces, FP8 ones in pieces of whole blocks."""
-    monkeypatch.setattr("glm46.huggingface.merge_adapter._MOST_ELEMENTS", 500)
+    monkeypatch.setattr("glm46.huggingface.merge_adapter._MOST_ELEMENTS", MOST_ELEMENTS)
 
 
 def base_folder(folder, shape=SHAPE, dtype=torch.bfloat16, fp8=None):
@@ -116,6 +119,29 @@ def test_the_merged_folder_is_base_plus_adapter_rounded_once_and_other_bytes_sta
     whole, change = weights[name.removeprefix("model.")], expected[name.removeprefix("model.")]
     assert errors[name]["change"] == pytest.approx(((change - whole).norm() / whole.norm()).item(), rel=1e-4)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most bytes of a result of any operator."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.nbytes = max(self.nbytes, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_merge_holds_pieces_of_matrices_only(kind, tmp_path):
+    """So its memory does not grow with the model: matrices here have up to 1,152 elements, files 30 KB."""
+    base, weights = base_folder(tmp_path / "base")
+    adapter_folder(tmp_path / "adapter", base, scale=0.7, **kind)
+    assert max(weight.numel() for weight in weights.values()) > 2 * MOST_ELEMENTS
+    with Largest() as largest:
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
+    assert 2 * MOST_ELEMENTS < largest.nbytes <= 4 * MOST_ELEMENTS  # FP32
 
 
 @torch.no_grad()
