@@ -1,12 +1,16 @@
 """Fine-tuning starts from trained weights and shows greedy answers before and after."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.data import chat
 from glm46.data.chat import chat_prompt
 from glm46.data.conversation import Message
 from glm46.finetune.task import train
@@ -14,7 +18,9 @@ from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.loading import load_for_inference
 from glm46.inference.sampling import Sampling
+from glm46.prepare.pipeline import prepare_text
 from glm46.pretrain.task import train as pretrain
+from tests.small_run import call_here
 
 MESSAGES = ["function_3", "return"]
 
@@ -66,6 +72,38 @@ def test_answers_end_with_their_stop_marker_and_say_so(make_config, base, tokeni
         cut = answer[: answer.index(marker) + 1] if marker in answer else answer
         state = "" if marker in answer else "│ not ended after 5 tokens"
         assert f"user: {message}\nassistant: {tokenizer.decode(cut).strip()}{state}\n" in before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_trained", [True, False], ids=["target", "no target"])
+def test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target(
+    make_config, base, tokenizer, tmp_path, capsys, monkeypatch, is_trained
+):
+    """A small model learns an answer. The role marker behind them is in its text either way."""
+    monkeypatch.setattr("glm46.prepare.pipeline.call_in_workers", call_here)
+    if not is_trained:
+        encode, ends = chat._encode, sorted(stop_ids(tokenizer))
+
+        def without_markers(*arguments):
+            document = encode(*arguments)
+            return document._replace(is_target=document.is_target & ~np.isin(document.ids, ends))
+
+        monkeypatch.setattr(chat, "_encode", without_markers)
+    words = ("red", "blue", "green")
+    messages = ([{"role": "user", "content": word}, {"role": "assistant", "content": "Yes."}] for word in words)
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in messages))
+    recipe = {"input": (str(file),), "output": str(tmp_path / "chats"), "format": "messages", "max_tokens": 24}
+    prepare_text(TextRecipe(**recipe, name="chats", held_out=0.0, processes=1), report=lambda line: None)
+    source = {"name": "chats", "path": str(tmp_path / "chats"), "packing": "best_fit"}
+    config = tuned(
+        make_config, base, data={"sources": [source]}, training={"steps": 40, "seq_len": 24},
+        finetune={"samples": list(words), "max_new_tokens": 8}, optimizer={"lr": 2e-2},
+    )  # fmt: skip
+    assert train(config) == 0
+    after = capsys.readouterr().out.partition("Greedy answers after step 40;")[2]
+    assert after.startswith(f" {3 if is_trained else 0} of 3 ended with a stop marker")
+    assert all(f"user: {word}\nassistant: Yes." in after for word in words)
 
 
 def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
