@@ -65,6 +65,7 @@ _COUNTERS = (
     _Gauge("training_steps_total", "Optimizer steps of this process; starts at 0 with each process.", "steps_done"),
     _Gauge("training_tokens_total", "Tokens of this process.", "tokens_done"),
     _Gauge("training_skipped_steps_total", "Steps of this process that were skipped: spikes, non-finite.", "skipped"),
+    _Gauge("training_not_finite_steps_total", "Steps skipped because a value was not finite.", "not_finite"),
     _Gauge("training_failed_saves_total", "Checkpoints of this process that could not be saved.", "failed_saves"),
 )
 

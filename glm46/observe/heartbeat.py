@@ -33,9 +33,11 @@ class Beat:
     """Steps since the start of the run, as `tokens`."""
     tokens: int = 0
     steps_done: int = 0
-    """Steps of this process, as the next three."""
+    """Steps of this process, as the next four."""
     tokens_done: int = 0
     skipped: int = 0
+    not_finite: int = 0
+    """Of the skipped steps, those whose loss or gradient was not finite."""
     failed_saves: int = 0
     loss: float | None = None
     """Mean loss of the last step; NaN if it was not finite, None if only rows have it."""
@@ -78,17 +80,19 @@ class Heartbeat:
         beat.save_interval, beat.saved_step, beat.saved = save_interval, step, time.time() if step else None
         self._enter("train")
 
-    def step(self, step: int, tokens: int, *, was_skipped: bool, loss: float | None) -> None:
+    def step(self, step: int, tokens: int, *, was_skipped: bool, is_finite: bool, loss: float | None) -> None:
         """A step is done.
 
         Args:
             tokens: since the start of the run.
+            is_finite: whether loss and gradient are.
             loss: mean of the step; None to leave it to the rows.
         """
         beat = self._beat
         beat.tokens_done += tokens - beat.tokens
         beat.steps_done += 1
         beat.skipped += was_skipped
+        beat.not_finite += not is_finite
         beat.step, beat.tokens, beat.loss = step, tokens, loss
         self._enter(beat.phase)
 

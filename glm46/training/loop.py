@@ -14,7 +14,7 @@ from glm46.training.final_report import final_report
 from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.services import Services
 from glm46.training.state import Progress
-from glm46.training.step import StepOutcome, train_step
+from glm46.training.step import NOT_FINITE, StepOutcome, train_step
 from glm46.training.step_metrics import identity
 from glm46.training.task import StepBatches, Task
 from glm46.training.totals import StepTotals, count_step, from_tensors, to_tensors
@@ -155,8 +155,9 @@ def end_step(
     loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
     # The loss of a policy has further terms, which only rows have.
     loss = None if config.rl else loss_sum / max(targets, 1)
-    services.heartbeat.step(progress.step, progress.tokens, was_skipped=outcome.fault is not None, loss=loss)
-    if outcome.fault is None:
+    is_good, is_finite = outcome.fault is None, outcome.fault != NOT_FINITE
+    services.heartbeat.step(progress.step, progress.tokens, was_skipped=not is_good, is_finite=is_finite, loss=loss)
+    if is_good:
         progress.add_loss(loss_sum, targets)
     else:
         samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"

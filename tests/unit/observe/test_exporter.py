@@ -96,14 +96,15 @@ def test_values_are_those_of_the_rows_in_base_units(tmp_path):
 def test_counters_begin_at_0_with_each_process_and_survive_a_rollback(tmp_path):
     beat, collector = begin(tmp_path, step=10_000), RunCollector(tmp_path)
     for step in (10_001, 10_002):
-        beat.step(step, 10 * step, was_skipped=step == 10_002, loss=math.nan if step == 10_002 else 2.0)
+        beat.step(step, 10 * step, was_skipped=step == 10_002, is_finite=step != 10_002, loss=math.nan if step == 10_002 else 2.0)
     beat.save_failed()
     found = values(scrape(collector))
     counts = ("training_steps_total", "training_tokens_total", "training_skipped_steps_total")
-    assert [found[name] for name in (*counts, "training_failed_saves_total")] == [2, 20, 1, 1]
+    more = ("training_not_finite_steps_total", "training_failed_saves_total")
+    assert [found[name] for name in (*counts, *more)] == [2, 20, 1, 1, 1]
     assert found["training_step"] == 10_002 and math.isnan(found["training_loss"])
     beat.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
-    beat.step(9_901, 99_010, was_skipped=False, loss=2.0)
+    beat.step(9_901, 99_010, was_skipped=False, is_finite=True, loss=2.0)
     found = values(scrape(collector))
     assert [found[name] for name in counts] == [3, 30, 1]
     assert found["training_loss"] == 2.0
@@ -184,11 +185,11 @@ def test_a_disk_that_does_not_answer_delays_one_scrape_only(tmp_path, monkeypatc
 
 def test_only_the_main_rank_writes_and_a_failing_disk_is_no_fault(tmp_path):
     other = Heartbeat(tmp_path, is_main=False)
-    other.step(1, 10, was_skipped=False, loss=1.0)
+    other.step(1, 10, was_skipped=False, is_finite=True, loss=1.0)
     other.close()
     assert not list(tmp_path.iterdir())
     nowhere = Heartbeat(tmp_path / "absent", is_main=True)
-    nowhere.step(1, 10, was_skipped=False, loss=1.0)
+    nowhere.step(1, 10, was_skipped=False, is_finite=True, loss=1.0)
     nowhere.close()
     beat = begin(tmp_path, info={"long": "x" * 5000})
     beat.begins(step=0, tokens=0, budget=1, save_interval=None, info={})  # shorter than before

@@ -1,0 +1,347 @@
+"""The alerts of deploy/monitoring: each fires at its second, not one evaluation earlier, and none on a normal day.
+
+promtool computes them as Prometheus does. Without it, only what the file itself says is tested.
+"""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from glm46.observe.exporter import exported_names
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "deploy" / "monitoring"
+GROUPS = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+EVERY_SECONDS = 5
+FAULT = 600
+UNTIL = 1900
+"""Second until which an alert that must not fire is watched, unless `PATIENCE` has another one."""
+PATIENCE = {"PhaseTooLong": 4800}
+"""Second at which most faults begin."""
+RUN = '{job="glm46", run="r", instance="n:9400"}'
+GPU = '{job="dcgm", gpu="3", Hostname="n7", instance="n7:9400"}'
+NODE = '{job="node", instance="n7:9100"}'
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (prometheus)")
+
+Values = Callable[[int], float | str | None]
+
+
+class Case(NamedTuple):
+    """Series as functions of the second, and the second at which the alert fires; None for never."""
+
+    alert: str
+    fires: int | None
+    series: dict[str, Values]
+    every: int = EVERY_SECONDS
+
+
+def step(before: float, after: float, at: int = FAULT) -> Values:
+    return lambda second: after if second >= at else before
+
+
+def always(value: float) -> Values:
+    return lambda second: value
+
+
+def of_run(**values: Values) -> dict[str, Values]:
+    return {f"{name.partition('__')[0]}{_labels(name)}": value for name, value in values.items()}
+
+
+def _labels(name: str) -> str:
+    more = name.partition("__")[2]
+    key, _, value = more.partition("_")
+    return RUN[:-1] + f', {key}="{value}"}}' if more else RUN
+
+
+def noisy_loss(second: int) -> float:
+    """Deviates by 0.02 from 3: the quartiles are 0.04 apart."""
+    return 3.0 + (0.02 if second // EVERY_SECONDS % 2 else -0.02)
+
+
+def spike(height: float) -> Values:
+    return lambda second: noisy_loss(second) + height * (second >= 900)
+
+
+TRAINS = {"training_phase__phase_train": always(1)}
+STOPS_AT_600 = {"training_last_step_timestamp_seconds": lambda second: min(second, FAULT)}
+LATE = {"training_step": always(1000)}
+
+CASES = [
+    Case("TrainingDown", FAULT + 50, {f"up{RUN}": step(1, 0)}),
+    # The first evaluation later than 120 s is that of 125 s.
+    Case("TrainingStalled", FAULT + 135, of_run(training_step_seconds=always(1), **STOPS_AT_600, **TRAINS)),
+    Case("TrainingStalled", FAULT + 315, of_run(training_step_seconds=always(30), **STOPS_AT_600, **TRAINS)),
+    Case(
+        "TrainingStalled",
+        None,
+        of_run(training_step_seconds=always(1), training_phase__phase_save=always(1), **STOPS_AT_600)
+        | of_run(training_phase__phase_train=always(0)),
+    ),
+    Case("PhaseTooLong", FAULT + 3665, of_run(training_phase__phase_prepare=always(1), **STOPS_AT_600)),
+    Case("PhaseTooLong", None, of_run(training_phase__phase_stop=always(1), **STOPS_AT_600)),
+    Case("TrainingNotFinite", FAULT, of_run(training_not_finite_steps_total=step(0, 1))),
+    Case("TrainingNotFinite", FAULT, of_run(training_loss=lambda second: "NaN" if second >= FAULT else 3.0)),
+    Case("StepsSkipped", FAULT, of_run(training_skipped_steps_total=step(0, 5))),
+    Case("StepsSkipped", None, of_run(training_skipped_steps_total=step(0, 2))),
+    Case("LossSpike", 925, of_run(training_loss=spike(0.5))),
+    Case("LossSpike", 925, of_run(training_loss=spike(0.3))),
+    Case("LossSpike", None, of_run(training_loss=spike(0.15))),
+    # As large as before, in a run whose loss deviates more.
+    Case("LossSpike", None, of_run(training_loss=lambda second: 5 * noisy_loss(second) + 0.5 * (second >= 900))),
+    Case("LossSpike", None, of_run(training_loss=spike(0.5), training_info__task_rl=always(1))),
+    Case("LossSpike", None, of_run(training_loss=spike(0.5), training_step=step(1000, 10, at=900))),
+    Case("ThroughputDrop", 4200, of_run(training_tokens_per_second=step(1000, 790, at=3600), **TRAINS)),
+    Case("SlowRank", FAULT + 600, of_run(training_slowest_rank_ratio=step(1.02, 1.2))),
+    Case("DataStarved", FAULT + 600, of_run(training_data_seconds=step(0.01, 0.2), training_step_seconds=always(1))),
+    Case(
+        "RestartLoop",
+        1200,
+        of_run(training_start_timestamp_seconds=lambda second: sum(second >= at for at in (300, 600, 1200))),
+    ),
+    Case("CheckpointFailed", FAULT, of_run(training_failed_saves_total=step(0, 1))),
+    # A step in 5 s: step 201 is more than two intervals after step 100.
+    Case(
+        "CheckpointStale",
+        1005 + 60,
+        of_run(
+            training_step=lambda second: second // 5,
+            training_last_checkpoint_step=always(100),
+            training_checkpoint_interval_steps=always(50),
+        ),
+    ),
+    Case("ExpertsDead", FAULT + 600, of_run(dead_experts=step(0, 4), **LATE)),
+    Case("ExpertsDead", None, of_run(dead_experts=step(0, 4), training_step=always(100))),
+    Case("ExpertImbalance", FAULT + 600, of_run(expert_balance_cv=step(0.3, 1.2), **LATE)),
+    # MiB, and no total: 79,000 of 80,000.
+    Case(
+        "GPUMemoryExhausted",
+        FAULT + 300,
+        {
+            f"DCGM_FI_DEV_FB_USED{GPU}": step(70_000, 79_000),
+            f"DCGM_FI_DEV_FB_FREE{GPU}": step(9_500, 500),
+            f"DCGM_FI_DEV_FB_RESERVED{GPU}": always(500),
+        },
+    ),
+    Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_GPU_TEMP{GPU}": step(70, 90)}),
+    Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_MEMORY_TEMP{GPU}": step(85, 97)}),
+    Case(
+        "GPUThrottled",
+        FAULT + 300,
+        {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="hw_thermal"}}': step(0, 2)},
+    ),
+    Case("GPUThrottled", None, {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="gpu_idle"}}': step(0, 2)}),
+    Case("GPUXid", FAULT, {f'DCGM_EXP_XID_ERRORS_COUNT{GPU[:-1]}, xid="79"}}': step(0, 1)}),
+    Case(
+        "GPULost",
+        FAULT + 60,
+        {
+            f'DCGM_FI_DEV_GPU_TEMP{{Hostname="n7", gpu="{gpu}"}}': always(60) if gpu else step(60, "stale")
+            for gpu in range(8)
+        },
+    ),
+    Case("NodeDown", FAULT + 60, {f"up{NODE}": step(1, 0)}),
+    # Full in 30,000 s: that is six hours ahead from 8,400 s on, and half of it is used from 15,000 s on.
+    Case(
+        "DiskFilling",
+        15_060 + 600,
+        {
+            f"node_filesystem_avail_bytes{NODE}": lambda second: 1e12 * (1 - second / 30_000),
+            f"node_filesystem_size_bytes{NODE}": always(1e12),
+        },
+        every=60,
+    ),
+    Case("ClockOff", FAULT + 600, {f"node_timex_offset_seconds{NODE}": step(0.001, -0.2)}),
+]
+
+
+def written(values: Values, seconds: range) -> str:
+    """A series in promtool's notation."""
+    found = (values(second) for second in seconds)
+    return " ".join("_" if value is None else str(value) for value in found)
+
+
+def entry(series: dict[str, Values], end: int, every: int, expectations: list[dict]) -> dict:
+    seconds = range(0, end + every, every)
+    return {
+        "interval": f"{every}s",
+        "input_series": [{"series": name, "values": written(values, seconds)} for name, values in series.items()],
+        "promql_expr_test": expectations,
+    }
+
+
+def write_tests(file: Path, rules: Path, every: int, tests: list[dict]) -> Path:
+    content = {"rule_files": [str(rules)], "evaluation_interval": f"{every}s", "tests": tests}
+    file.write_text(json.dumps(content))
+    return file
+
+
+def run_promtool(*files: Path) -> None:
+    done = subprocess.run(["promtool", "test", "rules", *files], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@needs_promtool
+@pytest.mark.slow
+def test_each_alert_fires_at_its_second_and_not_one_evaluation_earlier(tmp_path):
+    tests = {}
+    for case in CASES:
+        every = case.every
+        firing = f'count(ALERTS{{alertname="{case.alert}", alertstate="firing"}})'
+        end = case.fires or PATIENCE.get(case.alert, UNTIL)
+        expectations = [{"expr": firing, "eval_time": f"{end}s", "exp_samples": []}]
+        if case.fires is not None:
+            expectations[0]["exp_samples"] = [{"labels": "{}", "value": 1}]
+            expectations.append({"expr": firing, "eval_time": f"{end - every}s", "exp_samples": []})
+        tests.setdefault((case.alert, every), []).append(entry(case.series, end, every, expectations))
+    files = []
+    for (alert, every), of_alert in tests.items():
+        # Its rule alone, with those that record: the others would cost a minute.
+        kept = [rule for rule in RULES if "record" in rule or rule.get("alert") == alert]
+        rules = tmp_path / f"{alert}.rules.yml"
+        rules.write_text(json.dumps({"groups": [{"name": "kept", "rules": kept}]}))
+        files.append(write_tests(tmp_path / f"{alert}.yml", rules, every, of_alert))
+    run_promtool(*files)
+
+
+def test_every_alert_has_a_case_that_fires():
+    assert {case.alert for case in CASES if case.fires is not None} == ALERTS.keys()
+
+
+def test_every_alert_says_where_and_how_much_and_has_a_runbook():
+    headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "monitoring.md").read_text(), re.M)
+    for name, rule in ALERTS.items():
+        summary, runbook = rule["annotations"]["summary"], rule["annotations"]["runbook"]
+        assert runbook == f"docs/monitoring.md#{name.lower()}" and name in headings
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert re.search(r"\$labels\.(run|Hostname|instance)", summary), name
+    assert sorted(headings) == sorted(ALERTS)
+
+
+def test_rules_read_only_metrics_that_somebody_exports():
+    """A renamed column would otherwise silence its alert."""
+    counters = (FOLDER / "dcgm-counters.csv").read_text()
+    dcgm = set(re.findall(r"^DCGM_\w+", counters, re.M))
+    assert all(line.count(",") == 2 for line in counters.splitlines() if not line.startswith("#"))
+    found = {word for rule in RULES for word in re.findall(r"\b(?:training|expert|dead|nvidia|DCGM)_\w+", rule["expr"])}
+    assert found <= exported_names() | RECORDED | dcgm, found - exported_names() - RECORDED - dcgm
+
+
+HOUR = 3600
+STARTS = (0, 5 * HOUR, 11 * HOUR, 17 * HOUR)
+"""Of a day with three requeues; each takes five minutes."""
+END = 23 * HOUR
+
+
+def on_the_day(values: Values) -> Values:
+    """While the run waits in the queue, and after its end, Prometheus marks its series as stale: the run has removed
+    itself from discovery."""
+
+    def value(second: int) -> float | str | None:
+        waits = any(start - 300 <= second < start for start in STARTS[1:])
+        return "stale" if waits or second >= END else values(second)
+
+    return value
+
+
+def phase(second: int) -> str:
+    """Five minutes of validation in each second hour, a minute of a save in each, two minutes of a start."""
+    if second - max(start for start in STARTS if start <= second) < 120:
+        return "start"
+    if second % (2 * HOUR) >= 2 * HOUR - 300:
+        return "validate"
+    return "save" if second % HOUR >= HOUR - 400 and second % HOUR < HOUR - 340 else "train"
+
+
+def normal_day() -> dict[str, Values]:
+    """Series of a whole day at 30 s: from a loss of 12, with noise and lone outliers, to a normal end."""
+    noise = random.Random(1)
+    deviation = [noise.gauss(0, 0.02) for _ in range(0, 25 * HOUR, 15)]
+
+    def loss(second: int) -> float:
+        lone = 3.0 if second in (4 * HOUR, 9 * HOUR) else 0.0
+        return 2.5 + 9.5 * math.exp(-second / 1800) + deviation[second // 15] + lone
+
+    def since(second: int) -> int:
+        return max(start for start in STARTS if start <= second)
+
+    def train_step(second: int) -> int:
+        return second // 3
+
+    series: dict[str, Values] = {
+        "training_loss": loss,
+        "training_step": train_step,
+        "training_step_seconds": always(3.0),
+        "training_data_seconds": always(0.01),
+        "training_tokens_per_second": lambda second: 1000 + 1000 * deviation[second // 15],
+        "training_slowest_rank_ratio": always(1.03),
+        "training_last_step_timestamp_seconds": lambda second: (
+            second if phase(second) == "train" else second // 300 * 300
+        ),
+        "training_start_timestamp_seconds": since,
+        "training_skipped_steps_total": lambda second: 2 if second - since(second) > HOUR else 0,
+        "training_not_finite_steps_total": always(0),
+        "training_failed_saves_total": always(0),
+        "training_last_checkpoint_step": lambda second: train_step(second // HOUR * HOUR),
+        "training_checkpoint_interval_steps": always(1200),
+        "dead_experts": lambda second: 40 if second < 900 else 0,
+        "expert_balance_cv": lambda second: 1.4 if second < 900 else 0.3,
+        "up": always(1),
+    }
+    named = {f"{name}{RUN}": on_the_day(values) for name, values in series.items()}
+    for name in ("start", "train", "validate", "save"):
+        labels = RUN[:-1] + f', phase="{name}"}}'
+        named[f"training_phase{labels}"] = on_the_day(lambda second, name=name: float(phase(second) == name))
+    named |= {
+        f"DCGM_FI_DEV_GPU_TEMP{GPU}": lambda second: 60 + 20 * (phase(second) == "train"),
+        f"DCGM_FI_DEV_FB_USED{GPU}": always(77_000),
+        f"DCGM_FI_DEV_FB_FREE{GPU}": always(2_500),
+        f"DCGM_FI_DEV_FB_RESERVED{GPU}": always(500),
+        f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="sw_power_cap"}}': always(30),
+        f"up{NODE}": always(1),
+        # Checkpoints come and are removed.
+        f"node_filesystem_avail_bytes{NODE}": lambda second: 1e12 - 2e11 * (second % HOUR) / HOUR,
+        f"node_filesystem_size_bytes{NODE}": always(1.1e12),
+        f"node_timex_offset_seconds{NODE}": always(0.002),
+    }
+    return named
+
+
+@needs_promtool
+@pytest.mark.slow
+def test_no_alert_fires_on_a_normal_day(tmp_path):
+    day = 24 * HOUR
+    fired = f'count by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[{day}s]))'
+    checks = [
+        {"expr": fired, "eval_time": f"{day}s", "exp_samples": []},
+        # The series are there: the loss of the run of before its end.
+        {
+            "expr": f"count(count_over_time(training_loss[{day}s]))",
+            "eval_time": f"{day}s",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        },
+    ]
+    file = write_tests(tmp_path / "day.yml", FOLDER / "alerts.yml", 30, [entry(normal_day(), day, 30, checks)])
+    run_promtool(file)
+
+
+@needs_promtool
+def test_promtool_and_amtool_accept_the_files():
+    for command in (["check", "config", "prometheus.yml"], ["check", "rules", "--lint-fatal", "alerts.yml"]):
+        done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stdout + done.stderr
+    if shutil.which("amtool"):
+        command = ["amtool", "check-config", "alertmanager.yml"]
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stdout + done.stderr
