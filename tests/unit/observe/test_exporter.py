@@ -96,7 +96,13 @@ def test_values_are_those_of_the_rows_in_base_units(tmp_path):
 def test_counters_begin_at_0_with_each_process_and_survive_a_rollback(tmp_path):
     beat, collector = begin(tmp_path, step=10_000), RunCollector(tmp_path)
     for step in (10_001, 10_002):
-        beat.step(step, 10 * step, was_skipped=step == 10_002, is_finite=step != 10_002, loss=math.nan if step == 10_002 else 2.0)
+        beat.step(
+            step,
+            10 * step,
+            was_skipped=step == 10_002,
+            is_finite=step != 10_002,
+            loss=math.nan if step == 10_002 else 2.0,
+        )
     beat.save_failed()
     found = values(scrape(collector))
     counts = ("training_steps_total", "training_tokens_total", "training_skipped_steps_total")
