@@ -204,9 +204,10 @@ def test_without_any_target_the_run_is_refused(here):
         prepare(here)
 
 
-@pytest.mark.parametrize("answer, warned", [(2000, True), (30, False)])
-def test_an_unusual_share_of_targets_is_warned_of(here, answer, warned):
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "word " * answer}]}
+@pytest.mark.parametrize("question, answer, warned", [(1, 2000, True), (1, 30, False), (2000, 1, True)])
+def test_an_unusual_share_of_targets_is_warned_of(here, question, answer, warned):
+    texts = {"user": "word " * question, "assistant": "word " * answer}
+    row = {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
     write(here / "in" / "a.jsonl", [row])
     lines = []
     train = prepare(here, max_tokens=5000, report=lines.append).splits["train"]
