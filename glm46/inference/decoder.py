@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm46.distributed.local_tensor import local_tensor
 from glm46.inference import few_tokens
-from glm46.inference.cache import CachedCore, Packed, Slots
+from glm46.inference.cache import CachedCore, Nothing, Packed, Place, Slots
+from glm46.inference.model_mesh import ModelMesh
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions
@@ -18,15 +21,20 @@ PREFILL_TOKENS = 4096
 
 
 class Decoder:
-    """Runs a whole model with a cache. Use it as a context manager, which restores the model at exit.
+    """Runs a model with a cache. Use it as a context manager, which restores the model at exit.
+
+    On a mesh all methods but `copy_row` are collective over the ranks with the same rows, and `fill`, `hidden` with
+    `draft_hidden`, and `idle` over all that run in step (`ModelMesh`).
 
     Args:
+        model: on a mesh this rank's part.
         batch: most rows.
         max_length: positions of each row: those of prompt, new tokens and drafts.
         drafts: run the prediction layers too, which `draft_hidden` needs.
         record: keep the experts that each token chose, beside its keys and values.
         cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
             copy most weights.
+        mesh: the ranks that hold the model.
     """
 
     def __init__(
@@ -38,21 +46,21 @@ class Decoder:
         drafts: bool = False,
         record: bool = False,
         cpu_kernels: bool = True,
+        mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
     ):
-        self.model, self._cpu_kernels = model, cpu_kernels
+        self.model, self.mesh, self._cpu_kernels = model, mesh, cpu_kernels
         self.batch, self.max_length = batch, max_length
-        self._drafting = list(model.mtp.values()) if drafts else []
+        self.depth = model.shape.num_nextn_predict_layers if drafts else 0
+        """Number of tokens that the prediction layers draft."""
+        self._drafting = list(model.mtp.values())[: self.depth]  # none before the last stage
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, object]] = []
-        size, device = (batch, max_length), model.embed_tokens.weight.device
-        self._routes = no_routes(size, model.shape).to(device) if record else None
+        weight = local_tensor(next(model.parameters()))
+        self.device, self._dtype = weight.device, weight.dtype
+        size = (batch, max_length)
+        self._routes = torch.zeros_like(no_routes(size, model.shape), device=self.device) if record else None
         self.take_weights()
-
-    @property
-    def depth(self) -> int:
-        """Number of tokens that the prediction layers draft."""
-        return len(self._mtp)
 
     @property
     def cache_bytes(self) -> int:
@@ -64,7 +72,8 @@ class Decoder:
         called after they have changed."""
         self._few: dict[CachedCore, few_tokens.Layer | None] = {}
         self._head: few_tokens.Product | None = None
-        self._has_head = self._cpu_kernels and few_tokens.is_plain(self.model.lm_head)
+        head = self.model.lm_head
+        self._has_head = self._cpu_kernels and head is not None and few_tokens.is_plain(head)
         self._tables: list[Tensor] | None = None
 
     def __enter__(self) -> "Decoder":
@@ -86,18 +95,29 @@ class Decoder:
             prompts: token ids, at least two of each.
             rows: row of the cache of each prompt.
         """
-        device = self.model.embed_tokens.weight.device
-        for some in _portions([len(prompt) - 1 for prompt in prompts]):
+        portions = list(_portions([len(prompt) - 1 for prompt in prompts]))
+        (calls,) = self.mesh.most(len(portions))
+        for some in portions:
             place = Packed(
-                [len(prompts[i]) - 1 for i in some], [rows[i] for i in some], device, self.model.shape.sliding_window
-            )
-            tokens = torch.tensor([[token for i in some for token in prompts[i][:-1]]], device=device)
+                [len(prompts[i]) - 1 for i in some], [rows[i] for i in some], self.device,
+                self.model.shape.sliding_window,
+            )  # fmt: skip
+            tokens = torch.tensor([[token for i in some for token in prompts[i][:-1]]], device=self.device)
             hidden = self._through_layers(tokens, place)
-            for k in range(self.depth):
+            for k in range(len(self._drafting)):
                 # After the end of the prompt the tokens are not known: these keys make drafts slightly worse.
                 ahead = [[*prompts[i], *[prompts[i][-1]] * k][k + 1 : k + len(prompts[i])] for i in some]
-                tokens = torch.tensor([[token for row in ahead for token in row]], device=device)
+                tokens = torch.tensor([[token for row in ahead for token in row]], device=self.device)
                 hidden = self._through_depth(k, hidden, tokens, place)
+        for _ in range(calls - len(portions)):
+            self.idle()
+
+    def idle(self) -> None:
+        """Run the model, and the prediction layers, on no token: for the experts of ranks whose rows are not done."""
+        place, tokens = Nothing(self.device), torch.zeros(1, 0, dtype=torch.int64, device=self.device)
+        hidden = self._through_layers(tokens, place)
+        for k in range(len(self._drafting)):
+            hidden = self._through_depth(k, hidden, tokens, place)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of the first tokens of a row to another row."""
@@ -109,10 +129,13 @@ class Decoder:
     def routes(self, row: int, length: int) -> Tensor | None:
         """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if
         they are not recorded."""
-        return None if self._routes is None else self._routes[row, :length].to("cpu", copy=True)
+        if self._routes is None:
+            return None
+        return self.mesh.sum_over_stages(self._routes[row, :length].to("cpu", copy=True))
 
-    def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor:
-        """Hidden states after the final norm of the first B rows, [B, S, D].
+    def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor | None:
+        """Hidden states after the final norm of the first B rows, [B, S, D]; None on stages without the head, whose
+        `draft_hidden` and `logits` are not called.
 
         Args:
             tokens: int64 [B, S].
@@ -132,49 +155,87 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
-        if hidden.ndim == 3 and self._has_head and few_tokens.is_for(hidden):
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        if self._has_head and few_tokens.is_for(rows):
             self._head = self._head or few_tokens.Product(self.model.lm_head.weight)
-            return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
-        return self.model.lm_head(hidden).float()
+            return self._head(rows[0]).view(*hidden.shape[:-1], -1)
+        found = self.model.lm_head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
+        return found.view(*hidden.shape[:-1], -1).float()
 
     def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
         return Slots(starts, tokens.shape[1], tokens.device, self.model.shape.sliding_window)
 
-    def _through_layers(self, tokens: Tensor, place: Slots | Packed) -> Tensor:
-        x, rope = self.model.embed_tokens(tokens), self._rope(place)
-        of_layers = []
-        for block, core in zip(self.model.layers.values(), self._main, strict=True):
-            x, routes = self._run(block, core, x, place, rope)
-            of_layers += [] if routes is None else [routes.view(*tokens.shape, -1)]
-        if self._routes is not None and of_layers:
-            self._record(torch.stack(of_layers, 2).to(self._routes.dtype), place)
-        return self.model.norm(x)
+    def _through_layers(self, tokens: Tensor, place: Place) -> Tensor | None:
+        """Hidden states [B, S, D] of tokens [B, S] on the last stage of a pipeline, None on others."""
+        mesh, rope, is_real = self.mesh, self._rope(place), self._is_real(place)
+        if mesh.stage == 0:
+            x = self._embedded(tokens)
+        else:
+            size = (1, mesh.padded(tokens.numel()) // mesh.layout.tp, self.model.shape.hidden_size)
+            x = torch.empty(size, dtype=self._dtype, device=self.device)
+            mesh.receive(x)
+        of_layers: dict[int, Tensor] = {}
+        for (name, block), core in zip(self.model.layers.items(), self._main, strict=True):
+            x, routes = self._run(block, core, x, place, rope, is_real)
+            if routes is not None:
+                of_layers[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
+        if self._routes is not None and of_layers and tokens.numel():
+            routes = mesh.all_tokens(torch.stack([*of_layers.values()], 2).to(torch.int32), tokens.numel())
+            self._record(routes.to(self._routes.dtype), slice(min(of_layers), max(of_layers) + 1), place)
+        if not mesh.is_last:
+            mesh.send(x)
+            return None
+        return self._whole(self.model.norm(x), tokens)
 
-    def _record(self, routes: Tensor, place: Slots | Packed) -> None:
-        """Keep the routes of a call, [B, S, MoE layers, A]."""
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of this rank's part of tokens [B, S], [1, t, D]."""
+        ids = tokens.reshape(1, -1)
+        return self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
+
+    def _whole(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """[B, S, D] from this rank's part of tokens [B, S]."""
+        return self.mesh.all_tokens(x, tokens.numel()).reshape(*tokens.shape, x.shape[-1])
+
+    def _is_real(self, place: Place) -> Tensor | None:
+        """Boolean [1, T], false for padding; None without."""
+        tokens = place.positions.numel()
+        padded = self.mesh.padded(tokens)
+        return None if padded == tokens else torch.arange(padded, device=self.device).unsqueeze(0) < tokens
+
+    def _record(self, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
+        """Keep the routes of a call, [1, T, layers, A]."""
         if isinstance(place, Packed):
             for row, start, end in place.parts:
-                self._routes[row, : end - start] = routes[0, start:end]
+                self._routes[row, : end - start, layers] = routes[0, start:end]
         else:
             rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
-            self._routes[rows, place.positions] = routes
+            self._routes[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
 
-    def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Slots | Packed) -> Tensor:
-        layer, embedding = self._drafting[k], self.model.embed_tokens(tokens)
-        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(hidden)], dim=-1))
-        return layer.norm(self._run(layer.block, self._mtp[k], x, place, self._rope(place))[0])
+    def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Place) -> Tensor:
+        layer, embedding = self._drafting[k], self._embedded(tokens)
+        own = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
+        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(own)], dim=-1))
+        x, _ = self._run(layer.block, self._mtp[k], x, place, self._rope(place), self._is_real(place))
+        return self._whole(layer.norm(x), tokens)
 
-    def _rope(self, place: Slots | Packed) -> tuple[Tensor, Tensor]:
+    def _rope(self, place: Place) -> tuple[Tensor, Tensor]:
+        """Tables of the tokens of a call as one row, padding included."""
         assert place.last <= self.max_length
         if self._tables is None:
-            weight = self.model.embed_tokens.weight
-            every_position = torch.arange(self.max_length, device=weight.device).unsqueeze(0)
-            self._tables = [table[0] for table in rotary_tables(every_position, self.model.shape, weight.dtype)]
-        cos, sin = self._tables
-        return cos[place.positions], sin[place.positions]
+            every_position = torch.arange(self.max_length, device=self.device).unsqueeze(0)
+            self._tables = [table[0] for table in rotary_tables(every_position, self.model.shape, self._dtype)]
+        tokens, (cos, sin) = place.positions.numel(), self._tables
+        positions = F.pad(place.positions.view(1, -1), (0, self.mesh.padded(tokens) - tokens))
+        return cos[positions], sin[positions]
 
     def _run(
-        self, block: TransformerBlock, core: CachedCore, x: Tensor, place: Slots | Packed, rope: tuple[Tensor, Tensor]
+        self,
+        block: TransformerBlock,
+        core: CachedCore,
+        x: Tensor,
+        place: Place,
+        rope: tuple[Tensor, Tensor],
+        is_real: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states after a layer, and, if they are recorded, the experts that its tokens chose."""
         core.place = place
@@ -183,7 +244,7 @@ class Decoder:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[core]) is not None:
                 return layer(x, rope, core)
-        x, statistics = block(x, rope, place.layout, None, _OPTIONS if self._routes is None else _RECORD)
+        x, statistics = block(x, rope, place.layout, is_real, _OPTIONS if self._routes is None else _RECORD)
         return x, statistics and statistics.routes
 
 

@@ -1,7 +1,7 @@
 """CPU kernel of a decoder layer for the few tokens of a decoding step; equal to the layer's own forward.
 
-It reads weights directly, so it supports only modules whose products are the model's own (`is_plain`). Adapters and
-float8 replace `Linear.product`, `Experts.product` or `Experts.project`; such a layer runs its own forward.
+It reads weights directly, so it supports only whole modules, whose products are the model's own (`is_plain`). Adapters
+and float8 replace `Linear.product`, `Experts.product` or `Experts.project`; such a layer runs its own forward.
 
 With few rows, the time of a product is that of reading the weight. A large weight is read fastest from oneDNN's packed
 copy. Weights with the same input are concatenated, and so are the heads that one norm and one rotation serve. Routing
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.model.attention import Attention, AttentionCore
@@ -40,7 +41,9 @@ def is_for(x: Tensor) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether no `product` of a module or its submodules has been replaced."""
+    """Whether this process has a module whole, and no `product` of it or its submodules has been replaced."""
+    if any(isinstance(weight, DTensor) for weight in module.parameters()):
+        return False
     products = (None, Linear.product, Experts.product)
     return all(getattr(p, "product", None) in products and "project" not in vars(p) for p in module.modules())
 

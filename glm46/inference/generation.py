@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm46.inference.decoder import Decoder
+from glm46.inference.model_mesh import ModelMesh
 from glm46.inference.sampling import Sampling, draw, signed
 from glm46.model.transformer import Transformer
 
@@ -58,12 +59,19 @@ class _Row:
 
 
 def decoder_for(
-    model: Transformer, continuations: Sequence[Continuation], *, drafts: bool = False, cpu_kernels: bool = True
+    model: Transformer,
+    continuations: Sequence[Continuation],
+    *,
+    drafts: bool = False,
+    cpu_kernels: bool = True,
+    mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
 ) -> Decoder:
     """A decoder in which these continuations all have a row at once."""
-    longest = max(len(one.prompt) + one.max_new_tokens for one in continuations)
-    longest += len(model.mtp) + 1 if drafts else 0
-    return Decoder(model, batch=len(continuations), max_length=longest, drafts=drafts, cpu_kernels=cpu_kernels)
+    longest = max((len(one.prompt) + one.max_new_tokens for one in continuations), default=1)
+    longest += model.shape.num_nextn_predict_layers + 1 if drafts else 0
+    return Decoder(
+        model, batch=len(continuations), max_length=longest, drafts=drafts, cpu_kernels=cpu_kernels, mesh=mesh
+    )
 
 
 class Generation:
@@ -75,11 +83,12 @@ class Generation:
     tokens nor their log-probabilities, but for the rounding of longer calls.
 
     Args:
-        decoder: nobody else uses it until the end. Its rows are long enough for every continuation and its drafts.
+        decoder: nobody else uses it until the end. Its rows are long enough for every continuation and its drafts. On a
+            mesh all ranks in step run a generation, and ranks with the same rows the same one.
         continuations: written to; those that wait start in this order, so equal prompts should be neighbours.
         stop: ids that end a continuation.
         vocab_size: ids from here on are padding rows of the head and are never taken.
-        is_stopped: called before each round; true ends all continuations with "abort".
+        is_stopped: called before each round; true, on any of the ranks in step, ends all continuations with "abort".
 
     Attributes:
         drafted, accepted: number of tokens that the prediction layers drafted, and that were kept.
@@ -108,8 +117,12 @@ class Generation:
     def __iter__(self) -> Iterator[None]:
         """Run until all continuations have ended."""
         with self._decoder:
-            while self._waiting or any(row.of.finish is None for row in self._rows):
-                if self._is_stopped():
+            while True:
+                is_open = bool(self._waiting) or any(row.of.finish is None for row in self._rows)
+                is_open, is_stopped = self._decoder.mesh.most(is_open, is_open and self._is_stopped())
+                if not is_open:
+                    return
+                if is_stopped:
                     for row in (*self._rows, *self._waiting):
                         row.of.finish = row.of.finish or "abort"
                     self._keep_routes()
@@ -153,9 +166,7 @@ class Generation:
                 copies.append((held.get(kind, computed.get(kind)), row, length))
             else:
                 computed[kind] = row
-        prompts = [self._rows[row].of.prompt for row in computed.values()]
-        if prompts:
-            self._decoder.fill(prompts, list(computed.values()))
+        self._decoder.fill([self._rows[row].of.prompt for row in computed.values()], list(computed.values()))
         for copy in copies:
             self._decoder.copy_row(*copy)
         for row in new:
@@ -164,13 +175,20 @@ class Generation:
     def _round(self) -> None:
         """Run the model on the last token and the drafts of each row, and take what is drawn."""
         rows, decoder = self._rows, self._decoder
+        if not rows:
+            decoder.idle()
+            return
         starts = [row.position for row in rows]
-        hidden = decoder.hidden(self._padded([[row.last, *row.drafts] for row in rows]), starts)
-        logits = decoder.logits(hidden)[..., : self._vocab]
-        places = self._tensor([[start + 1] for start in starts]) + torch.arange(logits.shape[1], device=logits.device)
-        seeds = self._tensor([[signed(row.of.seed)] for row in rows]).expand_as(places)
-        # sync: the next round needs the tokens.
-        drawn, logprobs = torch.stack([x.double() for x in draw(logits, self._sampling, seeds, places)]).tolist()
+        tokens = self._padded([[row.last, *row.drafts] for row in rows])
+        found, hidden = None, decoder.hidden(tokens, starts)
+        if hidden is not None:
+            places = self._tensor([[start + 1] for start in starts]) + torch.arange(
+                tokens.shape[1], device=tokens.device
+            )
+            seeds = self._tensor([[signed(row.of.seed)] for row in rows]).expand_as(places)
+            drawing = draw(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
+            found = torch.stack([x.double() for x in drawing])
+        drawn, logprobs = decoder.mesh.share(found, (2, *tokens.shape)).tolist()
         taken = [
             self._take(row, list(map(int, tokens)), of) for row, tokens, of in zip(rows, drawn, logprobs, strict=True)
         ]
@@ -206,26 +224,27 @@ class Generation:
             one.finish = "length"
         return known
 
-    def _draft(self, hidden: Tensor, known: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
+    def _draft(self, hidden: Tensor | None, known: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
         """Draft one token per prediction layer after the last token of each row.
 
         A layer reads the draft of the layer before it. If that draft is rejected later, its slot in the cache keeps the
         wrong keys: later drafts are slightly worse, the text is the same.
 
         Args:
-            hidden: [B, S, D], of the model from positions `starts` on.
+            hidden: [B, S, D], of the model from positions `starts` on; None on stages without the head.
             known: for each row, the tokens that follow those positions, up to the row's last token.
             starts: position of each row's first hidden state.
         """
         drafts: list[list[int]] = [[] for _ in known]
-        rows, last, width = range(len(known)), [len(tokens) - 1 for tokens in known], hidden.shape[1]
+        rows, last, guesses = range(len(known)), [len(tokens) - 1 for tokens in known], None
         for k in range(self._decoder.depth):
-            ahead = [(tokens + draft)[k:] for tokens, draft in zip(known, drafts, strict=True)]
-            tokens = self._padded([row + [0] * (width - len(row)) for row in ahead])
-            hidden = self._decoder.draft_hidden(k, hidden, tokens, starts)
-            guesses = self._decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
-            for draft, guess in zip(drafts, guesses.tolist(), strict=True):  # sync: the next layer reads the draft
-                draft.append(guess)
+            if hidden is not None:
+                ahead = [(tokens + draft)[k:] for tokens, draft in zip(known, drafts, strict=True)]
+                tokens = self._padded([row + [0] * (hidden.shape[1] - len(row)) for row in ahead])
+                hidden = self._decoder.draft_hidden(k, hidden, tokens, starts)
+                guesses = self._decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
+            for draft, guess in zip(drafts, self._decoder.mesh.share(guesses, (len(known),)).tolist(), strict=True):
+                draft.append(int(guess))
         return drafts
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
@@ -233,7 +252,7 @@ class Generation:
         return self._tensor([row + [0] * (longest - len(row)) for row in rows])
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=self._decoder.model.embed_tokens.weight.device)
+        return torch.tensor(rows, device=self._decoder.device)
 
 
 @torch.no_grad()

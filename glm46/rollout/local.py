@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from glm46.distributed.local_tensor import local_tensor
+from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.inference.decoder import Decoder
 from glm46.inference.generation import Continuation, Generation
+from glm46.inference.model_mesh import ModelMesh
 from glm46.inference.sampling import Sampling
 from glm46.model.routes import no_routes
-from glm46.model.transformer import Transformer
+from glm46.planner.layout import Layout
 from glm46.planner.rl_memory import ROWS
 from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 from glm46.rollout.weights import whole_weights
@@ -22,17 +23,19 @@ from glm46.training.network import Network
 class LocalEngine:
     """An `Engine` on the ranks of a network, on any layout.
 
-    Each rank samples its share of the requests with a whole model: the policy's own weights where this rank holds them
-    whole and in the type of its products, and otherwise copies, which `update` makes.
+    Each rank, or each group of ranks that hold the parts of one model, samples its share of the requests: with the
+    policy's own weights where a rank needs the whole model and holds it in the type of its products, and otherwise with
+    copies, which `update` makes.
 
     Args:
         policy: the network. When it has changed, `update` must come before the next `generate`.
         max_length: tokens of the longest sample, prompt and completion.
-        rows: samples that a rank draws at once; the cache of keys and values has so many rows.
+        mesh: the ranks that hold one model; default: each rank the whole of it.
+        rows: samples that a rank or group draws at once; the cache of keys and values has so many rows.
         speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
         routes: keep the chosen experts, for requests that ask for them.
-        is_stopped: asked on each rank before each token; true ends its samples with "abort". Not collective: ranks
-            draw different numbers of tokens.
+        is_stopped: asked on each rank before each token; true ends its samples, and those of the ranks that run in step
+            with it, with "abort". Not collective: ranks draw different numbers of tokens.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LocalEngine:
         policy: Network,
         *,
         max_length: int,
+        mesh: ModelMesh | None = None,
         rows: int = ROWS,
         speculative: bool = False,
         routes: bool = False,
@@ -49,8 +53,10 @@ class LocalEngine:
         assert not speculative or shape.num_nextn_predict_layers
         if not speculative:
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
-        with torch.device("meta"):
-            self._model = Transformer(shape).requires_grad_(False).eval()
+        ranks = dist.get_world_size()
+        self._mesh = mesh or ModelMesh(Layout(1, 1, ranks, 1, 1, 1), dist.get_rank())
+        self._shape = shape
+        self._model = self._mesh.part_of_model(shape, getattr(torch, policy.plan.config.training.mixed_precision_param))
         self._policy, self._is_stopped = policy, is_stopped
         self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
         self._decoder: Decoder | None = None
@@ -60,13 +66,19 @@ class LocalEngine:
         """See `Engine.update`."""
         if self._decoder is not None:
             self._decoder.take_weights()  # first: it frees what the kernels hold of the old weights
-        for name, tensor in whole_weights(self._policy, self._model):
-            module, _, key = name.rpartition(".")
-            owner = self._model.get_submodule(module)
-            setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
-        own = self._policy.shape  # the window and the RoPE scaling in force
+        elif self._mesh.is_split:
+            self._model.to_empty(device=self._policy.cluster.device)
+        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        for name, tensor in whole_weights(self._policy, self._shape):
+            if not self._mesh.is_split:
+                module, _, key = name.rpartition(".")
+                owner = self._model.get_submodule(module)
+                setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
+            elif name in own:
+                local_tensor(own[name]).copy_(_part(tensor, own[name]))
+        now = self._policy.shape  # the window and the RoPE scaling in force
         self._model.shape = self._model.shape.model_copy(
-            update={"sliding_window": own.sliding_window, "rope_scaling": own.rope_scaling}
+            update={"sliding_window": now.sliding_window, "rope_scaling": now.rope_scaling}
         )
         if self._decoder is None:
             drafts = self._model.shape.num_nextn_predict_layers + 1 if self._speculative else 0
@@ -76,6 +88,7 @@ class LocalEngine:
                 max_length=self._length + drafts,
                 drafts=self._speculative,
                 record=self._routes,
+                mesh=self._mesh,
             )
         self._version = version
 
@@ -83,8 +96,9 @@ class LocalEngine:
         """See `Engine.generate`."""
         assert self._decoder is not None, "no weights before the first update"
         assert self._routes or not rules.routes, "an engine that keeps no routes"
-        shares = _shares(requests, dist.get_world_size())
-        mine = [_continuation(requests[number]) for number in shares[dist.get_rank()]]
+        layout = self._mesh.layout
+        shares = _shares(requests, layout.dp_degree)
+        mine = [_continuation(requests[number]) for number in shares[self._mesh.row_group]]
         assert all(len(one.prompt) + one.max_new_tokens <= self._length for one in mine)
         Generation(
             self._decoder,
@@ -95,7 +109,9 @@ class LocalEngine:
             is_stopped=self._is_stopped,
         ).run()
         found: list[Completion | None] = [None] * len(requests)
-        for share, completions in zip(shares, self._exchanged(mine, rules.routes), strict=True):
+        # Of the ranks with the same rows the first sends them; they are of the first stage.
+        of_ranks = self._exchanged(mine if self._mesh.is_first_of_rows else [], rules.routes)
+        for share, completions in zip(shares, of_ranks[: layout.dp_degree * layout.tp : layout.tp], strict=True):
             for number, completion in zip(share, completions, strict=True):
                 found[number] = completion
         return found
@@ -103,16 +119,20 @@ class LocalEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._decoder = None
-        self._model.to("meta")
+        self._model.to_empty(device="meta")
 
     def describe(self) -> str:
         """One line: rows, memory of the cache and of copied weights; after the first `update`."""
         own = {tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())}
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors = [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
         copied = sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in own)
         sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, copied))
+        layout = self._mesh.layout
+        holders = "each rank"
+        if self._mesh.is_split:
+            holders = f"each group (tensor {layout.tp}, expert {layout.ep}, pipeline {layout.pp}); on this rank"
         return (
-            f"rollouts in this job: {self._rows} rows of {self._decoder.max_length} tokens on each rank, "
+            f"rollouts in this job: {self._rows} rows of {self._decoder.max_length} tokens on {holders}, "
             "{} of keys and values, {} of copied weights".format(*sizes)
         )
 
@@ -144,6 +164,13 @@ class LocalEngine:
             )
             for ids, of_ids, routes, finish in parts
         ]
+
+
+def _part(whole: Tensor, own: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank has of a DTensor, or all of it; a view."""
+    for dim, index in enumerate(global_indices(own)):
+        whole = whole.narrow(dim, int(index[0]), len(index))
+    return whole
 
 
 def _as_record(routes: Tensor) -> np.ndarray:

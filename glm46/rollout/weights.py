@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.adapters import merged_rows
 from glm46.model.transformer import Transformer
@@ -14,15 +15,15 @@ from glm46.training.network import Network
 
 
 @torch.no_grad()
-def whole_weights(network: Network, model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of a whole model by name. Collective: all ranks iterate to the end.
+def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer of the whole model by name. Collective: all ranks iterate to the end.
 
     At any time one tensor is gathered. A parameter is cast to the type of the layers' products before it is sent.
     Adapters are added in FP32 and the sum is rounded once.
 
     Args:
         network: with an output head for tokens.
-        model: of the same shape, perhaps without prediction layers; it says which tensors and in which order.
+        shape: of the network, perhaps without prediction layers.
 
     Yields:
         Name and tensor on the device of this rank. What this rank holds whole and in this type is the network's own
@@ -30,6 +31,8 @@ def whole_weights(network: Network, model: Transformer) -> Iterator[tuple[str, T
     """
     dtype = getattr(torch, network.plan.config.training.mixed_precision_param)
     weights, pipeline = network.weights(), network.cluster.meshes.pipeline
+    with torch.device("meta"):
+        model = Transformer(shape)
     wanted = [(name, parameter.shape, dtype) for name, parameter in model.named_parameters()]
     wanted += [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
     owners = _owners([name in weights for name, _, _ in wanted], pipeline)

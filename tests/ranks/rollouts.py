@@ -1,4 +1,5 @@
-"""Samples drawn on every layout, with the trainer's log-probabilities of the same tokens; one JSON object per layout.
+"""Samples drawn on every layout, by whole models and by groups of ranks with the parts of one, with the trainer's
+log-probabilities of the same tokens; one JSON object per layout.
 
 PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rollouts.py
 """
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import join, leave
+from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.planner import layout as planned
 from glm46.planner.plan import resolve_plan
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Completion, Request, SamplingRules
@@ -22,14 +25,21 @@ from glm46.training.network import Network, build_network
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
 
+# Of training, and of the second engine: tensor, expert, pipeline.
 LAYOUTS = {
-    1: [Layout(), Layout(adapter="lora"), Layout(adapter="dora")],
-    2: [
-        Layout(), Layout(tensor=2), Layout(experts_over=2), Layout(context=2),
-        Layout(pipeline=2, schedule="DualPipeV"), Layout(experts_over=2, adapter="lora"),
-        Layout(pipeline=2, adapter="dora"),
+    1: [
+        (Layout(), (1, 1, 1)), (Layout(adapter="lora"), (1, 1, 1)), (Layout(adapter="dora"), (1, 1, 1)),
+        (Layout(num_experts=12, key_heads=1), (1, 1, 1)),
     ],
-    4: [Layout(tensor=2), Layout(replicate=2, experts_over=2)],
+    2: [
+        (Layout(), (2, 1, 1)), (Layout(tensor=2), (1, 2, 1)), (Layout(experts_over=2), (1, 1, 2)),
+        (Layout(context=2), (2, 2, 1)), (Layout(pipeline=2, schedule="DualPipeV"), (2, 1, 1)),
+        (Layout(experts_over=2, adapter="lora"), (2, 2, 1)), (Layout(pipeline=2, adapter="dora"), (1, 2, 1)),
+    ],
+    4: [
+        (Layout(tensor=2), (1, 2, 2)), (Layout(replicate=2, experts_over=2), (2, 2, 1)),
+        (Layout(num_experts=12, key_heads=1), (2, 4, 1)),
+    ],
 }  # fmt: skip
 TEMPERATURE, LENGTH = 0.7, 24
 STOP = frozenset(range(0, VOCABULARY, 40))
@@ -72,16 +82,22 @@ def trained_logprobs(network: Network, completions: list[Completion]) -> list[to
 
 
 @torch.no_grad()
-def draw_on(layout: Layout, process) -> dict:
-    """Draw the same requests before and after the policy changed, in few rows, and with drafts."""
+def draw_on(layout: Layout, of_engine: tuple[int, int, int], process) -> dict:
+    """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
+    rows and with drafts."""
     plan = resolve_plan(make_config(layout), process.world_size)
     network = build_network(plan, build_cluster(plan.layout, process))
     network.loaded(new_adapters=True)
     has_drafts = plan.shape.num_nextn_predict_layers > 0
+    tensor, expert, pipeline = of_engine
+    degrees = planned.Layout(pipeline, 1, process.world_size // (tensor * pipeline), 1, tensor, expert)
     engines = [
-        LocalEngine(network, max_length=LENGTH, rows=rows, routes=True, speculative=drafts)
-        for rows, drafts in ((16, False), (5, has_drafts))
-    ]
+        LocalEngine(network, max_length=LENGTH, rows=16, routes=True),
+        LocalEngine(
+            network, max_length=LENGTH, rows=5, routes=True, speculative=has_drafts,
+            mesh=build_model_mesh(degrees, process.rank, "cpu"),
+        ),
+    ]  # fmt: skip
     found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
     errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
     for version, factor in enumerate((5.0, 1.2)):
@@ -95,20 +111,21 @@ def draw_on(layout: Layout, process) -> dict:
             for completion, wanted in zip(completions, trained_logprobs(network, completions), strict=True):
                 errors.append((torch.tensor(completion.logprobs) - wanted).abs().max().item())
                 assert [span.version for span in completion.spans] == [version]
-        experts = [np.sort(completion.routes, -1).tolist() for completion in of_engines[0]]
+        experts, of_groups = ([np.sort(c.routes, -1).tolist() for c in completions] for completions in of_engines)
         found["drawn"].append({"tokens": tokens, "finishes": finishes, "experts": experts})
-        found.setdefault("engines_agree", []).append(all([c.tokens for c in of] == tokens for of in of_engines))
+        found.setdefault("engines_agree", []).append([c.tokens for c in of_engines[1]] == tokens)
+        found.setdefault("routes_agree", []).append(of_groups == experts)
     found["error"] = max(errors)
-    found["description"] = engines[0].describe()
+    found["descriptions"] = [engine.describe() for engine in engines]
     return found
 
 
-def draw_some(layouts: list[Layout]) -> None:
+def draw_some(layouts: list[tuple[Layout, tuple[int, int, int]]]) -> None:
     """On each rank."""
     faulthandler.enable()
     process = join(60)
-    for layout in layouts:
-        figures = draw_on(layout, process)
+    for layout, of_engine in layouts:
+        figures = draw_on(layout, of_engine, process)
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
@@ -118,7 +135,7 @@ def main() -> None:
     """Run all layouts."""
     torch.set_num_threads(1)
     for ranks, layouts in LAYOUTS.items():
-        named = {f"{ranks} {layout.name}": layout for layout in layouts}
+        named = {f"{ranks} {layout.name}": (layout, of_engine) for layout, of_engine in layouts}
         run_cases(ranks, list(named), lambda some, named=named: draw_some([named[name] for name in some]), 20)
 
 

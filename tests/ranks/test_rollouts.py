@@ -7,19 +7,20 @@ BOUND = 1e-5
 def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(server):
     rows = server.rows("rollouts.main", seconds=300)
     alone = {row["name"].split(" ", 1)[1]: row for row in rows if row["name"].startswith("1 ")}
-    assert len(rows) == 12 and len(alone) == 3
+    assert len(rows) == 14 and len(alone) == 4
     for row in rows:
         assert row["error"] < BOUND, row["name"]
-        # Fewer rows and drafts of the prediction layers change nothing.
-        assert row["engines_agree"] == [True, True], row["name"]
+        # Tensor, expert and pipeline parallel groups, fewer rows and drafts of the prediction layers change nothing.
+        assert row["engines_agree"] == row["routes_agree"] == [True, True], row["name"]
         kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
+        kind = kind or ("experts12-keys1" if "keys1" in row["name"] else "")
         wanted = alone[f"fsdp-{kind}" if kind else "fsdp"]
         assert row["drawn"] == wanted["drawn"], row["name"]
         assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["drawn"][0]["experts"])
         assert row["drawn"][0] != row["drawn"][1]
         finishes = row["drawn"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes
-    described = {row["name"]: row["description"] for row in rows}
-    assert "16 rows of 24 tokens on each rank, " in described["1 fsdp"]
-    assert described["1 fsdp"].endswith(" 0.0 MiB of copied weights")
-    assert not described["2 fsdp"].endswith(" 0.0 MiB of copied weights")
+    whole, of_groups = zip(*(row["descriptions"] for row in rows), strict=True)
+    assert "16 rows of 24 tokens on each rank, " in whole[0] and whole[0].endswith(" 0.0 MiB of copied weights")
+    assert not whole[4].endswith(" 0.0 MiB of copied weights")
+    assert "on each group (tensor 2, expert 4, pipeline 1)" in of_groups[-1]
