@@ -5,9 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from glm46.config.generation_degrees import Degrees
 from glm46.config.section import LocalPath, Needs, Section
 
 _SERVED = Needs("kind", ("vllm", "sglang"))
+_LOCAL = Needs("kind", "local")
 
 
 def _server(url: str) -> str:
@@ -36,6 +38,17 @@ class Rollout(Section):
     temperature: float = Field(1.0, gt=0.0)
     """Logits are divided by it when tokens are drawn, and in training."""
 
+    tensor_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
+    """Ranks that share each matrix, and the keys and values of a sample, while they draw; independent of
+    [parallelism], like the next two. With all of them 1 each rank holds a whole model."""
+
+    pipeline_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
+    """Ranks that hold different layers while they draw. They work one after another."""
+
+    expert_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
+    """Ranks over which the experts of a layer are spread while they draw, borrowed from all ranks of a pipeline
+    stage."""
+
     urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 
@@ -54,3 +67,8 @@ class Rollout(Section):
 
     restart_seconds: Annotated[float, _SERVED] = Field(300.0, ge=0.0)
     """Longest wait for a server to come back when none is left. After it the run ends."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """Ranks over which the local engine splits a model."""
+        return Degrees(self.tensor_parallel_degree, self.pipeline_parallel_degree, self.expert_parallel_degree)

@@ -1,6 +1,8 @@
 """Rules about what a run with [rl] reads, draws and judges."""
 
 from glm46.config.faults import Fault, Faults, show
+from glm46.config.generation_degrees import degree_faults
+from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
@@ -66,6 +68,14 @@ def servers_are_named(config: RunConfig) -> Faults:
             ("rollout.kind", "adapter"),
             f'{kind}: servers get whole weights, and [adapter] trains others; set rollout.kind = "local"',
         )
+
+
+def groups_split_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """The ranks that draw with one model split it evenly."""
+    if config.rollout is None:
+        return
+    for key, fault in degree_faults(config.rollout.degrees, shape, world_size, "rollout.{}_degree = {}"):
+        yield Fault((f"rollout.{key}_degree",), fault)
 
 
 def rewards_have_names(config: RunConfig) -> Faults:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from glm46.config.generation_degrees import Degrees
 from glm46.config.parallelism import Parallelism
 
 
@@ -62,6 +63,13 @@ class Layout:
         See `build_meshes` for the order of the ranks.
         """
         return rank % (self.world_size // self.pp) // self.ranks_per_dp_rank
+
+
+def generation_layout(degrees: Degrees, world_size: int) -> Layout:
+    """The layout of ranks that generate; ``dp_shard`` is the number of those that draw different samples. A rule has
+    checked the degrees."""
+    replicas = world_size // degrees.ranks
+    return Layout(degrees.pipeline_parallel, 1, replicas, 1, degrees.tensor_parallel, degrees.expert_parallel)
 
 
 def fixed_processes(parallelism: Parallelism) -> int:

@@ -1,10 +1,15 @@
 """Memory that a run with [rl] needs beside its policy: other networks, and what draws completions in the job."""
 
-from glm46.planner.parameters import count_parameters
+from math import prod
+
+from glm46.planner.layout import generation_layout
+from glm46.planner.parameters import named_rows
 from glm46.planner.plan import Plan
+from glm46.planner.rank_parts import local_shape
+from glm46.planner.stages import split_layers
 
 ROWS = 64
-"""Samples that the local engine draws at once on each rank."""
+"""Samples that the local engine draws at once on each rank, or on the ranks that share a model."""
 
 
 def other_networks(plan: Plan, weights: float, trained: float) -> float:
@@ -21,12 +26,28 @@ def other_networks(plan: Plan, weights: float, trained: float) -> float:
 
 
 def drawing(plan: Plan) -> float:
-    """Bytes on each rank of the local engine: the keys and values of its rows, and a copy of the whole policy where
-    the rank does not hold it whole in the type of its products."""
-    config, shape = plan.config, plan.shape
+    """Bytes of the local engine on a rank of its largest pipeline stage: the keys and values of its rows, and copied
+    weights, unless the rank has the whole policy in the type of its products. Ranks with parts of the model gather one
+    tensor at a time to take theirs."""
+    config, shape = plan.config, plan.shape.model_copy(update={"num_nextn_predict_layers": 0})
     if config.rl is None or config.rollout is None or config.rollout.kind != "local":
         return 0.0
     width = 4 if config.training.mixed_precision_param == "float32" else 2
     is_own = plan.layout.world_size == 1 and config.training.dtype == config.training.mixed_precision_param
-    heads = 2 * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers
-    return width * (ROWS * config.training.seq_len * heads + (0 if is_own else count_parameters(shape).main))
+    layout, rows = generation_layout(config.rollout.degrees, plan.layout.world_size), named_rows(shape)
+    is_split = layout.non_dp_degree * layout.ep > 1
+    gathered = max(row.numel(shape) for row in rows.values()) if is_split else 0
+    heads = 2 * max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
+    stages = split_layers(shape, layout.pp, shape.max_position_embeddings)
+    most = 0
+    for layers in stages:
+        outside = {"embed_tokens": layers.start == 0}  # norm and head are on the last stage
+        names = [
+            name
+            for name in rows
+            if (int(name.split(".")[1]) in layers if name.startswith("layers.") else
+                outside.get(name.split(".")[0], layers is stages[-1]))
+        ]  # fmt: skip
+        weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
+        most = max(most, weights + ROWS * config.training.seq_len * heads * len(layers))
+    return width * (most + gathered)

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
+from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import token_logprobs
+from glm46.planner.layout import generation_layout
 from glm46.rl.packing import empty_batch
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Engine
@@ -30,7 +32,10 @@ def build_engine(
     config = policy.plan.config
     section = config.rollout
     if section.kind == "local":
-        return LocalEngine(policy, max_length=config.training.seq_len, is_stopped=is_stopped)
+        process = policy.cluster.process
+        layout = generation_layout(section.degrees, process.world_size)
+        mesh = build_model_mesh(layout, process.rank, process.device.type)
+        return LocalEngine(policy, max_length=config.training.seq_len, mesh=mesh, is_stopped=is_stopped)
     dtype = getattr(torch, config.training.mixed_precision_param)
     return ServerEngine(
         section,

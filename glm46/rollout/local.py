@@ -13,7 +13,6 @@ from glm46.inference.generation import Continuation, Generation
 from glm46.inference.model_mesh import ModelMesh
 from glm46.inference.sampling import Sampling
 from glm46.model.routes import no_routes
-from glm46.planner.layout import Layout
 from glm46.planner.rl_memory import ROWS
 from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 from glm46.rollout.weights import whole_weights
@@ -30,7 +29,7 @@ class LocalEngine:
     Args:
         policy: the network. When it has changed, `update` must come before the next `generate`.
         max_length: tokens of the longest sample, prompt and completion.
-        mesh: the ranks that hold one model; default: each rank the whole of it.
+        mesh: the ranks that hold one model.
         rows: samples that a rank or group draws at once; the cache of keys and values has so many rows.
         speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
         routes: keep the chosen experts, for requests that ask for them.
@@ -43,7 +42,7 @@ class LocalEngine:
         policy: Network,
         *,
         max_length: int,
-        mesh: ModelMesh | None = None,
+        mesh: ModelMesh,
         rows: int = ROWS,
         speculative: bool = False,
         routes: bool = False,
@@ -53,10 +52,8 @@ class LocalEngine:
         assert not speculative or shape.num_nextn_predict_layers
         if not speculative:
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
-        ranks = dist.get_world_size()
-        self._mesh = mesh or ModelMesh(Layout(1, 1, ranks, 1, 1, 1), dist.get_rank())
-        self._shape = shape
-        self._model = self._mesh.part_of_model(shape, getattr(torch, policy.plan.config.training.mixed_precision_param))
+        self._mesh, self._shape = mesh, shape
+        self._model = mesh.part_of_model(shape, getattr(torch, policy.plan.config.training.mixed_precision_param))
         self._policy, self._is_stopped = policy, is_stopped
         self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
         self._decoder: Decoder | None = None

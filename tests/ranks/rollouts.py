@@ -12,12 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from glm46.config.generation_degrees import Degrees
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import join, leave
 from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import IGNORE, token_logprobs
-from glm46.planner import layout as planned
+from glm46.planner.layout import generation_layout
 from glm46.planner.plan import resolve_plan
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Completion, Request, SamplingRules
@@ -25,20 +26,23 @@ from glm46.training.network import Network, build_network
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
 
-# Of training, and of the second engine: tensor, expert, pipeline.
+# Of training, and of the second engine.
 LAYOUTS = {
     1: [
-        (Layout(), (1, 1, 1)), (Layout(adapter="lora"), (1, 1, 1)), (Layout(adapter="dora"), (1, 1, 1)),
-        (Layout(num_experts=12, key_heads=1), (1, 1, 1)),
+        (Layout(), Degrees()), (Layout(adapter="lora"), Degrees()), (Layout(adapter="dora"), Degrees()),
+        (Layout(num_experts=12, key_heads=1), Degrees()),
     ],
     2: [
-        (Layout(), (2, 1, 1)), (Layout(tensor=2), (1, 2, 1)), (Layout(experts_over=2), (1, 1, 2)),
-        (Layout(context=2), (2, 2, 1)), (Layout(pipeline=2, schedule="DualPipeV"), (2, 1, 1)),
-        (Layout(experts_over=2, adapter="lora"), (2, 2, 1)), (Layout(pipeline=2, adapter="dora"), (1, 2, 1)),
+        (Layout(), Degrees(tensor_parallel=2)), (Layout(tensor=2), Degrees(expert_parallel=2)),
+        (Layout(experts_over=2), Degrees(pipeline_parallel=2)), (Layout(context=2), Degrees(2, 1, 2)),
+        (Layout(pipeline=2, schedule="DualPipeV"), Degrees(tensor_parallel=2)),
+        (Layout(experts_over=2, adapter="lora"), Degrees(2, 1, 2)),
+        (Layout(pipeline=2, adapter="dora"), Degrees(expert_parallel=2)),
     ],
     4: [
-        (Layout(tensor=2), (1, 2, 2)), (Layout(replicate=2, experts_over=2), (2, 2, 1)),
-        (Layout(num_experts=12, key_heads=1), (2, 4, 1)),
+        (Layout(tensor=2), Degrees(pipeline_parallel=2, expert_parallel=2)),
+        (Layout(replicate=2, experts_over=2), Degrees(2, 1, 2)),
+        (Layout(num_experts=12, key_heads=1), Degrees(tensor_parallel=2, expert_parallel=4)),
     ],
 }  # fmt: skip
 TEMPERATURE, LENGTH = 0.7, 24
@@ -82,22 +86,21 @@ def trained_logprobs(network: Network, completions: list[Completion]) -> list[to
 
 
 @torch.no_grad()
-def draw_on(layout: Layout, of_engine: tuple[int, int, int], process) -> dict:
+def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
     rows and with drafts."""
     plan = resolve_plan(make_config(layout), process.world_size)
     network = build_network(plan, build_cluster(plan.layout, process))
     network.loaded(new_adapters=True)
     has_drafts = plan.shape.num_nextn_predict_layers > 0
-    tensor, expert, pipeline = of_engine
-    degrees = planned.Layout(pipeline, 1, process.world_size // (tensor * pipeline), 1, tensor, expert)
+    whole, split = (
+        build_model_mesh(generation_layout(degrees, process.world_size), process.rank, "cpu")
+        for degrees in (Degrees(), of_engine)
+    )
     engines = [
-        LocalEngine(network, max_length=LENGTH, rows=16, routes=True),
-        LocalEngine(
-            network, max_length=LENGTH, rows=5, routes=True, speculative=has_drafts,
-            mesh=build_model_mesh(degrees, process.rank, "cpu"),
-        ),
-    ]  # fmt: skip
+        LocalEngine(network, max_length=LENGTH, mesh=whole, rows=16, routes=True),
+        LocalEngine(network, max_length=LENGTH, mesh=split, rows=5, routes=True, speculative=has_drafts),
+    ]
     found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
     errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
     for version, factor in enumerate((5.0, 1.2)):
@@ -120,7 +123,7 @@ def draw_on(layout: Layout, of_engine: tuple[int, int, int], process) -> dict:
     return found
 
 
-def draw_some(layouts: list[tuple[Layout, tuple[int, int, int]]]) -> None:
+def draw_some(layouts: list[tuple[Layout, Degrees]]) -> None:
     """On each rank."""
     faulthandler.enable()
     process = join(60)

@@ -32,6 +32,10 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--training.global_batch_size", "128"], ["rl.warm_up_rollouts", "training.global_batch_size = 256"]),
         (["--rl.kl.weight", "0.1"], ["rl.warm_up_rollouts", "rl.kl.weight = 0.0"]),
         (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
+        (["--rollout.tensor_parallel_degree", "3"], ["rollout.tensor_parallel_degree = 3", "num_attention_heads = 4"]),
+        (["--rollout.expert_parallel_degree", "3"], ["rollout.expert_parallel_degree = 3", "n_routed_experts = 8"]),
+        (["--rollout.pipeline_parallel_degree", "3"], ["pipeline_parallel_degree = 3", "num_hidden_layers = 2"]),
+        (["--rollout.tensor_parallel_degree", "2"], ["rollout.tensor_parallel_degree = 2", "1 process", "choose"]),
     ],
 )
 def test_a_fault_names_key_value_and_remedy(overrides, said):

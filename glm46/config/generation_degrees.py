@@ -1,0 +1,54 @@
+"""Degrees of the ranks that hold one model to generate with, in [rollout] and on the command line, and their rules."""
+
+from typing import NamedTuple
+
+from glm46.config.faults import counted
+from glm46.config.model import ModelShape
+
+
+class Degrees(NamedTuple):
+    """Ranks over which one model is split; the field names are those of the keys and options, before ``_degree``."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that compute the same tokens."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+def degree_faults(degrees: Degrees, shape: ModelShape, world_size: int | None, stated: str) -> list[tuple[str, str]]:
+    """Each degree that does not split the model evenly or does not fit the processes, and its message.
+
+    Args:
+        world_size: None when it is not known yet.
+        stated: how the user writes a degree: a format of its name and its value.
+    """
+    tensor, pipeline, expert = degrees
+    faults = []
+    for key, degree, what, size in (
+        ("tensor_parallel", tensor, "num_attention_heads", shape.num_attention_heads),
+        ("tensor_parallel", tensor, "vocab_size", shape.vocab_size),
+        ("expert_parallel", expert, "n_routed_experts", shape.n_routed_experts),
+    ):
+        if size % degree:
+            faults.append((key, f"must divide model.{what} = {size}"))
+    heads, width = shape.num_key_value_heads, shape.head_dim
+    if heads % tensor and (tensor % heads or width % (tensor // heads)):
+        rule = f"must divide model.num_key_value_heads = {heads}, or be a multiple that leaves each rank an equal part"
+        faults.append(("tensor_parallel", f"{rule} of a head's {width} rows"))
+    if pipeline > shape.num_hidden_layers:
+        faults.append(("pipeline_parallel", f"at most model.num_hidden_layers = {shape.num_hidden_layers}"))
+    if expert % tensor and tensor % expert:
+        faults.append(
+            ("expert_parallel", f"must divide {stated.format('tensor_parallel', tensor)}, or be a multiple of it")
+        )
+    if world_size is not None and world_size % degrees.ranks:
+        faults.append(
+            ("tensor_parallel", f"times {pipeline} pipeline stages must divide {counted(world_size, 'process')}")
+        )
+    elif world_size is not None and world_size // pipeline % expert:
+        faults.append(("expert_parallel", f"must divide the {world_size // pipeline} processes of a pipeline stage"))
+    return [(key, f"{stated.format(key, getattr(degrees, key))}: {fault}; choose another") for key, fault in faults]
