@@ -36,11 +36,6 @@ RUNS = {
 KILLED = "gspo 2"
 
 
-def brightness(answer) -> float:
-    """A reward that some answers get: the share of their characters with an even code."""
-    return sum(ord(letter) % 2 == 0 for letter in answer.text) / max(len(answer.text), 1)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -98,7 +93,7 @@ def main() -> None:
                 rl=rl | {
                     "prompts_per_rollout": 4, "group_size": 4, "warm_up_rollouts": 0,
                     "prompts": {"file": str(prompts)},
-                    "rewards": [{"name": "tests.ranks.reinforcement:brightness"}],
+                    "rewards": [{"name": "tests.ranks.brightness:brightness"}],
                 },
                 rollout={"max_new_tokens": 12},
                 training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
