@@ -44,6 +44,9 @@ def main() -> None:
     """Serve until the tests close the input."""
     torch.set_num_threads(1)
     device_peak_flops(torch.device("cpu"), torch.float32)  # a third of a second, else in each rank that trains
+    # Processes that ranks spawn, such as those of rewards, would import this module, which takes 4 s of a core.
+    this = sys.modules["__main__"]
+    this.__spec__ = this.__file__ = None
     gc.collect()
     gc.freeze()  # a garbage collection in a rank would look at all that was imported, and copy its memory
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for all that it starts
