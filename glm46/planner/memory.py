@@ -24,6 +24,7 @@ from glm46.planner.activations import (
     output_gradient_bytes,
     travelling_key_bytes,
 )
+from glm46.planner.other_networks import drawing, other_networks, other_passes
 from glm46.planner.parameters import Parameter, part_rows
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import (
@@ -36,7 +37,6 @@ from glm46.planner.rank_parts import (
     local_shape,
     parts_of_ranks,
 )
-from glm46.planner.rl_memory import drawing, other_networks
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
 """Bytes per element; 8bit has an FP32 scale per block."""
@@ -89,9 +89,9 @@ class MemoryPlan:
     text: float = 0.0
     """On a CPU: token data of a step, see `step_text`."""
     networks: float = 0.0
-    """With [rl]: see `rl_memory.other_networks`."""
+    """With [rl]: see `other_networks.other_networks`."""
     drawing: float = 0.0
-    """With [rl]: see `rl_memory.drawing`."""
+    """With [rl]: see `other_networks.drawing`."""
 
     @property
     def total(self) -> float:
@@ -124,7 +124,8 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     parts = parts_of_ranks(plan)
     plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
     plans = [replace(m, networks=other_networks(plan, m.weights, m.gradients + m.optimizer)) for m in plans]
-    plans = [replace(m, drawing=drawing(plan)) for m in plans]
+    optimizers = 1 + other_passes(plan)[1]
+    plans = [replace(m, drawing=drawing(plan), host=optimizers * m.host, disk=optimizers * m.disk) for m in plans]
     if device == "cpu":
         # A CPU has one memory, so offloaded states and token data are in it too.
         text = _text(plan, stage_index)

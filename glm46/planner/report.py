@@ -70,7 +70,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         machine, verdict = here
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
     if run.cost is not None:
-        sections |= _time_sections(run.cluster, run.cost)
+        sections |= _time_sections(run.plan, run.cluster, run.cost)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 
@@ -148,7 +148,7 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     ]
 
 
-def _time_sections(cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
+def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
     """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
     longest = cost.longest
     index, step = cost.stages.index(longest), longest.largest
@@ -157,6 +157,8 @@ def _time_sections(cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]
     network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
     title = f"time of a step, predicted for {network} (efficiencies: {source})"
     of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
+    if plan.config.rl is not None:
+        title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     shown = [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * step.seconds]
     money = [] if cost.dollars is None else [_line("cost", f"${cost.dollars:,.0f}", f"(at ${cluster.price:,.2f})")]

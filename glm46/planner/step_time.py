@@ -16,6 +16,7 @@ from glm46.planner.flops import training_flops_per_token
 from glm46.planner.kernels import MicroBatch, PartOfModel, Work, part_work
 from glm46.planner.memory import rank_memory
 from glm46.planner.muon_cost import muon_cost
+from glm46.planner.other_networks import other_passes
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
 from glm46.planner.stages import bubble
@@ -42,7 +43,7 @@ class StepTime:
     tokens: int
     """Of all ranks."""
     model_flops: float
-    """Of all ranks; recomputation and the forward of a reference are not counted."""
+    """Of all ranks; recomputation, passes without gradient and a critic are not counted."""
     mfu: float
     """`model_flops` over what the BF16 peaks of all GPUs could do in this time."""
     timeline: Timeline | None
@@ -168,9 +169,12 @@ def step_time(
         sending = max(roofline.traffic(each) / each.calls for each in sends)
         timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
         parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
-    if plan.config.preference is not None:  # one more forward, from stage to stage without an order of its own
+    forwards, critics = other_passes(plan)
+    if critics:
+        parts["critic"] = critics * sum(parts.values())
+    if forwards:  # from stage to stage without an order of its own
         forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
-        parts["forward of the reference"] = (micro_batches + layout.pp - 1) * forward
+        parts["passes without gradient"] = forwards * (micro_batches + layout.pp - 1) * forward
     tokens = sequences * stage.seq_len
     flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
     seconds = sum(parts.values())

@@ -11,6 +11,8 @@ import signal
 import sys
 
 import torch
+import torch._dynamo.backends.debugging  # with the next one, what a first compilation would import in each rank: 2 s
+import torch._inductor.compile_fx
 
 import glm46.prepare.pipeline  # noqa: F401
 import glm46.pretrain.task  # noqa: F401
@@ -46,7 +48,8 @@ def main() -> None:
     device_peak_flops(torch.device("cpu"), torch.float32)  # a third of a second, else in each rank that trains
     # Processes that ranks spawn, such as those of rewards, would import this module, which takes 4 s of a core.
     this = sys.modules["__main__"]
-    this.__spec__ = this.__file__ = None
+    this.__spec__ = None
+    del this.__file__
     gc.collect()
     gc.freeze()  # a garbage collection in a rank would look at all that was imported, and copy its memory
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for all that it starts

@@ -42,7 +42,7 @@ OTHERS = [
     for path in RECIPES
     for found in re.findall(r"(?m)^# (Does not fit|Fits too)(?: on (\d+))?: (--.*): ([\d,]+) GiB$", SAYS[path])
 ]
-MARK = r"\[(page|bridge|paper|blog|document|quick start|assumption|regret|ours)( [\d, -]+)?\]"
+MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
 OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
 
@@ -58,7 +58,7 @@ def gpus_of(path: Path, others: str = "") -> tuple[int, Machine]:
 
 
 def test_recipes_are_found():
-    assert len(RECIPES) == 16 and len(OTHERS) >= 5
+    assert len(RECIPES) == 19 and len(OTHERS) >= 5
     said = [line for text in SAYS.values() for line in re.findall(r"(?m)^# (?:Planned on|Does not fit|Fits too)", text)]
     assert len(said) == len(RECIPES) + len(OTHERS)
 

@@ -11,6 +11,7 @@ import torch
 from glm46.config.finetune import FineTune, Preference
 from glm46.config.parallelism import Parallelism
 from glm46.config.presets import PRESETS
+from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
 from glm46.parallelize.pipeline_order import pipeline_order
 from glm46.planner.flops import attention_flops, training_flops
@@ -52,13 +53,27 @@ def test_a_preference_adds_a_forward_of_its_reference():
         config = run(parallelism=parallelism)
         tasks = (FineTune(preference=preference) for preference in (None, Preference()))
         sft, dpo = (predicted(config.model_copy(update={"finetune": task}), world=8) for task in tasks)
-        added = dpo.parts.pop("forward of the reference")
+        added = dpo.parts.pop("passes without gradient")
         assert dpo.parts == sft.parts and dpo.model_flops == sft.model_flops
         computed = sum(sft.parts[name] for name in ("products", "experts", "attention", "memory"))
         if parallelism:  # stages are not equal, and the last one waits for the others
             assert 0 < added < sft.seconds
         else:
             assert 0.3 < added / computed < 0.45  # one forward; forward and backward are three
+
+
+def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a_critic():
+    tasks = {name: RL(prompts_per_rollout=1, **keys) for name, keys in {
+        "grpo": {"algorithm": "grpo"}, "ppo": {"algorithm": "ppo"},
+        "all": {"algorithm": "ppo", "kl": {"weight": 0.1}}, "none": {"algorithm": "tv", "kl": {"weight": 0.0}},
+    }.items()}  # fmt: skip
+    steps = {name: predicted(run().model_copy(update={"rl": task}), world=8).parts for name, task in tasks.items()}
+    passes = {name: parts.pop("passes without gradient", 0.0) for name, parts in steps.items()}
+    once = passes["grpo"]
+    assert once > 0 and passes == pytest.approx({"grpo": once, "ppo": 2 * once, "all": 3 * once, "none": 0.0})
+    assert steps["grpo"] == steps["none"]
+    critic = steps["ppo"].pop("critic")
+    assert steps["ppo"] == steps["grpo"] and critic == pytest.approx(sum(steps["ppo"].values()))
 
 
 def planned_work(part: str, shape, layout=ONE, **options) -> tuple[float, int]:

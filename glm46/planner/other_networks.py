@@ -1,4 +1,4 @@
-"""Memory that a run with [rl] needs beside its policy: other networks, and what draws completions in the job."""
+"""What a run needs beside the training of its policy: other networks, their passes, and what draws completions."""
 
 from math import prod
 
@@ -51,3 +51,14 @@ def drawing(plan: Plan) -> float:
         weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
         most = max(most, weights + ROWS * config.training.seq_len * heads * len(layers))
     return width * (most + gathered)
+
+
+def other_passes(plan: Plan) -> tuple[int, int]:
+    """Forward passes without gradient over all rows of a step, and updates of a critic in it.
+
+    The passes: of the reference of a preference; with [rl] of the old policy, the reference and the critic.
+    """
+    if plan.config.rl is None:
+        return int(plan.config.preference is not None), 0
+    rl = plan.config.rl.resolved()
+    return (rl.old_policy == "trainer") + rl.has_reference + rl.has_critic, int(rl.has_critic)
