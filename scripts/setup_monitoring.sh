@@ -1,0 +1,243 @@
+#!/usr/bin/env bash
+# Start Prometheus, Alertmanager, node exporter, dcgm-exporter and Grafana for the runs of this machine, or stop them.
+#
+#   scripts/setup_monitoring.sh --prometheus-port 9090 --grafana-port 3000 --start
+#   scripts/setup_monitoring.sh --status
+#   scripts/setup_monitoring.sh --stop
+#
+# --start     start what is not running; again, it starts only what is missing and loads changed rules
+# --stop      end what this script has started, and nothing else
+# --status    say what runs
+# --dry-run   with --start or --stop: print the commands, change nothing
+# --prometheus-port, --alertmanager-port, --grafana-port, --node-exporter-port, --dcgm-exporter-port N
+# --bind ADDRESS   address that all of them listen on; 127.0.0.1, reach it by `ssh -L`
+# --webhook URL    where Alertmanager sends alerts
+# --folder DIR     configuration, data, logs and targets; outputs/monitoring
+#
+# A program that is missing is said, with the command that installs it; the others start. Exit codes: 0 done, 1 a program
+# did not start, 2 wrong use or a port in use: nothing was changed.
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+
+refuse() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+action='' dry='' bind=127.0.0.1 webhook='' folder=outputs/monitoring
+declare -A port=([prometheus]=9090 [alertmanager]=9093 [grafana]=3000 [node-exporter]=9100 [dcgm-exporter]=9401)
+declare -A seen=()
+while [ $# -gt 0 ]; do
+    option=$1
+    [ -z "${seen[$option]-}" ] || refuse "$option: given twice; state it once"
+    seen[$option]=1
+    case $option in
+        --start | --stop | --status)
+            [ -z "$action" ] || refuse "$option with --$action: state one of --start, --stop and --status"
+            action=${option#--}
+            ;;
+        --dry-run) dry=1 ;;
+        --help | -h) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --*-port | --bind | --webhook | --folder)
+            [ $# -gt 1 ] || refuse "$option: needs a value"
+            value=$2 name=${option#--}
+            case $option in
+                --bind) bind=$value ;;
+                --webhook) webhook=$value ;;
+                --folder) folder=$value ;;
+                *)
+                    name=${name%-port}
+                    [ -n "${port[$name]-}" ] || refuse "$option: unknown; see --help"
+                    [[ $value =~ ^[1-9][0-9]{0,4}$ && $value -le 65535 ]] ||
+                        refuse "$option $value: must be between 1 and 65535; state such a port"
+                    port[$name]=$value
+                    ;;
+            esac
+            shift
+            ;;
+        *) refuse "$option: unknown; see --help" ;;
+    esac
+    shift
+done
+[ -n "$action" ] || refuse "nothing to do: state --start, --stop or --status"
+[[ $bind =~ ^[0-9]{1,3}(\.[0-9]{1,3}){3}$ ]] || refuse "--bind $bind: must be an IPv4 address such as 127.0.0.1"
+[[ -z $webhook || $webhook =~ ^https?://[^[:space:]\"]+$ ]] || refuse "--webhook $webhook: must begin with http:// or https://"
+for one in "${!port[@]}"; do
+    for other in "${!port[@]}"; do
+        [[ $one == "$other" || ${port[$one]} != "${port[$other]}" ]] ||
+            refuse "--$one-port and --$other-port are both ${port[$one]}; state different ports"
+    done
+done
+# All programs are asked at this address.
+reach=$bind
+[ "$bind" != 0.0.0.0 ] || reach=127.0.0.1
+
+run() {
+    if [ -n "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
+}
+
+# Whether the process of a pid file still is the one that was started: numbers of processes are used again.
+runs() {
+    local pid
+    pid=$(cat "$folder/run/$1.pid" 2>/dev/null) && [ "$(readlink -f "/proc/$pid/exe" 2>/dev/null)" = "$(cat "$folder/run/$1.exe" 2>/dev/null)" ]
+}
+
+answers() { (exec 3<>"/dev/tcp/$reach/$1") 2>/dev/null; }
+
+ready() {
+    local path=/metrics
+    case $1 in prometheus | alertmanager) path=/-/ready ;; grafana) path=/api/health ;; esac
+    exec 3<>"/dev/tcp/$reach/${port[$1]}" || return 1
+    printf 'GET %s HTTP/1.0\r\nHost: localhost\r\n\r\n' "$path" >&3
+    local status
+    IFS= read -r -t 2 status <&3 || status=
+    exec 3<&- 3>&-
+    [[ $status == *" 200 "* ]]
+}
+
+failed=0
+# start NAME ARGUMENTS...: unless it runs; waits until it is ready.
+start() {
+    local name=$1 program=${program_of[$1]}
+    shift
+    if [ -n "$dry" ]; then
+        run "$program" "$@"
+        return
+    fi
+    if runs "$name"; then
+        echo "$name: runs already"
+        return
+    fi
+    (cd "$folder" && exec setsid "$program" "$@" >"log/$name.log" 2>&1 </dev/null) &
+    local pid=$! tries
+    for tries in $(seq 100); do
+        if (ready "$name") 2>/dev/null; then
+            echo "$pid" >"$folder/run/$name.pid"
+            readlink -f "/proc/$pid/exe" >"$folder/run/$name.exe"
+            echo "$name: http://$reach:${port[$name]}"
+            return
+        fi
+        kill -0 "$pid" 2>/dev/null || break
+        sleep 0.1
+    done
+    kill "$pid" 2>/dev/null || true
+    echo "$name: did not start; $folder/log/$name.log ends with: $(tail -n 1 "$folder/log/$name.log")" >&2
+    failed=1
+}
+
+write_files() {
+    mkdir -p "$folder"/{run,log,targets,nodes,gpus,data/prometheus,data/alertmanager,data/grafana,dashboards,provisioning/datasources,provisioning/dashboards}
+    local deploy=$root/deploy/monitoring
+    sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
+        "$deploy/prometheus.yml" >"$folder/prometheus.yml"
+    cp "$deploy/alerts.yml" "$deploy/dcgm-counters.csv" "$folder/"
+    cp "$deploy/alertmanager.yml" "$folder/alertmanager.yml"
+    [ -z "$webhook" ] || printf '    webhook_configs: [{url: "%s"}]\n' "$webhook" >>"$folder/alertmanager.yml"
+    cp "$deploy"/dashboards/*.json "$folder/dashboards/"
+    sed "s#http://127.0.0.1:9090#http://$reach:${port[prometheus]}#" "$deploy/grafana/datasource.yml" \
+        >"$folder/provisioning/datasources/datasource.yml"
+    sed "s#/var/lib/grafana/dashboards#$folder/dashboards#" "$deploy/grafana/dashboards.yml" \
+        >"$folder/provisioning/dashboards/dashboards.yml"
+}
+
+# Programs by name; Debian calls two of them by longer names.
+declare -A program_of=()
+find_programs() {
+    local name candidate
+    local -A candidates=([prometheus]=prometheus [alertmanager]="prometheus-alertmanager alertmanager"
+        [node-exporter]="prometheus-node-exporter node_exporter" [grafana]="grafana-server grafana")
+    if command -v nvidia-smi >/dev/null; then candidates[dcgm-exporter]=dcgm-exporter; fi
+    for name in "${!candidates[@]}"; do
+        for candidate in ${candidates[$name]}; do
+            [ -n "${program_of[$name]-}" ] || program_of[$name]=$(command -v "$candidate" || true)
+        done
+    done
+    [ -n "${program_of[prometheus]-}" ] ||
+        refuse "prometheus: not found; apt-get install prometheus prometheus-alertmanager prometheus-node-exporter"
+    for name in "${!program_of[@]}"; do
+        if [ -n "${program_of[$name]}" ] && ! runs "$name" && answers "${port[$name]}"; then
+            refuse "--$name-port ${port[$name]}: another program listens on it at $reach; state a free one"
+        fi
+    done
+}
+
+start_all() {
+    start prometheus --config.file=prometheus.yml --storage.tsdb.path=data/prometheus \
+        --web.listen-address="$bind:${port[prometheus]}"
+    if [ -n "${program_of[alertmanager]}" ]; then
+        start alertmanager --config.file=alertmanager.yml --storage.path=data/alertmanager \
+            --web.listen-address="$bind:${port[alertmanager]}" --cluster.listen-address=
+    else
+        echo "alertmanager: not found, so nobody is told: apt-get install prometheus-alertmanager" >&2
+    fi
+    if [ -n "${program_of[node-exporter]}" ]; then
+        start node-exporter --web.listen-address="$bind:${port[node-exporter]}"
+    else
+        echo "node-exporter: not found, so there are no figures of nodes: apt-get install prometheus-node-exporter" >&2
+    fi
+    if [ -z "${program_of[dcgm-exporter]+known}" ]; then
+        echo "dcgm-exporter: not needed, this machine has no NVIDIA GPU"
+    elif [ -n "${program_of[dcgm-exporter]}" ]; then
+        [ -n "$dry" ] || printf '[{"targets": ["%s:%s"]}]\n' "$reach" "${port[dcgm-exporter]}" >"$folder/gpus/here.json"
+        start dcgm-exporter --address "$bind:${port[dcgm-exporter]}" --collectors dcgm-counters.csv
+    else
+        echo "dcgm-exporter: not found, so there are no figures of GPUs: run NVIDIA's container of it with" \
+            "$folder/dcgm-counters.csv, and write its address into $folder/gpus/here.json" >&2
+    fi
+    if [ -n "${program_of[grafana]}" ]; then
+        start_grafana
+    else
+        echo "grafana: not found (Debian has no package), so dashboards are not shown: Prometheus draws graphs at" \
+            "http://$reach:${port[prometheus]}/graph; a Grafana of your own reads $folder/provisioning" >&2
+    fi
+}
+
+start_grafana() {
+    local password=$folder/grafana-password arguments=()
+    # Not admin/admin.
+    if [ -z "$dry" ] && [ ! -s "$password" ]; then
+        (umask 077 && head -c 18 /dev/urandom | base64 >"$password")
+    fi
+    [ "$(basename "${program_of[grafana]}")" != grafana ] || arguments=(server)
+    export GF_SECURITY_ADMIN_PASSWORD__FILE=$password GF_PATHS_PROVISIONING=$folder/provisioning
+    export GF_SERVER_HTTP_ADDR=$bind GF_SERVER_HTTP_PORT=${port[grafana]} GF_PATHS_DATA=$folder/data/grafana
+    export GF_ANALYTICS_REPORTING_ENABLED=false GF_ANALYTICS_CHECK_FOR_UPDATES=false
+    start grafana ${arguments[@]+"${arguments[@]}"} --homepath "${GRAFANA_HOME:-/usr/share/grafana}"
+    echo "grafana: user admin, password in $password"
+}
+
+programs=(grafana dcgm-exporter node-exporter alertmanager prometheus)
+case $folder in /*) ;; *) folder=$PWD/$folder ;; esac
+case $action in
+    start)
+        find_programs
+        [ -n "$dry" ] || write_files || refuse "--folder $folder: cannot be written; state another folder"
+        start_all
+        # Those that run read changed files.
+        for one in prometheus alertmanager; do
+            if [ -z "$dry" ] && runs "$one"; then kill -HUP "$(cat "$folder/run/$one.pid")"; fi
+        done
+        [ -n "$dry" ] || echo "runs are found by their files in $folder/targets: --metrics.prometheus_port 9400"
+        ;;
+    stop)
+        for one in "${programs[@]}"; do
+            runs "$one" || continue
+            pid=$(cat "$folder/run/$one.pid")
+            run kill "$pid"
+            [ -n "$dry" ] && continue
+            for _ in $(seq 100); do
+                kill -0 "$pid" 2>/dev/null || break
+                sleep 0.1
+            done
+            kill -KILL "$pid" 2>/dev/null || true
+            rm -f "$folder/run/$one".{pid,exe}
+            echo "$one: stopped"
+        done
+        ;;
+    status)
+        for one in "${programs[@]}"; do
+            if runs "$one"; then echo "$one: runs on port ${port[$one]}"; else echo "$one: does not run"; fi
+        done
+        ;;
+esac
+exit "$failed"

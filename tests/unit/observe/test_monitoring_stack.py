@@ -1,0 +1,188 @@
+"""scripts/setup_monitoring.sh and the dashboards: wrong use changes nothing; the real programs start, find a run,
+answer every query of the dashboards, and stop without a trace."""
+
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import combinations
+
+import pytest
+
+from glm46.config.checkpoint import Metrics
+from glm46.observe.endpoint import Endpoint
+from glm46.observe.exporter import RunCollector, exported_names
+from tests.unit.observe.test_alerts import FOLDER, RECORDED, ROOT
+from tests.unit.observe.test_exporter import begin, full_row, write_rows
+
+SCRIPT = ROOT / "scripts" / "setup_monitoring.sh"
+NAMES = ("prometheus", "alertmanager", "grafana", "node-exporter", "dcgm-exporter")
+_SPEC = importlib.util.spec_from_file_location("make_dashboards", ROOT / "scripts" / "make_dashboards.py")
+make_dashboards = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(make_dashboards)
+PAGES = {name: make_dashboards.dashboard_json(name) for name in make_dashboards.DASHBOARDS}
+QUERIES = [target["expr"] for page in PAGES.values() for panel in page["panels"] for target in panel["targets"]]
+
+
+def test_the_files_are_those_of_the_script():
+    """Mended by: python scripts/make_dashboards.py"""
+    files = {path.stem: json.loads(path.read_text()) for path in (FOLDER / "dashboards").iterdir()}
+    assert files == PAGES
+
+
+def test_panels_have_ids_and_places_of_their_own_and_a_filter():
+    assert len({page["uid"] for page in PAGES.values()}) == len(PAGES)
+    for page in PAGES.values():
+        ids = [panel["id"] for panel in page["panels"]]
+        assert len(set(ids)) == len(ids)
+        for panel, other in combinations(page["panels"], 2):
+            (a, b) = panel["gridPos"], other["gridPos"]
+            beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            assert beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (panel["title"], other["title"])
+            assert a["x"] + a["w"] <= 24
+        (variable,) = page["templating"]["list"]
+        assert any(f"${variable['name']}" in target["expr"] for panel in page["panels"] for target in panel["targets"])
+
+
+def test_queries_read_what_somebody_exports():
+    dcgm = set(re.findall(r"^DCGM_\w+", (FOLDER / "dcgm-counters.csv").read_text(), re.M))
+    found = {word for query in QUERIES for word in re.findall(r"\b(?:training|expert|dead|nvidia|DCGM)_\w+", query)}
+    assert found <= exported_names() | RECORDED | dcgm
+
+
+def setup(*options, folder):
+    command = ["bash", str(SCRIPT), *options, "--folder", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ([], ("--start",)),
+        (["--start", "--stop"], ("--stop", "--start")),
+        (["--start", "--start"], ("--start", "twice")),
+        (["--start", "--prometheus-port"], ("--prometheus-port", "value")),
+        (["--start", "--prometheus-port", "0"], ("--prometheus-port", "0", "65535")),
+        (["--start", "--prometheus-port", "70000"], ("70000", "65535")),
+        (["--start", "--grafana-port", "9090"], ("--grafana-port", "--prometheus-port", "9090")),
+        (["--start", "--loki-port", "3100"], ("--loki-port", "unknown")),
+        (["--start", "--fast"], ("--fast", "unknown")),
+        (["--start", "--bind", "everywhere"], ("--bind", "everywhere", "127.0.0.1")),
+        (["--start", "--webhook", "example"], ("--webhook", "example", "https://")),
+    ],
+)
+def test_wrong_use_has_one_message_and_changes_nothing(tmp_path, options, words):
+    done = setup(*options, folder=tmp_path / "state")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done
+    assert all(word in lines[0] for word in words), lines
+    assert not (tmp_path / "state").exists()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+
+
+@needs_prometheus
+def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = setup("--start", "--prometheus-port", port, folder=tmp_path / "state")
+    assert done.returncode == 2 and port in done.stderr and "free one" in done.stderr, done
+    ports = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    done = setup("--start", "--dry-run", *ports, folder=tmp_path / "state")
+    assert done.returncode == 0 and f"127.0.0.1:{ports[1]}" in done.stdout, done
+    assert not (tmp_path / "state").exists()
+
+
+class Gpus(BaseHTTPRequestHandler):
+    """What dcgm-exporter answers, for two GPUs."""
+
+    def do_GET(self):
+        more = {"DCGM_EXP_CLOCK_EVENTS_COUNT": ',clock_event="sw_power_cap"', "DCGM_EXP_XID_ERRORS_COUNT": ',xid="13"'}
+        names = re.findall(r"^DCGM_\w+", (FOLDER / "dcgm-counters.csv").read_text(), re.M)
+        lines = [f'{name}{{gpu="{gpu}",Hostname="n7"{more.get(name, "")}}} 1\n' for name in names for gpu in (0, 1)]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write("".join(lines).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
+    state, ports = tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
+    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    (tmp_path / "run").mkdir()
+    beat = begin(tmp_path / "run")
+    beat.saved(1)
+    write_rows(tmp_path / "run", full_row())
+    config = Metrics(prometheus_port=free_ports(1)[0], prometheus_sd_folder=str(state / "targets"))
+    endpoint = Endpoint(config, tmp_path / "run", RunCollector(tmp_path / "run"), print)
+    gpus = ThreadingHTTPServer(("127.0.0.1", 0), Gpus)
+    threading.Thread(target=gpus.serve_forever, daemon=True).start()
+    try:
+        first = setup("--start", *options, folder=state)
+        assert first.returncode == 0, first
+        pids = {path.name: path.read_text() for path in (state / "run").glob("*.pid")}
+        assert "prometheus.pid" in pids
+        again = setup("--start", *options, folder=state)
+        assert again.returncode == 0 and "prometheus: runs already" in again.stdout, again
+        assert {path.name: path.read_text() for path in (state / "run").glob("*.pid")} == pids
+        endpoint.announce()
+        (state / "gpus" / "here.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{gpus.server_port}"]}]))
+        # Not 5 s, which a test would have to wait for twice.
+        file = state / "prometheus.yml"
+        file.write_text(file.read_text().replace("interval: 5s", "interval: 500ms"))
+        subprocess.run(["kill", "-HUP", pids["prometheus.pid"].strip()], check=True)
+        wait_for_answers(ports["prometheus"], QUERIES, seconds=40)
+        assert ask(ports["prometheus"], "training_step")[0]["metric"]["run"] == "run"
+        listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
+        for port in ports.values():
+            assert not {word for word in listening if word.endswith(f":{port}")} - {f"127.0.0.1:{port}"}
+        assert "prometheus: runs" in setup("--status", *options, folder=state).stdout
+    finally:
+        stopped = setup("--stop", folder=state)
+        endpoint.close(has_failed=False)
+        gpus.shutdown()
+        gpus.server_close()
+    assert "prometheus: stopped" in stopped.stdout, stopped
+    for port in ports.values():
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    assert not list((state / "run").iterdir())
+
+
+def ask(port: int, query: str) -> list[dict]:
+    # What Grafana fills in.
+    query = re.sub(r"\$(run|Hostname|instance)\b", ".*", query.replace("$__rate_interval", "10s"))
+    url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return json.load(response)["data"]["result"]
+
+
+def wait_for_answers(port: int, queries: list[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    # A machine of a test may have no disk or network of its own.
+    left = [query for query in queries if not re.search("node_(disk|network|filesystem)_", query)]
+    while left:
+        assert time.monotonic() < deadline, left
+        left = [query for query in left if not ask(port, query)]
+        time.sleep(0.3)
