@@ -39,7 +39,7 @@ while [ $# -gt 0 ]; do
         --dry-run) dry=1 ;;
         --help | -h) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --*-port | --bind | --webhook | --folder)
-            [ $# -gt 1 ] || refuse "$option: needs a value"
+            [[ $# -gt 1 && $2 != --* ]] || refuse "$option: needs a value"
             value=$2 name=${option#--}
             case $option in
                 --bind) bind=$value ;;

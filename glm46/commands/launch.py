@@ -35,6 +35,7 @@ from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, share_cores, variables_that_begin, visible_gpus
 from glm46.distributed.hostfile import read_hostfile
 from glm46.files.local_disk import local_disk_fault
+from glm46.observe.tracker import tracker_fault
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.memory import largest_stage, stage_memory
@@ -189,7 +190,8 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
     if arguments.from_hostfile:
         refuse_node(nodes, nproc, len(machine.gpus))
-    if fault := snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)):
+    fault = snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)) or tracker_fault(config.metrics.tracker)
+    if fault:
         raise UserError(f"{config_file}: {fault}")
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     script = set_variables([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE)

@@ -70,6 +70,9 @@ class Checkpoint(Section):
     job.dump_folder/huggingface; with [adapter] the adapters alone, as a PEFT folder."""
 
 
+TrackerName = Literal["wandb", "mlflow"]
+
+
 class Metrics(Section):
     """[metrics]: how often metrics are logged, and where besides console and metrics.jsonl."""
 
@@ -104,3 +107,10 @@ class Metrics(Section):
     prometheus_sd_folder: Annotated[LocalPath, Needs("prometheus_port")] = "outputs/monitoring/targets"
     """Folder of a file for each run that exports metrics, by which Prometheus finds it (``file_sd_configs``); it is
     the one that scripts/setup_monitoring.sh reads."""
+
+    tracker: TrackerName | None = None
+    """Send the rows to Weights & Biases (``wandb``) or MLflow (``mlflow``) too; the package must be installed. Its own
+    variables say where: WANDB_MODE=offline, MLFLOW_TRACKING_URI. A restart continues the run there."""
+
+    tracker_project: Annotated[str, Needs("tracker")] = Field("glm46", min_length=1)
+    """Project of Weights & Biases, or experiment of MLflow."""

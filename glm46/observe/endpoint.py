@@ -35,6 +35,7 @@ class _SixServer(_Server):
 
 
 class _Handler(WSGIRequestHandler):
+    disable_nagle_algorithm = True  # headers and body are two writes, and the second would wait 40 ms for an answer
     timeout = 10.0  # for a client that connects and sends nothing
 
     def log_message(self, *_: Any) -> None:

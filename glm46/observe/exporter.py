@@ -17,8 +17,8 @@ from glm46.observe.heartbeat import Beat, Phase, read_heartbeat
 from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.observe.metrics import METRICS, SPREAD, find_metric
 
-_TAIL_BYTES = 256 * 1024
-"""Read of the end of the rows: a hundred rows and more, so that the last validation is among them."""
+_TAIL_BYTES = 64 * 1024
+"""Read of the end of the rows: some dozens. A value of an earlier row, such as of validation, is kept from then."""
 _MOST_PARTS = 16
 """Bound on the series of one metric, such as those of sources: Prometheus pays for each one."""
 

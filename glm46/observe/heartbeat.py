@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -131,7 +131,7 @@ class Heartbeat:
     def _write(self) -> None:
         if self._file is not None:
             # Blanks cover the end of a longer text of before.
-            text = json.dumps(asdict(self._beat)).encode().ljust(self._size)
+            text = json.dumps(vars(self._beat)).encode().ljust(self._size)
             self._size = len(text)
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, text, 0)

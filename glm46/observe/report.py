@@ -10,6 +10,7 @@ from typing import Literal
 from glm46.observe.console import ConsoleView, train_line, validation_line
 from glm46.observe.history import ROWS_FILE, History, LineFile, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
+from glm46.observe.tracker import Tracker
 
 Kind = Literal["train", "validation"]
 """Kinds of rows. A step can have one of each."""
@@ -27,6 +28,7 @@ class Report:
         total_tokens: int,
         resumed_step: int | None = None,
         console: ConsoleView | None = None,
+        tracker: Tracker | None = None,
     ):
         """Open the files under `dump_folder`.
 
@@ -36,6 +38,7 @@ class Report:
             resumed_step: step of the checkpoint that the run resumes from; later rows of earlier processes are removed.
                 None for a new run: files of an earlier run are renamed.
             console: None for standard output.
+            tracker: takes the rows too, and is closed with the report.
         """
         self._is_main = is_main
         self._total_tokens = total_tokens
@@ -47,6 +50,7 @@ class Report:
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
+        self._tracker = tracker
         self._tensorboard = _TensorBoard(tensorboard_folder, resumed_step) if tensorboard_folder else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
@@ -83,6 +87,8 @@ class Report:
         """Sync and close all files. Idempotent."""
         if self._is_main and not self._log.closed:
             self._console.close()
+            if self._tracker is not None:
+                self._tracker.close()
             for file in (self._history, self._tensorboard, self._log):
                 with suppress(OSError):  # `_keep` has reported it
                     if file is not None:
@@ -98,6 +104,8 @@ class Report:
         )
         if self._tensorboard is not None:
             self._keep(self._tensorboard.folder, lambda: self._tensorboard.write(kind, plain, now))
+        if self._tracker is not None:
+            self._tracker.write(plain)
         return plain
 
     def _write_log(self, text: str) -> None:

@@ -20,6 +20,7 @@ from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.module_times import flops_by_kind
 from glm46.observe.profiler import Profiled, Profiler
 from glm46.observe.report import Report
+from glm46.observe.tracker import Tracker
 from glm46.planner.plan import Plan
 from glm46.reliability.loss_spikes import SpikeDetector
 from glm46.reliability.run_lock import writing
@@ -94,6 +95,7 @@ def services_of(
             tensorboard_folder=config.tensorboard_folder if config.metrics.enable_tensorboard else None,
             total_tokens=task.plan.budget_tokens,
             resumed_step=checkpoints.loaded_step,
+            tracker=_tracker(task, is_new=checkpoints.loaded_step is None) if process.is_main else None,
         )
     try:
         if config.job.print_config:
@@ -123,6 +125,14 @@ def services_of(
         raise
     finally:
         report.close()
+
+
+def _tracker(task: Task, *, is_new: bool) -> Tracker | None:
+    config = task.plan.config
+    if config.metrics.tracker is None:
+        return None
+    table, say = config.model_dump(exclude_none=True), partial(print, flush=True)
+    return Tracker(config.metrics, Path(config.job.dump_folder), table, is_new=is_new, report=say)
 
 
 def _device_time(task: Task) -> OwnDeviceTime | None:

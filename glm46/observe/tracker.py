@@ -1,0 +1,168 @@
+"""Rows of metrics to Weights & Biases or MLflow, in a thread: a tracker that is slow, fails or hangs costs no step."""
+
+import contextlib
+import importlib.util
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from glm46.config.checkpoint import Metrics, TrackerName
+from glm46.config.errors import UserError
+
+ID_FILE = "tracker.json"
+"""File in the dump folder with the tracker's id of the run, by which a restart continues it."""
+_WAITING_ROWS = 1000
+_END_SECONDS = 60.0
+"""Time that the tracker has at the end of a run to send what is left."""
+
+
+class _Session(Protocol):
+    def log(self, row: Mapping[str, float]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Tracker:
+    """Sends rows to a tracker from a thread of its own. If the tracker fails, or takes no rows for long, rows are
+    dropped and this is reported once; training goes on.
+
+    Args:
+        metrics: with a tracker.
+        folder: job.dump_folder; its name is the name of the run.
+        config: the resolved configuration, a table of tables.
+        is_new: whether this is a new run and not the continuation of one.
+        report: takes one line.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        folder: Path,
+        config: Mapping[str, object],
+        *,
+        is_new: bool,
+        report: Callable[[str], None],
+    ):
+        name, project, keys = metrics.tracker, metrics.tracker_project, dict(_dotted(config))
+        if fault := tracker_fault(name):
+            raise UserError(fault)
+        module = importlib.import_module(name)
+        self._name, self._report, self._has_failed = name, report, False
+        self._rows: queue.Queue[dict[str, float] | None] = queue.Queue(_WAITING_ROWS)
+        known = folder / ID_FILE
+        if is_new:
+            known.unlink(missing_ok=True)
+        opens = {"wandb": _open_wandb, "mlflow": _open_mlflow}[name]
+        work = (lambda: opens(module, project, folder, keys),)
+        self._thread = threading.Thread(target=self._send, args=work, name="tracker", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        """Queue a row; columns without a value are left out. Never waits."""
+        try:
+            self._rows.put_nowait({key: value for key, value in row.items() if value is not None})
+        except queue.Full:
+            self._fail("takes no rows")
+
+    def close(self) -> None:
+        """Wait for the rows that are left, at most a minute."""
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(None)
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():
+            self._fail(f"did not end within {_END_SECONDS:.0f} s")
+
+    def _send(self, opens: Callable[[], _Session]) -> None:
+        try:
+            session = opens()
+            while (row := self._rows.get()) is not None:
+                session.log(row)
+            session.finish()
+        except Exception as error:  # of any kind: trackers raise their own, and none may end training
+            self._fail(f"failed: {type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._report(f"metrics.tracker = {self._name!r}: {reason}; rows are missing there, training continues")
+
+
+def tracker_fault(name: TrackerName | None) -> str | None:
+    """A message if the package of a tracker is not installed."""
+    if name is None or importlib.util.find_spec(name) is not None:
+        return None
+    return f"metrics.tracker = {name!r}: this package is not installed; pip install {name}, or take the key out"
+
+
+class _Wandb:
+    def __init__(self, run: Any):
+        self._run = run
+
+    def log(self, row: Mapping[str, float]) -> None:
+        # Not wandb's own step, which must never fall: a resume goes back, and validation has the step of its row.
+        self._run.log(dict(row))
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _open_wandb(wandb: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
+    run = wandb.init(
+        project=project,
+        name=folder.name,
+        id=_known_id(folder),
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+        # Standard output is the report's; it is in log.txt.
+        settings=wandb.Settings(console="off"),
+    )
+    run.define_metric("*", step_metric="step")
+    _keep_id(folder, run.id)
+    return _Wandb(run)
+
+
+class _Mlflow:
+    def __init__(self, mlflow: ModuleType):
+        self._mlflow = mlflow
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in row.items()}, step=int(row["step"]))
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+def _open_mlflow(mlflow: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
+    mlflow.set_experiment(project)
+    known = _known_id(folder)
+    run = mlflow.start_run(run_id=known, run_name=None if known else folder.name)
+    if known is None:
+        mlflow.log_params(dict(config))
+    _keep_id(folder, run.info.run_id)
+    return _Mlflow(mlflow)
+
+
+def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _known_id(folder: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / ID_FILE).read_text(encoding="utf-8"))["id"]
+    return None
+
+
+def _keep_id(folder: Path, identity: str) -> None:
+    (folder / ID_FILE).write_text(json.dumps({"id": identity}) + "\n", encoding="utf-8")
