@@ -80,13 +80,16 @@ class Tracker:
             self._fail(f"did not end within {_END_SECONDS:.0f} s")
 
     def _send(self, opens: Callable[[], _Session]) -> None:
+        is_done = False
         try:
             session = opens()
             while (row := self._rows.get()) is not None:
                 session.log(row)
             session.finish()
-        except Exception as error:  # of any kind: trackers raise their own, and none may end training
-            self._fail(f"failed: {type(error).__name__}: {error}")
+            is_done = True
+        finally:
+            if not is_done:  # an error of any kind ends this thread with its traceback, and nothing else
+                self._fail("failed")
 
     def _fail(self, reason: str) -> None:
         if not self._has_failed:

@@ -104,6 +104,7 @@ def test_a_tracker_that_hangs_holds_up_neither_rows_nor_the_end(package, tmp_pat
     package.may_open.set()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_tracker_that_fails_says_so_once(package, tmp_path):
     said, package.log = [], None
     package.log_metrics = None
