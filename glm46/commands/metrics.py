@@ -28,9 +28,14 @@ class Exporter:
         """Exit code of the run, as far as it is known."""
 
     def starts(self, number: int) -> None:
-        """The ranks start for the n-th time, counted from 0."""
-        if self._collector is not None and self._endpoint is not None:
+        """The ranks start for the n-th time, counted from 0; what earlier ones have left is no sign of life."""
+        if self._collector is not None:
             self._collector.restarted(number)
+            self.announce()
+
+    def announce(self) -> None:
+        """Let Prometheus find the endpoint."""
+        if self._endpoint is not None:
             self._endpoint.announce()
 
     def ends(self, code: int) -> int:
@@ -88,6 +93,6 @@ def metrics_command(argv: Sequence[str]) -> int:
     if config.metrics.prometheus_port is None:
         config = load_config(file, (*overrides, "--metrics.prometheus_port", _PORT))
     with exporting(config) as exporter:
-        exporter.starts(0)
+        exporter.announce()
         signal.sigwait(_ENDS)
         return exporter.ends(0)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -15,8 +16,10 @@ from glm46.cli import main
 from glm46.commands.metrics import exporting
 from glm46.config.checkpoint import Metrics
 from glm46.config.errors import UserError
+from glm46.config.loader import dump_config
 from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector
+from tests.unit.observe.test_exporter import begin
 
 
 @pytest.fixture
@@ -150,6 +153,23 @@ def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, 
     with pytest.raises(OSError):
         get(port)
     assert f"127.0.0.1:{port}/metrics" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_metrics_shows_a_run_that_somebody_else_has_started(make_config, tmp_path):
+    config = make_config(metrics={"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    begin(folder)
+    (folder / "config.toml").write_text(dump_config(config))
+    process = subprocess.Popen([sys.executable, "-m", "glm46", "metrics", str(folder)], stdout=subprocess.PIPE)
+    try:
+        port = int(process.stdout.readline().rpartition(b":")[2].partition(b"/")[0])
+        assert 'training_phase{phase="train"} 1.0' in get(port)
+    finally:
+        process.terminate()
+    assert process.wait(10) == 0 and not list((tmp_path / "targets").iterdir())
+    process.stdout.close()
 
 
 def test_metrics_refuses_a_folder_without_a_run(tmp_path, capsys):
