@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.config.run_config import RunConfig
 
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
@@ -50,7 +51,7 @@ def config_parser(verb: str) -> VerbParser:
         verb,
         description=f"{meaning[0].upper()}{meaning[1:]}.",
         epilog="Any key of the file can be stated again as --section.key VALUE; VALUE is read as TOML, a bare word is "
-        "a string, and --section.key= takes the key out of the file.",
+        "a string, and --section.key= or --section= takes the key or the section out of the file.",
         usage=f"python -m glm46 {verb} --config FILE [options] [--section.key VALUE ...]",
         add_help=False,
     )
@@ -64,8 +65,9 @@ def parse_with_overrides(
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """The options of a verb, and the tokens that override keys of its config (see `load_config`)."""
     arguments, overrides = parser.parse_known_args(argv)
-    # Every key has a dot in its name, so that a mistyped option is not taken for one.
-    unknown = [token for token in overrides if token.startswith("--") and "." not in token.partition("=")[0]]
+    # Every key has a dot in its name, so that a mistyped option is not taken for one; a section may be taken out.
+    sections = {f"--{name}=" for name in RunConfig.model_fields}
+    unknown = [t for t in overrides if t.startswith("--") and "." not in t.partition("=")[0] and t not in sections]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return arguments, tuple(overrides)

@@ -174,6 +174,15 @@ def test_a_mistyped_option_is_not_taken_for_a_key(capsys):
     assert end.value.code == 2 and "unrecognized arguments: --nprok" in capsys.readouterr().err
 
 
+def test_a_section_is_taken_out_of_a_file(capsys):
+    recipe = ["plan", "--config", str(Path(DEBUG).with_name("lora_debug.toml"))]
+    assert main(recipe) == 0 and "adapters" in capsys.readouterr().out
+    assert main([*recipe, "--adapter="]) == 0 and "adapters" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([*recipe, "--adaptor="])
+    assert end.value.code == 2 and "unrecognized arguments: --adaptor=" in capsys.readouterr().err
+
+
 def test_refusing_a_file_loads_no_torch(tmp_path):
     """Bad input is answered at once: in well under the seconds that torch takes to import."""
     code = (
