@@ -5,7 +5,7 @@
 #   scripts/setup_monitoring.sh --status
 #   scripts/setup_monitoring.sh --stop
 #
-# --start     start what is not running; again, it starts only what is missing and loads changed rules
+# --start     start what is not running; again, it starts only what is missing and loads changed rules; edited files are kept
 # --stop      end what this script has started, and nothing else
 # --status    say what runs
 # --dry-run   with --start or --stop: print the commands, change nothing
@@ -125,19 +125,35 @@ start() {
     failed=1
 }
 
+# Write a file of the folder from standard input, unless somebody has edited it.
+install_file() {
+    local file=$folder/$1 shipped=$folder/.shipped/${1//\//_}
+    cat >"$shipped.new"
+    if [ -e "$file" ] && ! cmp -s "$file" "$shipped"; then
+        echo "$file: edited by hand and kept; remove it to get the shipped one" >&2
+    else
+        cp "$shipped.new" "$file"
+    fi
+    mv "$shipped.new" "$shipped"
+}
+
 write_files() {
-    mkdir -p "$folder"/{run,log,targets,nodes,gpus,data/prometheus,data/alertmanager,data/grafana,dashboards,provisioning/datasources,provisioning/dashboards}
-    local deploy=$root/deploy/monitoring
+    local deploy=$root/deploy/monitoring name
+    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,data/{prometheus,alertmanager,grafana},dashboards} \
+        "$folder"/provisioning/{datasources,dashboards}
     sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
-        "$deploy/prometheus.yml" >"$folder/prometheus.yml"
-    cp "$deploy/alerts.yml" "$deploy/dcgm-counters.csv" "$folder/"
-    cp "$deploy/alertmanager.yml" "$folder/alertmanager.yml"
-    [ -z "$webhook" ] || printf '    webhook_configs: [{url: "%s"}]\n' "$webhook" >>"$folder/alertmanager.yml"
-    cp "$deploy"/dashboards/*.json "$folder/dashboards/"
-    sed "s#http://127.0.0.1:9090#http://$reach:${port[prometheus]}#" "$deploy/grafana/datasource.yml" \
-        >"$folder/provisioning/datasources/datasource.yml"
-    sed "s#/var/lib/grafana/dashboards#$folder/dashboards#" "$deploy/grafana/dashboards.yml" \
-        >"$folder/provisioning/dashboards/dashboards.yml"
+        "$deploy/prometheus.yml" | install_file prometheus.yml
+    install_file alerts.yml <"$deploy/alerts.yml"
+    install_file dcgm-counters.csv <"$deploy/dcgm-counters.csv"
+    {
+        cat "$deploy/alertmanager.yml"
+        [ -z "$webhook" ] || printf '    webhook_configs: [{url: "%s"}]\n' "$webhook"
+    } | install_file alertmanager.yml
+    for name in "$deploy"/dashboards/*.json; do install_file "dashboards/$(basename "$name")" <"$name"; done
+    sed "s#http://127.0.0.1:9090#http://$reach:${port[prometheus]}#" "$deploy/grafana/datasource.yml" |
+        install_file provisioning/datasources/datasource.yml
+    sed "s#/var/lib/grafana/dashboards#$folder/dashboards#" "$deploy/grafana/dashboards.yml" |
+        install_file provisioning/dashboards/dashboards.yml
 }
 
 # Programs by name; Debian calls two of them by longer names.
@@ -211,7 +227,11 @@ case $folder in /*) ;; *) folder=$PWD/$folder ;; esac
 case $action in
     start)
         find_programs
-        [ -n "$dry" ] || write_files || refuse "--folder $folder: cannot be written; state another folder"
+        if [ -z "$dry" ]; then
+            { mkdir -p "$folder" && [ -w "$folder" ]; } 2>/dev/null ||
+                refuse "--folder $folder: cannot be written; state another folder"
+            write_files
+        fi
         start_all
         # Those that run read changed files.
         for one in prometheus alertmanager; do

@@ -107,6 +107,9 @@ def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
     done = setup("--start", "--dry-run", *ports, folder=tmp_path / "state")
     assert done.returncode == 0 and f"127.0.0.1:{ports[1]}" in done.stdout, done
     assert not (tmp_path / "state").exists()
+    (tmp_path / "file").write_text("")
+    done = setup("--start", *ports, folder=tmp_path / "file" / "state")
+    assert done.returncode == 2 and "--folder" in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
 class Gpus(BaseHTTPRequestHandler):
@@ -143,7 +146,9 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         assert first.returncode == 0, first
         pids = {path.name: path.read_text() for path in (state / "run").glob("*.pid")}
         assert "prometheus.pid" in pids
+        (state / "alerts.yml").write_text((state / "alerts.yml").read_text() + "# mine\n")
         again = setup("--start", *options, folder=state)
+        assert "alerts.yml: edited by hand" in again.stderr and "# mine" in (state / "alerts.yml").read_text()
         assert again.returncode == 0 and "prometheus: runs already" in again.stdout, again
         assert {path.name: path.read_text() for path in (state / "run").glob("*.pid")} == pids
         endpoint.announce()
