@@ -146,8 +146,9 @@ def measure(folder: Path) -> dict[str, float]:
         os.kill(runs["a"].pid, signal.SIGKILL)
         faults["TrainingDown"] = time.time()
         (folder / "c.fault").write_text("nan")
-        faults["TrainingNotFinite"] = time.time()
-        time.sleep(0.7)
+        while not heartbeat(folder, "c").get("not_finite"):  # one step, however long it takes
+            time.sleep(0.02)
+        faults["TrainingNotFinite"] = heartbeat(folder, "c")["moved"]
         (folder / "c.fault").write_text("")
         time.sleep(max(began + HISTORY_SECONDS - time.time(), 0))
         (folder / "c.fault").write_text("spike")
