@@ -22,7 +22,7 @@ from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.errors import UserError
 from glm46.config.model import Model, ModelShape
 from glm46.config.presets import resolve_shape
-from glm46.distributed.ranks import ALONE
+from glm46.distributed.ranks import ALONE, Ranks
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -53,11 +53,12 @@ class StepTensors(Mapping[str, Tensor]):
         UserError: the folder is not a checkpoint, or is damaged.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ranks: Ranks = ALONE):
+        """Collective over ``ranks``, which share the verification."""
         self._folder = folder
         if known := published_steps(folder):
             raise UserError(f"{folder}: holds steps; give one of them, such as {step_folder(folder, known[-1])}")
-        body, faults = verify_folder(folder, step_of(folder.absolute()), ALONE)
+        body, faults = verify_folder(folder, step_of(folder.absolute()), ranks)
         if not faults:
             self._metadata, faults = read_checked_metadata(folder, records_of(body))
         if faults:

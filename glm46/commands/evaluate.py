@@ -5,7 +5,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ import tomli
 from glm46.checkpoint.integrity import META
 from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.commands.ranks import joined, on_all_ranks, start_ranks
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
 from glm46.config.validation import validate_table
@@ -29,6 +30,7 @@ from glm46.evaluation.report import draw, table
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import TASKS, Measure
 from glm46.files.progress import tokens_progress
+from glm46.inference.loading import Loaded
 from glm46.planner.curriculum import plan_stages
 
 _LENGTHS = (1024, 2048, 4096)
@@ -55,7 +57,53 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     sources = _stated_sources(arguments)
-    model, tokenizer = load_model(arguments)
+    code = start_ranks("evaluate", argv, arguments)
+    if code is not None:
+        return code
+    with joined():
+        _evaluate(arguments, sources)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
+    """Evaluate on this rank. Collective."""
+    work = on_all_ranks(lambda: _read(arguments, sources))
+    is_first, results, training = work.loaded.mesh.rank == 0, work.results, work.training
+    if work.loaded.mesh.layout.world_size > 1:
+        results.share()
+    total = sum(row.length for measure in work.measures.values() for row in results.missing(measure))
+    found: dict[str, Any] = {}
+    try:
+        with (
+            tokens_progress("evaluating", total, partial(print, file=sys.stderr))
+            if is_first
+            else nullcontext(lambda _: None)
+        ) as advance:
+            for task, measure in work.measures.items():
+                found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance)
+    finally:
+        results.save(found)
+    if not is_first:
+        return
+    for task, result in found.items():
+        print("\n".join(table(task, result, training.window)), end="\n\n")
+    _show(arguments, found, training.window)
+
+
+class _Work(NamedTuple):
+    """What is to be computed."""
+
+    loaded: Loaded
+    training: _Training
+    measures: dict[str, Measure]
+    results: Results
+    """With a file on rank 0."""
+
+
+def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
+    """The model, the measures and earlier results. Collective."""
+    loaded = load_model(arguments, drafts=False)
+    model, tokenizer, mesh = loaded
     training = _training(arguments.checkpoint)
     try:
         manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
@@ -66,20 +114,9 @@ def evaluate_command(argv: Sequence[str]) -> int:
     lengths = _lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
     measures = _measures(arguments, manifests, tokenizer, training, lengths)
     text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    results = _open_results(arguments, {"text": _digest(text), "dtype": dtype})
-    total = sum(row.length for measure in measures.values() for row in results.missing(measure))
-    found: dict[str, Any] = {}
-    try:
-        with tokens_progress("evaluating", total, partial(print, file=sys.stderr)) as advance:
-            for task, measure in measures.items():
-                found[task] = measure_rows(model, measure, results, training.document_mask, advance)
-    finally:
-        results.save(found)
-    for task, result in found.items():
-        print("\n".join(table(task, result, training.window)), end="\n\n")
-    _show(arguments, found, training.window)
-    return 0
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    identity = {"text": _digest(text), "dtype": dtype}
+    return _Work(loaded, training, measures, _open_results(arguments, identity, keeps=mesh.rank == 0))
 
 
 def _parser() -> VerbParser:
@@ -195,14 +232,15 @@ def _measures(
     return {task: make[task]() for task in TASKS if task in arguments.tasks}
 
 
-def _open_results(arguments: argparse.Namespace, identity: dict[str, Any]) -> Results:
-    """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed."""
+def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, keeps: bool) -> Results:
+    """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed. Without ``keeps`` no
+    file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
     files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
     digest = _digest([(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files])
     names = " + ".join(str(folder.absolute()) for folder in folders)
     identity |= {"model": f"{names} {digest}", "seed": arguments.seed}
-    if arguments.output is None:
+    if arguments.output is None or not keeps:
         return Results(None, identity)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
+from glm46.commands.ranks import joined, on_all_ranks, start_ranks
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
@@ -15,6 +16,7 @@ from glm46.data.tokenizer import Tokenizer
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
 from glm46.inference.generation import Continuation, Generation, decoder_for
+from glm46.inference.loading import Loaded
 from glm46.inference.sampling import Sampling
 from glm46.planner.curriculum import describe_attention
 
@@ -30,30 +32,54 @@ def generate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
-    model, tokenizer = load_model(arguments)
+    code = start_ranks("generate", argv, arguments)
+    if code is not None:
+        return code
+    with joined():
+        _generate(arguments)
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    """Generate on this rank. Collective."""
+    (model, tokenizer, mesh), prompts = on_all_ranks(lambda: _read(arguments))
+    window, scaling = describe_attention(model.shape)
+    if (window, scaling) != ("none", "none") and mesh.rank == 0:
+        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
+    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
+    rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
+    share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
+    mine = rows[mesh.row_group * share :][:share]
+    generation = Generation(
+        decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
+        mine,
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+    )
+    if mesh.rank == 0:
+        Display(generation, mine, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
+    else:
+        generation.run()
+        mesh.gather_rows([one.text(stop) for one in mine])
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]]]:
+    """The model and the prompts. Collective."""
+    loaded = load_model(arguments, drafts=arguments.speculative)
+    model, tokenizer, _ = loaded
     if arguments.chat:
         raise_for_template(tokenizer)
-    if arguments.speculative and not model.mtp:
+    if arguments.speculative and not model.shape.num_nextn_predict_layers:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
-    window, scaling = describe_attention(model.shape)
-    if (window, scaling) != ("none", "none"):
-        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
     empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
     raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
-    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
-    rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
-    generation = Generation(
-        decoder_for(model, rows, drafts=arguments.speculative),
-        rows,
-        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-    )
-    Display(generation, rows, tokenizer, stop=stop).run()
-    return 0
+    for text in arguments.stop_token:
+        _token(tokenizer, text)
+    return loaded, prompts
 
 
 def _parser() -> VerbParser:

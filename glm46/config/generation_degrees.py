@@ -1,5 +1,6 @@
 """Degrees of the ranks that hold one model to generate with, in [rollout] and on the command line, and their rules."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from glm46.config.faults import counted
@@ -19,12 +20,14 @@ class Degrees(NamedTuple):
         return self.tensor_parallel * self.pipeline_parallel
 
 
-def degree_faults(degrees: Degrees, shape: ModelShape, world_size: int | None, stated: str) -> list[tuple[str, str]]:
+def degree_faults(
+    degrees: Degrees, shape: ModelShape, world_size: int | None, stated: Callable[[str, int], str]
+) -> list[tuple[str, str]]:
     """Each degree that does not split the model evenly or does not fit the processes, and its message.
 
     Args:
         world_size: None when it is not known yet.
-        stated: how the user writes a degree: a format of its name and its value.
+        stated: how the user writes a degree, from the name of its field and its value.
     """
     tensor, pipeline, expert = degrees
     faults = []
@@ -42,13 +45,11 @@ def degree_faults(degrees: Degrees, shape: ModelShape, world_size: int | None, s
     if pipeline > shape.num_hidden_layers:
         faults.append(("pipeline_parallel", f"at most model.num_hidden_layers = {shape.num_hidden_layers}"))
     if expert % tensor and tensor % expert:
-        faults.append(
-            ("expert_parallel", f"must divide {stated.format('tensor_parallel', tensor)}, or be a multiple of it")
-        )
+        faults.append(("expert_parallel", f"must divide {stated('tensor_parallel', tensor)}, or be a multiple of it"))
     if world_size is not None and world_size % degrees.ranks:
         faults.append(
             ("tensor_parallel", f"times {pipeline} pipeline stages must divide {counted(world_size, 'process')}")
         )
     elif world_size is not None and world_size // pipeline % expert:
         faults.append(("expert_parallel", f"must divide the {world_size // pipeline} processes of a pipeline stage"))
-    return [(key, f"{stated.format(key, getattr(degrees, key))}: {fault}; choose another") for key, fault in faults]
+    return [(key, f"{stated(key, getattr(degrees, key))}: {fault}; choose another") for key, fault in faults]

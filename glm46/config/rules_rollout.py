@@ -74,7 +74,9 @@ def groups_split_the_model(config: RunConfig, shape: ModelShape, world_size: int
     """The ranks that draw with one model split it evenly."""
     if config.rollout is None:
         return
-    for key, fault in degree_faults(config.rollout.degrees, shape, world_size, "rollout.{}_degree = {}"):
+    for key, fault in degree_faults(
+        config.rollout.degrees, shape, world_size, lambda name, degree: f"rollout.{name}_degree = {degree}"
+    ):
         yield Fault((f"rollout.{key}_degree",), fault)
 
 

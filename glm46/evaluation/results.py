@@ -1,4 +1,4 @@
-"""Measures a model in one process, and keeps the figures of finished rows in a file, so that a stopped call goes on."""
+"""Measures a model on its ranks, and keeps the figures of finished rows in a file, so that a stopped call goes on."""
 
 import json
 import time
@@ -7,11 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.evaluation.rows import Batch, Figures, Measure, Row, build_batch, equal_lengths, row_figures
+from glm46.distributed.local_tensor import local_tensor
+from glm46.evaluation.rows import (
+    Batch,
+    Figures,
+    Measure,
+    Row,
+    build_batch,
+    equal_lengths,
+    padded,
+    row_figures,
+    share_of_rows,
+)
 from glm46.files.durable import replace_durably
+from glm46.inference.loading import Loaded
+from glm46.inference.model_mesh import ModelMesh
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.transformer import Transformer
 
@@ -47,6 +61,12 @@ class Results:
                 f"{file}: results of another {' and '.join(changed)}; remove it, or give another --output folder"
             )
 
+    def share(self) -> None:
+        """Have the finished rows of rank 0 on all ranks. Collective."""
+        found = [self.figures]
+        dist.broadcast_object_list(found, src=0)
+        (self.figures,) = found
+
     def missing(self, measure: Measure) -> list[Row]:
         """The rows of a measure that are not finished."""
         return [row for row in measure.rows if row.key not in self.figures]
@@ -71,30 +91,49 @@ class Results:
 
 @torch.inference_mode()
 def measure_rows(
-    model: Transformer, measure: Measure, results: Results, document_mask: bool, advance: Callable[[int], None]
+    loaded: Loaded, measure: Measure, results: Results, document_mask: bool, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Compute the rows that are missing, and return the result of the measure.
+    """Compute the rows that are missing, and return the result of the measure. Collective over all ranks.
 
     Args:
+        results: with the same rows on all ranks.
         document_mask: attend only within documents.
         advance: called with the number of tokens just computed.
     """
-    for rows in equal_lengths(results.missing(measure), _TOKENS_AT_ONCE):
-        batch = build_batch(rows)
-        figures = row_figures(measure, batch, *_score(model, batch, document_mask))
-        for row, of_row in zip(rows, figures, strict=True):
+    mesh = loaded.mesh
+    for rows in equal_lengths(results.missing(measure), _TOKENS_AT_ONCE, mesh.layout.dp_degree):
+        places, mine = share_of_rows(rows, mesh.row_group, mesh.layout.dp_degree)
+        batch = build_batch(mine)
+        found = torch.zeros(len(rows), measure.width, dtype=torch.float64)
+        scores = _score(loaded.model, mesh, batch, document_mask)
+        if scores is not None and mesh.is_source:
+            figures = row_figures(measure, batch, *(values[:, : rows[0].length] for values in scores))
+            for place, of_row in zip(places, figures, strict=False):
+                found[place] = torch.tensor(of_row, dtype=torch.float64)
+        if mesh.layout.world_size > 1:
+            dist.all_reduce(found)  # one rank has the figures of a row
+        for row, of_row in zip(rows, found.tolist(), strict=True):
             results.add(row.key, of_row)
         advance(sum(row.length for row in rows))
     return measure.result(results.figures)
 
 
-def _score(model: Transformer, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the labels and most likely tokens, [B, S], without logits of a whole row."""
-    device = model.embed_tokens.weight.device
-    ids = batch["document_ids"]
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "positions", "labels")}
-    # Rows of one document are plainly causal, which has a kernel of its own.
+def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
+    """Log-probabilities of the labels and most likely tokens, [B, S] with padding, without logits of a whole row; None
+    on stages without the head. Collective over the ranks in step."""
+    weight, whole = local_tensor(next(model.parameters())), padded(batch, mesh.layout.tp)
+    ids = whole["document_ids"]
+    inputs = {name: whole[name].to(weight.device) for name in ("input_ids", "positions", "labels")}
+    # Rows of one document are plainly causal, which has a kernel of its own; padding is behind them.
     if document_mask and ids.any():
-        inputs["document_ids"] = ids.to(device)
-    output = model(**inputs, is_real=(ids >= 0).to(device), form=token_logprobs)
+        inputs["document_ids"] = ids.to(weight.device)
+    if mesh.stage > 0:
+        rows, length = inputs.pop("input_ids").shape
+        size = (rows, length // mesh.layout.tp, model.shape.hidden_size)
+        inputs["hidden"] = torch.empty(size, dtype=weight.dtype, device=weight.device)
+        mesh.receive(inputs["hidden"])
+    output = model(**inputs, is_real=(ids >= 0).to(weight.device), form=token_logprobs)
+    if not mesh.is_last:
+        mesh.send(output.hidden)
+        return None
     return output.logprobs, output.predictions[0]

@@ -1,7 +1,7 @@
 """What a measure is: rows of tokens for the model, figures of each row, and a result from the figures of all rows.
 
 A measure uses neither a model nor a mesh. The caller passes the log-probabilities of the labels of its rows, so
-that one process (`measure_rows`) and a training run on any layout (`glm46/pretrain/validation.py`) measure the same.
+that `evaluate` (`measure_rows`) and a training run on any layout (`glm46/pretrain/validation.py`) measure the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.data.batches import BatchBuilder
+from glm46.data.batches import IGNORE, BatchBuilder
 from glm46.data.manifest import Manifest
 from glm46.data.packing import TokenStream
 
@@ -76,6 +77,21 @@ def build_batch(rows: Sequence[Row]) -> Batch:
     """The batch of rows of equal length, on the CPU."""
     built = [row.build() for row in rows]
     return {name: torch.cat([of_row[name] for of_row in built]) for name in built[0]}
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """Rows with padding behind them, so that a mesh can split them evenly."""
+    missing = -batch["input_ids"].shape[1] % multiple
+    fill = {"input_ids": 0, "labels": IGNORE, "positions": 0, "document_ids": -1}
+    return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
+
+
+def share_of_rows(rows: Sequence[Row], rank: int, ranks: int) -> tuple[range, list[Row]]:
+    """The places of this rank's rows, and the rows that it computes: equally many on all ranks, with the last row again
+    where there are too few."""
+    share = -(-len(rows) // ranks)
+    places = range(len(rows))[rank * share : (rank + 1) * share]
+    return places, [rows[place] for place in places] + [rows[-1]] * (share - len(places))
 
 
 def row_figures(measure: Measure, batch: Batch, logprobs_BS: Tensor, predictions_BS: Tensor) -> list[list[float]]:

@@ -7,7 +7,7 @@ terminal shows the end of each text, and a log gets a line every few seconds.
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -35,7 +35,14 @@ class Display:
         tokenizer: Tokenizer,
         *,
         stop: frozenset[int],
+        total: int,
+        gather: Callable[[list[list[int]]], list[list[int]]],
     ):
+        """Args:
+        total: prompts, those of other ranks included.
+        gather: their texts, from those of this rank; called at the end.
+        """
+        self._total, self._gather = total, gather
         self._generation, self._all, self._tokenizer, self._stop = generation, continuations, tokenizer, stop
         self._rows: list[list[int]] = [[] for _ in continuations]
         self._most = max(one.max_new_tokens for one in continuations)
@@ -43,13 +50,14 @@ class Display:
 
     def run(self) -> None:
         """Run the generation: print all text, then the number of tokens and the speed."""
-        if len(self._rows) == 1:
+        if self._total == 1:
             self._stream()
         elif sys.stderr.isatty():
             self._show_ends()
         else:
             self._log_lines()
-        if len(self._rows) > 1:
+        self._rows = self._gather(self._rows)
+        if self._total > 1:
             for number, row in enumerate(self._rows, start=1):
                 print(f"--- prompt {number}\n{self._tokenizer.decode(row)}")
         rate = f", {self._rate:.1f} tokens/s after the prompt" if self._rate else ""

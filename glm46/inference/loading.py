@@ -1,6 +1,8 @@
-"""Loading of a whole model for inference on one device, from a step folder or a Hugging Face folder."""
+"""Loading of a model for inference, whole or in parts on a mesh, from a step folder or a Hugging Face folder."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import tomli
 import torch
@@ -12,21 +14,48 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.distributed.local_tensor import global_indices, local_tensor
+from glm46.distributed.ranks import Ranks
 from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
+from glm46.inference.model_mesh import ModelMesh
 from glm46.model.transformer import Transformer
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to run."""
+
+    model: Transformer
+    """In evaluation mode; on a mesh this rank's part."""
+    tokenizer: Tokenizer
+    mesh: ModelMesh
 
 
 def load_for_inference(
     folder: Path, *, tokenizer: str | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a model in evaluation mode, and its tokenizer.
+    """Load a whole model in evaluation mode, and its tokenizer; see `load_on_mesh`."""
+    return load_on_mesh(folder, lambda _: ModelMesh(), tokenizer=tokenizer, dtype=dtype, device=device)[:2]
+
+
+def load_on_mesh(
+    folder: Path,
+    mesh_of: Callable[[ModelShape], ModelMesh],
+    *,
+    tokenizer: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafts: bool = True,
+) -> Loaded:
+    """Load this rank's part of a model, and its tokenizer. A rank reads its part only. Collective over all ranks.
 
     Args:
         folder: a step folder, or a Hugging Face folder (with a config.json).
+        mesh_of: the ranks that hold a model of this shape.
         tokenizer: tokenizer file or folder; None: the one that the folder names or holds.
         dtype: of the weights; selection biases are always FP32.
+        drafts: with the prediction layers.
 
     Raises:
         UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
@@ -38,27 +67,36 @@ def load_for_inference(
         hint = f"; it holds steps; give one of them, such as {step_folder(folder, known[-1])}" if known else ""
         raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
-    model, known, fingerprint = load(folder, dtype, device)
-    loaded = tokenizer_of_checkpoint(
-        known, stated=tokenizer, fingerprint=fingerprint, vocab_size=model.shape.vocab_size
-    )
-    return model.eval(), loaded
+
+    def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
+        raise_if(_alignment_faults(folder, shape, dtype))
+        mesh = mesh_of(shape)
+        held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
+        return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
+
+    model, mesh, known, fingerprint = load(folder, empty)
+    found = tokenizer_of_checkpoint(known, stated=tokenizer, fingerprint=fingerprint, vocab_size=model.shape.vocab_size)
+    return Loaded(model, found, mesh)
+
+
+_Empty = Callable[[ModelShape], tuple[Transformer, ModelMesh]]
+_Filled = tuple[Transformer, ModelMesh, str, str | None]
+"""Model, mesh, where its tokenizer is, the fingerprint of the tokenizer."""
 
 
 @torch.no_grad()
-def _from_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
+def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
     shape = stored_shape(folder)
-    raise_if(_alignment_faults(folder, shape, dtype))
+    model, mesh = empty(shape)
     with FolderReader(folder, shape) as reader:
-        model = _empty(shape, dtype, device)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            raise_if(reader.fill(name, tensor, [torch.arange(size) for size in tensor.shape]))
-    return model, str(folder), None
+            raise_if(reader.fill(name, local_tensor(tensor), global_indices(tensor)))
+    return model, mesh, str(folder), None
 
 
 @torch.no_grad()
-def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Transformer, str, str | None]:
-    tensors = StepTensors(folder)
+def _from_step(folder: Path, empty: _Empty) -> _Filled:
+    tensors = StepTensors(folder, Ranks.of_this_run())
     config, shape = tomli.loads(tensors.meta["config"]), tensors.shape
     if "adapter" in config:
         raise UserError(
@@ -66,15 +104,15 @@ def _from_step(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
             "with adapter-to-hf, then give the base, and the new folder with --adapter"
         )
     table = config["model"]
-    raise_if(_alignment_faults(folder, shape, dtype))
-    model = _empty(shape, dtype, device)
+    model, mesh = empty(shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
     for name, tensor in own.items():
-        tensor.copy_(tensors[name])
-    if names := names_not_finite(own):
+        held = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in global_indices(tensor))
+        local_tensor(tensor).copy_(tensors.stored(name)[held])
+    if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
-    return model, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
+    return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
 
 
 def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> list[str]:
@@ -83,9 +121,3 @@ def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> li
     remedy = "use float32" if fits_float32 else "this folder can be converted, but not run"
     faults = unaligned_experts(shape, str(dtype).removeprefix("torch."))
     return [f"{folder}: {fault}; {remedy}" for _, _, fault in faults]
-
-
-def _empty(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(shape)
-    return model.cast(dtype).to_empty(device=device)

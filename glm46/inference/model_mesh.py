@@ -63,6 +63,11 @@ class ModelMesh:
         """Whether this is the first of the ranks with the same rows."""
         return self.stage == 0 and self.rank % self.layout.tp == 0
 
+    @property
+    def is_source(self) -> bool:
+        """Whether what this rank computes with the head counts, among the ranks with the same rows."""
+        return self.is_last and self.rank % self.layout.tp == 0
+
     def part_of_model(self, shape: ModelShape, dtype: torch.dtype) -> Transformer:
         """This rank's part of a model, on the meta device, in evaluation mode and without gradients. The last stage has
         the embedding too if there are prediction layers."""
@@ -134,6 +139,15 @@ class ModelMesh:
         if self.sharing is not None:
             dist.broadcast(found, group=self.sharing, group_src=(self.layout.pp - 1) * self.layout.tp)
         return found
+
+    def gather_rows(self, rows: list[list[int]]) -> list[list[int]]:
+        """The token ids of all rows, in the order of their groups; ``rows`` are those of this rank. Collective over all
+        ranks."""
+        if self.layout.world_size == 1:
+            return rows
+        found: list[list[list[int]]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(found, rows if self.is_first_of_rows else [])
+        return [row for of_rank in found for row in of_rank]
 
 
 def build_model_mesh(layout: Layout, rank: int, device_type: str) -> ModelMesh:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from glm46.config.errors import UserError
 from glm46.config.training import ValidationTask
@@ -14,7 +13,7 @@ from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.evaluation.loss import loss_columns
 from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position
-from glm46.evaluation.rows import Figures, Measure, Row, build_batch, equal_lengths, row_figures
+from glm46.evaluation.rows import Figures, Measure, Row, build_batch, equal_lengths, padded, row_figures, share_of_rows
 from glm46.model.cross_entropy import IGNORE, token_logprobs
 from glm46.planner.plan import Plan
 from glm46.pretrain.next_token import NextToken, count_drafts
@@ -78,12 +77,9 @@ def _figures(network: Network, measure: Measure) -> Figures:
     place = {row.key: number for number, row in enumerate(measure.rows)}
     found = torch.zeros(len(place), measure.width, dtype=torch.float64)
     for rows in equal_lengths(measure.rows, tokens, ranks):
-        share = -(-len(rows) // ranks)
-        mine = rows[rank * share : (rank + 1) * share]
-        # All ranks run equally many rows: the last row again where there are too few.
-        figures = _run_rows(network, measure, mine + [rows[-1]] * (share - len(mine)))
-        for row, of_row in zip(mine, figures, strict=False):
-            found[place[row.key]] = torch.tensor(of_row, dtype=torch.float64)
+        own, mine = share_of_rows(rows, rank, ranks)
+        for number, of_row in zip(own, _run_rows(network, measure, mine), strict=False):
+            found[place[rows[number].key]] = torch.tensor(of_row, dtype=torch.float64)
     # Ranks that hold the same rows have equal figures.
     summed = sum_over_all_ranks({"found": found / network.plan.layout.ranks_per_dp_rank})["found"].tolist()
     return {key: summed[number] for key, number in place.items()}
@@ -92,20 +88,13 @@ def _figures(network: Network, measure: Measure) -> Figures:
 def _run_rows(network: Network, measure: Measure, rows: list[Row]) -> list[list[float]]:
     """The figures of rows of equal length; empty on pipeline stages without the head. Collective."""
     batch = run_on_all_ranks(lambda: build_batch(rows))
-    padded = _padded(batch, network.plan.layout.sequence_pieces)
-    output = network.evaluate(padded, token_logprobs)
+    whole = padded(batch, network.plan.layout.sequence_pieces)
+    output = network.evaluate(whole, token_logprobs)
     if output is None:
         return []
     values = torch.stack([output.logprobs.double(), output.predictions[0].double()])  # FP64 is exact for token ids
-    logprobs, predictions = network.whole_rows(values, padded)[..., : rows[0].length]
+    logprobs, predictions = network.whole_rows(values, whole)[..., : rows[0].length]
     return row_figures(measure, batch, logprobs, predictions.long())
-
-
-def _padded(batch: Batch, multiple: int) -> Batch:
-    """Rows with padding behind them, so that the mesh can split them evenly."""
-    missing = -batch["input_ids"].shape[1] % multiple
-    fill = {"input_ids": 0, "labels": IGNORE, "positions": 0, "document_ids": -1}
-    return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
 
 
 def held_out_batches(network: Network, manifest: Manifest) -> Iterator[Batch]:

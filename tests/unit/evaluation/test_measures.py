@@ -18,6 +18,8 @@ from glm46.evaluation.position import Position, bucket_edges
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import build_batch, equal_lengths, held_out
 from glm46.inference.generation import Continuation, Generation, decoder_for
+from glm46.inference.loading import Loaded
+from glm46.inference.model_mesh import ModelMesh
 from glm46.inference.sampling import Sampling
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
@@ -47,7 +49,8 @@ def manifests(source_folder):
 
 
 def measured(model, measure, *, document_mask=True) -> dict:
-    return measure_rows(model, measure, Results(None, {}), document_mask, lambda tokens: None)
+    loaded = Loaded(model, None, ModelMesh())
+    return measure_rows(loaded, measure, Results(None, {}), document_mask, lambda tokens: None)
 
 
 @torch.no_grad()
@@ -247,7 +250,8 @@ def test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_wri
     assert before["needle"] == 0.0 and before["needle_loss"] == pytest.approx(math.log(small.vocab_size), abs=0.5)
     train_on_needles(model.train(), training.rows)
     results = Results(None, {})
-    after = measure_rows(model.eval(), unseen, results, True, lambda tokens: None)["columns"]
+    loaded = Loaded(model.eval(), None, ModelMesh())
+    after = measure_rows(loaded, unseen, results, True, lambda tokens: None)["columns"]
     assert after["needle"] >= 0.9 and after["needle_loss"] < 0.2
     # What the figures call exact is what decoding writes.
     for row in unseen.rows[::5]:

@@ -1,0 +1,66 @@
+"""`generate` and `evaluate` on several ranks print what one process prints."""
+
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+from glm46.pretrain.task import train
+from tests.small_run import small_config
+
+GENERATE = ["generate", "--prompt", "def", "--prompt", "class A", "--prompt", "def function", "--max-new-tokens", "20",
+            "--temperature", "0.9", "--speculative"]  # fmt: skip
+EVALUATE = ["evaluate", "--lengths", "50,64", "--depths", "0,1", "--samples", "3"]
+LAYOUTS = {
+    "data": (),
+    "tensor, expert": ("--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"),
+    "pipeline": ("--pipeline-parallel-degree", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(source_folder, tmp_path_factory) -> tuple[str, str]:
+    """A step folder and a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("run")
+    assert train(small_config(source_folder, folder, checkpoint={"last_save_in_hf": True})) == 0
+    return str(max((folder / "checkpoint").glob("step-*"))), str(max((folder / "huggingface").glob("step-*")))
+
+
+def printed(*argv: str) -> str:
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()):
+        assert main(argv) == 0
+    return output.getvalue()
+
+
+def columns(folder: Path) -> dict[str, float]:
+    found = json.loads((folder / "evaluation.json").read_text())["results"]
+    return {name: value for result in found.values() for name, value in result["columns"].items()}
+
+
+def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
+    step, exported = folders
+    text = printed(*GENERATE, "--model", exported)
+    printed(*EVALUATE, "--checkpoint", step, "--output", str(tmp_path / "one"))
+    wanted = columns(tmp_path / "one")
+    for name, degrees in LAYOUTS.items():
+        said = server.text("verbs.verb", *GENERATE, "--model", exported, *degrees, ranks=2, seconds=120)
+        assert " ".join(text.split()) in " ".join(said.split()), name  # a text may hold ends of lines of any kind
+        output = tmp_path / name
+        server.text(
+            "verbs.verb", *EVALUATE, "--checkpoint", step, "--output", str(output), *degrees, ranks=2, seconds=120
+        )
+        # FP32 sums in another order.
+        assert columns(output) == pytest.approx(wanted, rel=1e-5), name
+
+
+def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
+    started = server.start(
+        "verbs.verb", *GENERATE, "--model", folders[1], "--expert-parallel-degree", "4", ranks=2
+    )  # fmt: skip
+    started.wait(120)
+    said = started.output.read_text()
+    assert "exit codes [2, 2]" in said
+    assert said.count("--expert-parallel-degree 4") == 1 and "2 processes" in said and "choose another" in said
