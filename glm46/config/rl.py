@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm46.config.rl_data import Prompts, PromptSet, RewardTable
-from glm46.config.section import Needs, Section
+from glm46.config.rl_data import Environment, Prompts, PromptSet, RewardTable
+from glm46.config.section import LocalPath, Needs, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
+    "distillation",
 ]  # fmt: skip
 _LEVELS = ("token", "sequence", "geometric")
 
@@ -38,7 +39,8 @@ class KL(Section):
     """Factor of the penalty; 0: no penalty, and no reference network."""
 
     to: Literal["reference", "old"] | None = None
-    """reference: the policy that the run began with. old: the policy that the ratio divides by."""
+    """reference: the policy that the run began with, or the weights of [rl.reference]. old: the policy that the
+    ratio divides by."""
 
     where: Literal["loss", "reward"] | None = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
@@ -80,6 +82,17 @@ class Correction(Section):
     """A sample with a token whose w is below this leaves the loss; 0: no sample does."""
 
 
+class Reference(Section):
+    """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
+    are those of the policy. They are frozen, sharded as the policy, and read at every start."""
+
+    load_path: LocalPath
+    """A step folder of a checkpoint, or a Hugging Face folder."""
+
+    load_in_hf: bool = False
+    """Whether ``load_path`` is a Hugging Face folder."""
+
+
 class Critic(Section):
     """[rl.critic]: the value network of algorithms with advantage = "gae"."""
 
@@ -99,7 +112,9 @@ class RL(Section):
     algorithm: Algorithm = "gspo"
     """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
     dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
-    2402.14740; tv: a mask on the change of probabilities in place of a clip."""
+    2402.14740; tv: a mask on the change of probabilities in place of a clip; distillation: the advantage
+    of a token is the log-probability of the teacher, which is [rl.reference], less that of the policy (arXiv
+    2306.13649)."""
 
     prompts_per_rollout: int = Field(ge=1)
     """Prompts drawn at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
@@ -115,6 +130,10 @@ class RL(Section):
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-probabilities that the ratio divides by: computed by the trainer before the first step of a rollout, or
     those of the engine, which spares this forward pass. Absent: that of the preset."""
+
+    routing_replay: bool = False
+    """The policy computes log-probabilities and gradients with the experts that the engine chose for each token, as
+    constants (R3, arXiv 2510.11370). The weights of the experts are its own, so that the routers still learn."""
 
     advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"] | None = None
     """group_std: (reward - mean of its group) / deviation of its group; group_mean: without the division;
@@ -160,6 +179,8 @@ class RL(Section):
     kl: KL = Field(default_factory=KL)
     correction: Correction = Field(default_factory=Correction)
     critic: Critic | None = None
+    reference: Reference | None = None
+    environment: Environment | None = None
 
     @property
     def samples_per_rollout(self) -> int:
@@ -209,6 +230,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce++": dict(advantage="returns", whiten=True, reduction="token_mean"),
     "reinforce++_baseline": dict(advantage="group_mean", whiten=True, reduction="token_mean"),
     "rloo": dict(advantage="leave_one_out"),
+    # Without later tokens the return of a token is -1 * (log policy - log teacher), and the reward of the last one.
+    "distillation": dict(
+        advantage="returns", gamma=0.0, reduction="token_mean",
+        kl=dict(weight=1.0, where="reward", estimator="k1"),
+    ),
     # The penalty is 1e-3 * (log ratio)^2, twice k2.
     "tv": dict(
         advantage="group_mean", reduction="token_mean", old_policy="rollout", clip=dict(kind="tv"),

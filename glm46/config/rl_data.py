@@ -20,8 +20,30 @@ class Prompts(Section):
     """Key of what rewards compare answers with, such as "reward_model.ground_truth". Built-in rewards that compare need
     it in each line."""
 
+    tools_key: str = "tools"
+    """Key of the descriptions of the tools that a prompt offers, a list of JSON objects. A row without it offers
+    none."""
+
     thinking: bool = False
     """Whether the model may think before it answers; else the prompt closes the thought."""
+
+
+class Environment(Section):
+    """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are no targets."""
+
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text
+    of the reply, or None at the end of the conversation. A turn that ends as a tool call gets it as the response of a
+    tool, another one as the user's message. A call that fails or hangs drops its sample."""
+
+    max_turns: int = Field(4, ge=2)
+    """Turns of the policy in a conversation. All of its tokens together are at most rollout.max_new_tokens."""
+
+    timeout_seconds: float = Field(10.0, gt=0.0)
+    """Longest time for one reply."""
+
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Options of the function."""
 
 
 class RewardTable(Section):

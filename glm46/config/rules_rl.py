@@ -137,6 +137,63 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
             )
 
 
+def reference_teaches(config: RunConfig) -> Faults:
+    """[rl.reference] is read, and a teacher is not the policy itself."""
+    if config.rl is None:
+        return
+    rl = config.rl.resolved()
+    if rl.reference is not None and not rl.has_reference:
+        yield Fault(
+            ("rl.reference", "rl.kl.weight"),
+            f"[rl.reference]: has no effect with {_value(config.rl, 'kl.weight')}, {_value(config.rl, 'kl.to')}; set "
+            'rl.kl.weight above 0 and rl.kl.to = "reference", or remove [rl.reference]',
+        )
+    checkpoint = config.checkpoint
+    if rl.has_reference and rl.reference is None and checkpoint.initial_load_path is None and checkpoint.load_path:
+        yield Fault(
+            ("checkpoint.initial_load_path", "rl.kl.weight"),
+            f"checkpoint.initial_load_path: absent, but with {_value(config.rl, 'kl.weight')} the reference is read "
+            "from it at every start; name the weights that the first start had, or add [rl.reference]",
+        )
+    if rl.algorithm == "distillation" and rl.reference is None:
+        yield Fault(
+            ("rl.algorithm", "rl.reference"),
+            'rl.algorithm = "distillation": [rl.reference] is absent, and the policy would be its own teacher; add '
+            "[rl.reference] with load_path",
+        )
+
+
+def adapters_fit_the_algorithm(config: RunConfig) -> Faults:
+    """All weights of a critic are trained; a reference without adapters has nothing of earlier ones."""
+    if config.rl is None or config.adapter is None:
+        return
+    rl, path = config.rl.resolved(), config.adapter.initial_load_path
+    if rl.has_critic:
+        yield Fault(
+            ("rl.advantage", "adapter"),
+            f"{_value(config.rl, 'advantage')}: not possible with [adapter], because the critic trains all weights; "
+            'take an advantage over groups, such as that of rl.algorithm = "gspo"',
+        )
+    if rl.has_reference and rl.reference is None and path is not None:
+        yield Fault(
+            ("adapter.initial_load_path", "rl.kl.weight"),
+            f"adapter.initial_load_path = {show(path)}: the reference would be the base without these adapters; merge "
+            "them with 'convert merge' and name the merged folder in [rl.reference]",
+        )
+
+
+def experts_are_known(config: RunConfig) -> Faults:
+    """Routing replay needs experts, and an engine that names them."""
+    if config.rl is None or not config.rl.routing_replay or config.rollout is None:
+        return
+    if config.rollout.kind == "sglang":
+        yield Fault(
+            ("rl.routing_replay", "rollout.kind"),
+            'rl.routing_replay = true: experts are not read from rollout.kind = "sglang"; take "vllm" or "local", or '
+            "remove rl.routing_replay",
+        )
+
+
 def keys_fit_the_advantage(config: RunConfig) -> Faults:
     """Keys of a critic need a critic, keys of later tokens an advantage that has them."""
     if config.rl is None:
@@ -179,4 +236,7 @@ RL_RULES = (
     penalty_has_an_effect,
     correction_has_an_effect,
     keys_fit_the_advantage,
+    reference_teaches,
+    adapters_fit_the_algorithm,
+    experts_are_known,
 )

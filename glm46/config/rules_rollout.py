@@ -54,7 +54,7 @@ def samples_fit_into_rows(config: RunConfig) -> Faults:
 
 
 def servers_are_named(config: RunConfig) -> Faults:
-    """A run with servers has their addresses, and a policy that is whole."""
+    """A run with servers has their addresses."""
     if config.rollout is None or config.rollout.kind == "local":
         return
     kind = f"rollout.kind = {show(config.rollout.kind)}"
@@ -62,11 +62,6 @@ def servers_are_named(config: RunConfig) -> Faults:
         yield Fault(
             ("rollout.urls", "rollout.kind"),
             f'rollout.urls: absent with {kind}; name the servers, such as ["http://127.0.0.1:8000"]',
-        )
-    if config.adapter is not None:
-        yield Fault(
-            ("rollout.kind", "adapter"),
-            f'{kind}: servers get whole weights, and [adapter] trains others; set rollout.kind = "local"',
         )
 
 
@@ -96,6 +91,19 @@ def rewards_have_names(config: RunConfig) -> Faults:
             )
         if reward.name == "remote" and "url" not in reward.options:
             yield Fault((key,), f'{key} = "remote": needs options = {{url = "http://..."}}; add it')
+
+
+def labels_are_read(config: RunConfig) -> Faults:
+    """A file that says where its labels are has a reward that reads them."""
+    if config.rl is None or config.rl.prompts is None or not config.rl.rewards or config.rl.warm_up_rollouts:
+        return
+    key, names = config.rl.prompts.label_key, [reward.name for reward in config.rl.rewards]
+    if key != type(config.rl.prompts).model_fields["label_key"].default and not set(names) - {"format", "repetition"}:
+        yield Fault(
+            ("rl.prompts.label_key", "rl.rewards"),
+            f"rl.prompts.label_key = {show(key)}: none of the rewards ({', '.join(names)}) reads labels; add one such "
+            "as math or exact, or remove rl.prompts.label_key",
+        )
 
 
 def keys_of_text_are_absent(config: RunConfig) -> Faults:
@@ -175,7 +183,7 @@ def warm_up_learns_whole_answers(config: RunConfig) -> Faults:
             f"{key} = {config.rl.warm_up_rollouts}: labels are learned in rollouts of one optimizer step; set "
             f"training.global_batch_size = {config.rl.samples_per_rollout}",
         )
-    if config.rl.resolved().kl.weight:
+    if config.rl.resolved().kl.weight and config.rl.reference is None:
         yield Fault(
             (key, "rl.kl.weight"),
             f"{key} = {config.rl.warm_up_rollouts}: the reference would be the policy before it learned the labels; "
@@ -189,6 +197,7 @@ ROLLOUT_RULES = (
     samples_fit_into_rows,
     servers_are_named,
     rewards_have_names,
+    labels_are_read,
     keys_of_text_are_absent,
     nothing_depends_on_packing,
     steps_are_not_rolled_back,

@@ -83,10 +83,16 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
+    def is_reference_in_policy(self) -> bool:
+        """Whether the reference of [rl], if it needs one, is the policy without its adapters."""
+        return self.adapter is not None and (self.rl is None or self.rl.reference is None)
+
+    @property
     def keeps_its_start(self) -> bool:
         """Whether every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
-        reference of a preference."""
-        return self.adapter is not None or self.preference is not None
+        reference of a preference or of [rl]."""
+        has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
+        return self.adapter is not None or self.preference is not None or has_reference
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -166,6 +166,22 @@ def chat_prompt(
     return _encode([*pieces, *((piece, False) for piece in turn)], tokenizer).ids.tolist()
 
 
+def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking: bool) -> list[int]:
+    """Return the token ids between a sampled turn, whose last token is the marker of the next role, and the next turn:
+    the response of a tool or the user's message, and the begin of the assistant's turn.
+
+    Raises:
+        UserError: the tokenizer lacks one of GLM's special tokens.
+    """
+    if from_tool:
+        pieces = ["\n", _RESPONSE, f"\n{content}\n", _END_RESPONSE]
+    else:
+        text = content.removesuffix(_NO_THINK)
+        pieces = [f"\n{text}", *([] if thinking and text == content else [_NO_THINK])]
+    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", _THINK, _END_THINK]
+    return _encode([(piece, False) for piece in (*pieces, *turn)], tokenizer).ids.tolist()
+
+
 def missing_markers(tokenizer: Tokenizer) -> list[str]:
     """Special tokens of the chat format that a tokenizer lacks."""
     return sorted(_MARKERS - tokenizer.special.keys())

@@ -22,7 +22,8 @@ def other_networks(plan: Plan, weights: float, trained: float) -> float:
     if plan.config.rl is None:
         return 0.0
     rl = plan.config.rl.resolved()
-    return weights * rl.has_reference + (weights + trained) * rl.has_critic
+    reference = rl.has_reference and not plan.config.is_reference_in_policy
+    return weights * reference + (weights + trained) * rl.has_critic
 
 
 def drawing(plan: Plan) -> float:

@@ -11,7 +11,7 @@ class Answer(NamedTuple):
     prompt: str
     """The last message of the prompt."""
     text: str
-    """The completion without its stop token; of a thinking model with its thought."""
+    """The completion, or its last turn, without the stop token; of a thinking model with its thought."""
     label: Any
     """What the prompt file states under its label key; None if it has no such key."""
     thinking: bool
@@ -20,6 +20,8 @@ class Answer(NamedTuple):
     """Of the completion, its stop token included."""
     is_finished: bool
     """Ended by a stop token, not by its longest length."""
+    history: tuple[str, ...] = ()
+    """Of a conversation whose last turn this is: the turns before it, each followed by the reply to it."""
 
     @property
     def result(self) -> str:
@@ -33,7 +35,7 @@ Reward = Callable[[Answer, Mapping[str, Any]], float]
 
 @dataclass(frozen=True)
 class RewardRule:
-    """One table of [[rl.rewards]]."""
+    """One table of [[rl.rewards]], or [rl.environment]."""
 
     name: str
     """A built-in reward, or ``package.module:function``."""
@@ -41,3 +43,5 @@ class RewardRule:
     seconds: float = 10.0
     """Longest time for one answer."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_environment: bool = False
+    """The function replies to turns."""

@@ -40,6 +40,13 @@ class Score(NamedTuple):
     """The first failure; empty if none."""
 
 
+class Reply(NamedTuple):
+    """What an environment says to a turn."""
+
+    text: str | None
+    """None: the conversation has ended."""
+
+
 class _Task(NamedTuple):
     answer: int
     rule: int
@@ -58,6 +65,7 @@ class Scorer:
 
     def __init__(self, rules: Sequence[RewardRule], processes: int = 4):
         self._rules, self._most = tuple(rules), processes
+        self._key = "rl.environment" if rules and rules[0].is_environment else "rl.rewards"
         self._idle: list[tuple[Connection, Process]] = []
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
@@ -71,6 +79,11 @@ class Scorer:
         found |= self._in_processes([task for task in tasks if task not in found], answers)
         return [self._score([found[_Task(number, rule)] for rule in range(len(self._rules))]) for number in
                 range(len(answers))]  # fmt: skip
+
+    def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
+        """What the function of the only rule, one of an environment, replies to each answer, or why it does not."""
+        found = self._in_processes([_Task(number, 0) for number in range(len(answers))], answers)
+        return [found[_Task(number, 0)] for number in range(len(answers))]
 
     def close(self) -> None:
         """End the processes."""
@@ -92,16 +105,16 @@ class Scorer:
         connection.send((0, (0, None)))
         if not connection.poll(_START_SECONDS):
             process.kill()
-            raise UserError(f"rl.rewards: its functions were not imported within {_START_SECONDS:g} s")
+            raise UserError(f"{self._key}: its functions were not imported within {_START_SECONDS:g} s")
         try:
             number, error, _ = connection.recv()
         except (EOFError, OSError):
-            raise UserError("rl.rewards: the process that imports its functions ended") from None
+            raise UserError(f"{self._key}: the process that imports its functions ended") from None
         if number is None:
-            raise UserError(f"rl.rewards: a function cannot be loaded: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self._key}: a function cannot be loaded: {type(error).__name__}: {error}") from error
         return connection, process
 
-    def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, float | str]:
+    def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:
         """The value of each task, or why there is none."""
         waiting, found = deque(tasks), {}
         busy: dict[Connection, tuple[Process, _Task, float]] = {}
@@ -129,7 +142,7 @@ class Scorer:
         return found
 
 
-_LOADED: list[Callable[[Answer], float | str]] = []
+_LOADED: list[Callable[[Answer], Any]] = []
 """In a process of a Scorer: the rewards by the number of their rule."""
 
 
@@ -145,15 +158,17 @@ def _find(name: str) -> Reward:
     return lambda answer, options: of_user(answer, **options)
 
 
-def _judge(rule: int, answer: Answer | None) -> float | str:
+def _judge(rule: int, answer: Answer | None) -> Any:
     return 0.0 if answer is None else _LOADED[rule](answer)  # None asks whether the functions are loaded
 
 
-def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | str:
+def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | Reply | str:
     """The value of a reward, or why there is none. Verifiers may raise a BaseException that is not an
     Exception, as the timeout of math-verify is."""
     try:
         value: Any = rewards[rule.name](answer, rule.options)
+        if rule.is_environment:
+            return Reply(value) if value is None or isinstance(value, str) else f"gave {value!r:.60}, which is no text"
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             return f"gave {value!r:.60}, which is not a finite number"
         return float(value)

@@ -1,5 +1,6 @@
 """The engine that [rollout] names, for the policy of a run."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
+from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.huggingface.merge_adapter import merge_adapter
+from glm46.huggingface.peft_export import export_adapter
 from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import token_logprobs
 from glm46.planner.layout import generation_layout
@@ -35,16 +39,39 @@ def build_engine(
         process = policy.cluster.process
         layout = generation_layout(section.degrees, process.world_size)
         mesh = build_model_mesh(layout, process.rank, process.device.type)
-        return LocalEngine(policy, max_length=config.training.seq_len, mesh=mesh, is_stopped=is_stopped)
+        length, routes = config.training.seq_len, config.rl.routing_replay
+        return LocalEngine(policy, max_length=length, mesh=mesh, routes=routes, is_stopped=is_stopped)
     dtype = getattr(torch, config.training.mixed_precision_param)
     return ServerEngine(
         section,
         folder=Path(config.job.dump_folder, "rollout_weights").resolve(),
-        export=lambda folder: write_weights(policy, tokenizer, folder, dtype),
+        export=lambda folder: _write_policy(policy, tokenizer, folder, dtype),
         score=lambda sequences: score(policy, sequences),
         probe=list(prompts[:_PROBES]),
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
     )
+
+
+def _write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write the policy as a Hugging Face folder, its adapters merged as `whole_weights` does. Collective.
+
+    Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base. A base
+    that is no Hugging Face folder is written beside the versions, once.
+    """
+    config = policy.plan.config
+    if config.adapter is None:
+        write_weights(policy, tokenizer, folder, dtype)
+        return
+    base, adapter = Path(config.checkpoint.initial_load_path), folder.with_name(f"{folder.name}-adapter")
+    if not config.checkpoint.initial_load_in_hf:
+        base = folder.with_name("base")
+        if not run_on_all_ranks(base.exists):
+            write_weights(policy, tokenizer, base, dtype)
+    if dist.get_rank() == 0 and adapter.exists():  # of a run that was killed; export begins with a collective
+        shutil.rmtree(adapter)
+    scale = config.adapter.scale
+    export_adapter(adapter, policy.plan.shape, policy.parameters, scale=scale, base=str(base))
+    merge_adapter(base, adapter, folder, target=dtype)
 
 
 def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

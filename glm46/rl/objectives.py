@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm46.config.rl import RL
+from glm46.config.section import Section
 from glm46.distributed.collectives import sum_over_ranks
 from glm46.distributed.local_tensor import copy_to_device
 from glm46.model.cross_entropy import IGNORE, summed_loss, token_logprobs
@@ -37,8 +38,21 @@ def critic_plan(plan: Plan) -> Plan:
     lr = plan.config.rl.resolved().critic.lr
     if lr is None:
         return plan
-    optimizer = plan.config.optimizer.model_copy(update={"lr": lr})
-    return replace(plan, config=plan.config.model_copy(update={"optimizer": optimizer}))
+    return _changed(plan, optimizer=plan.config.optimizer.model_copy(update={"lr": lr}))
+
+
+def reference_plan(plan: Plan) -> Plan:
+    """The plan with which `build_network` builds the reference, which is loaded from the start of the run or from
+    [rl.reference]."""
+    checkpoint, of = plan.config.checkpoint, plan.config.rl.reference
+    if of is not None:
+        update = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
+        checkpoint = checkpoint.model_copy(update=update)
+    return _changed(plan, checkpoint=checkpoint, adapter=None)
+
+
+def _changed(plan: Plan, **sections: Section | None) -> Plan:
+    return replace(plan, config=plan.config.model_copy(update=sections))
 
 
 class PolicyGradient:
@@ -58,9 +72,11 @@ class PolicyGradient:
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
         self.fields: tuple[str, ...] = ("sample", "sample_tokens", "old_logprobs", "advantages", "correction")
-        self._has_reference = config.kl.weight > 0 and config.kl.where == "loss" and config.kl.to == "reference"
-        if self._has_reference:
+        if config.has_reference:
             self.fields += ("reference_logprobs",)
+        self._own_fields = self.fields
+        if config.routing_replay:
+            self.fields += ("routes",)  # the model's
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
@@ -139,7 +155,7 @@ class PolicyGradient:
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
         samples = max(int(batch["sample"].max()) + 1, 1)
-        names = (*self.fields, "rollout_logprobs")
+        names = (*self._own_fields, "rollout_logprobs")
         batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
         is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
@@ -157,7 +173,7 @@ class PolicyGradient:
             "correction": batch["correction"],
             "dropped": (batch["correction"] == 0) & is_token,
         }
-        if self._has_reference:
+        if self._config.has_reference:
             figures["reference_kl"] = kl_estimate(logprobs, batch["reference_logprobs"], "k3")
         share = self._network.cluster.layout.ranks_per_dp_rank
         return {name: value.sum().double() / share for name, value in figures.items()} | of_mtp
@@ -179,7 +195,7 @@ class PolicyGradient:
             "correction_mean": mean["correction"],
             "correction_dropped": mean["dropped"],
         }
-        if self._has_reference:
+        if self._config.has_reference:
             row["reference_kl"] = mean["reference_kl"]
         if any(totals["mtp_targets"]):
             losses = zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm46.config.model import ModelShape
 from glm46.data.best_fit import best_fit
 from glm46.model.cross_entropy import IGNORE
+from glm46.model.routes import no_routes
 from glm46.rl.rollouts import Rollout
 from glm46.training.network import Batch
 
@@ -25,6 +27,8 @@ class PackShape(NamedTuple):
     micro_batches: int | None
     """Of each rank, where a pipeline needs a fixed number."""
     mtp_depth: int
+    model: ModelShape | None = None
+    """Given under routing replay."""
 
 
 def pack(lengths: Sequence[int], shape: PackShape) -> list[list[list[list[int]]]]:
@@ -70,7 +74,7 @@ def empty_batch(rows: int, seq_len: int) -> Batch:
 
 def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
-    each label in the rollout's tokens, int64 [B, S].
+    each label in the rollout's tokens, int64 [B, S]; under routing replay ``routes``, none where the rollout has none.
 
     Args:
         rows: numbers of samples in the step.
@@ -78,6 +82,8 @@ def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, sha
     """
     batch = empty_batch(len(rows), shape.seq_len)
     batch["sample"], batch["place"] = (torch.full_like(batch["labels"], -1) for _ in range(2))
+    if shape.model is not None:
+        batch["routes"] = no_routes(tuple(batch["labels"].shape), shape.model)
     for b, samples in enumerate(rows):
         start = 0
         for document, sample in enumerate(samples):
@@ -87,9 +93,14 @@ def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, sha
             batch["input_ids"][b, here] = torch.from_numpy(np.concatenate([prompt, completion])[:-1].astype(np.int64))
             batch["positions"][b, here] = torch.arange(length)
             batch["document_ids"][b, here] = document
-            batch["labels"][b, labelled] = torch.from_numpy(completion.astype(np.int64))
-            batch["sample"][b, labelled] = sample
-            batch["place"][b, labelled] = torch.arange(*rollout.bounds(first + sample))
+            bounds = rollout.bounds(first + sample)
+            is_reply = torch.from_numpy(rollout.arrays["is_reply"][slice(*bounds)])
+            labels = torch.from_numpy(completion.astype(np.int64))
+            batch["labels"][b, labelled] = labels.masked_fill(is_reply, IGNORE)
+            batch["sample"][b, labelled] = torch.full_like(labels, sample).masked_fill(is_reply, -1)
+            batch["place"][b, labelled] = torch.arange(*bounds).masked_fill(is_reply, -1)
+            if "routes" in batch and (routes := rollout.routes(first + sample)) is not None:
+                batch["routes"][b, here] = torch.from_numpy(routes)
             start += length
     if shape.mtp_depth:  # prediction layers are not trained, and a pipeline computes them
         batch["mtp_input_ids"] = torch.zeros((len(rows), shape.mtp_depth, shape.seq_len), dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Prompts of a file as token ids, with their labels, and the order in which they are handed out."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,17 @@ from glm46.data.chat import chat_prompt
 from glm46.data.conversation import Message
 from glm46.data.mixing import permute
 from glm46.data.tokenizer import Tokenizer
+from glm46.rewards.answer import Answer, Reward
+from glm46.rewards.maths import maths
+from glm46.rewards.text import choice, exact
 
 _FAULTS_SHOWN = 5
+_COMPARED: dict[str, tuple[Reward, str]] = {
+    "exact": (exact, "{}"),
+    "choice": (choice, "({})"),
+    "math": (maths, "\\boxed{{{}}}"),
+}
+"""Rewards that compare texts, and how an answer states its result."""
 _ROLES = ("system", "user", "assistant")
 
 
@@ -60,6 +69,43 @@ def read_prompts(
     if faults:
         raise UserError(*faults)
     return prompts
+
+
+def require_reachable_labels(prompts: Sequence[Prompt], names: Collection[str], *, thinking: bool) -> None:
+    """Check that each built-in reward that compares texts gives a label itself 1, and an empty answer 0.
+
+    Args:
+        names: of the rewards of the run.
+
+    Raises:
+        UserError: no answer could be right, or each is.
+    """
+    faults = []
+    for name, (reward, form) in _COMPARED.items():
+        if name not in names:
+            continue
+
+        def score(label: Any, text: str, reward: Reward = reward) -> float:
+            end = "</think>" if thinking else ""
+            return reward(Answer("", end + text, label, thinking, 0, True), {})
+
+        wrong = [
+            prompt.label
+            for prompt in prompts
+            if score(prompt.label, form.format(_first(prompt.label))) != 1 or score(prompt.label, "") != 0
+        ]
+        if wrong:
+            faults.append(
+                f"rl.rewards: {name} does not give the label {wrong[0]!r:.60} itself 1 and an empty answer 0 "
+                f"({len(wrong):,} of {len(prompts):,} prompts); correct rl.prompts.label_key or the labels, or take "
+                "another reward"
+            )
+    if faults:
+        raise UserError(*faults)
+
+
+def _first(label: Any) -> Any:
+    return label[0] if isinstance(label, list) and label else label
 
 
 def prompt_at(number: int, count: int, seed: int) -> int:
@@ -113,7 +159,11 @@ def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool)
         messages.append(Message(role, content))
     if messages[-1].role != "user":
         raise ValueError("the last message is not the user's")
-    return Prompt(chat_prompt(tokenizer, messages, thinking=keys.thinking), messages[-1].content, label)
+    tools = _at(row, keys.tools_key) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key) is not a list of JSON objects")
+    tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking)
+    return Prompt(tokens, messages[-1].content, label)
 
 
 def _at(row: Mapping, key: str) -> Any:

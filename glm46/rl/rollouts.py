@@ -38,8 +38,10 @@ class Rollout:
     """True if the completions are labels."""
     arrays: dict[str, np.ndarray]
     """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
-    engine, versions int32 [T] of the weights that drew a token, groups int64 [N]: number of the prompt, rewards float64
-    [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`."""
+    engine, versions int32 [T] of the weights that drew a token, is_reply bool [T]: of an environment, groups int64 [N]:
+    number of the prompt, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; under
+    routing replay routes of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts
+    of a token], see `model/routes.py`."""
     figures: dict[str, float] = field(default_factory=dict)
     """Columns of metrics."""
 
@@ -69,6 +71,14 @@ class Rollout:
         end = int(self._prompt_ends[sample])
         return self.arrays["prompt_tokens"][end - int(self.arrays["prompt_lengths"][sample]) : end]
 
+    def routes(self, sample: int) -> np.ndarray | None:
+        """Routes of a sample's tokens but the last; None without routing replay."""
+        if "routes" not in self.arrays:
+            return None
+        end = int(self._prompt_ends[sample] + self._ends[sample]) - sample - 1
+        length = int(self.arrays["prompt_lengths"][sample] + self.arrays["lengths"][sample]) - 1
+        return self.arrays["routes"][end - length : end]
+
 
 @dataclass
 class DrawnSample:
@@ -94,14 +104,23 @@ def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict
             found[span.start :] = span.version
         return found
 
+    def of_replies(completion: Completion) -> np.ndarray:
+        found = np.zeros(len(completion.tokens), np.bool_)
+        for start, end in completion.replies:
+            found[start:end] = True
+        return found
+
     completions = [sample.completion for sample in samples]
-    return {
+    routes = [one.routes for one in completions if one.routes is not None]
+    of_tokens = {"routes": np.concatenate(routes)} if routes else {}
+    return of_tokens | {
         "prompt_tokens": joined([sample.prompt for sample in samples], np.int32),
         "prompt_lengths": np.array([len(sample.prompt) for sample in samples], np.int64),
         "tokens": joined([one.tokens for one in completions], np.int32),
         "lengths": np.array([len(one.tokens) for one in completions], np.int64),
         "logprobs": joined([one.logprobs for one in completions], np.float32),
         "versions": joined([versions(one) for one in completions], np.int32),
+        "is_reply": joined([of_replies(one) for one in completions], np.bool_),
         "groups": np.array([sample.group for sample in samples], np.int64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),

@@ -83,6 +83,7 @@ class StepBuilder:
             ranks=layout.dp_degree,
             micro_batches=int(training.global_batch_size) // self._plan.rows_per_micro_batch if is_pipeline else None,
             mtp_depth=self._plan.shape.num_nextn_predict_layers if is_pipeline else 0,
+            model=self._plan.shape if self._config.routing_replay else None,
         )
         steps = []
         for first, end in self._step_bounds(rollout):
@@ -126,11 +127,12 @@ class StepBuilder:
     def _computed(self, rollout: Rollout, steps: Steps) -> dict[str, Tensor]:
         """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks. Collective."""
         form = self._form
-        wanted = {
-            "reference_logprobs": ("reference", form, "logprobs"),
-            "old_values": ("critic", summed_loss, "values"),
-        }
-        wanted = {name: of for name, of in wanted.items() if of[0] in self._networks}
+        wanted: dict[str, tuple[str, HeadForm, str]] = {}
+        if self._config.has_reference:
+            holder = "reference" if "reference" in self._networks else "policy"  # without its adapters
+            wanted["reference_logprobs"] = (holder, form, "logprobs")
+        if self._config.has_critic:
+            wanted["old_values"] = ("critic", summed_loss, "values")
         if self._config.old_policy == "trainer" or rollout.is_demonstration:
             wanted["old_logprobs"] = ("policy", form, "logprobs")
         fields = {}
@@ -138,7 +140,9 @@ class StepBuilder:
             network = self._networks[of]
             fields[name] = torch.full((rollout.tokens,), -torch.inf)
             for batch in (batch for step in steps for batch in step):
-                output = network.evaluate(batch, form)
+                is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
+                is_adapted = name != "reference_logprobs"
+                output = network.evaluate(batch, form, replay_routes=is_replayed, adapted=is_adapted)
                 if output is not None:
                     values = network.whole_rows(getattr(output, column).unsqueeze(0), batch)[0]
                     collect(values.cpu(), batch, fields[name])

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,16 @@ from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
+from glm46.model.routes import compact_routes
 from glm46.planner.plan import Plan
 from glm46.reliability.stop import StopRequest
 from glm46.rewards.answer import RewardRule
+from glm46.rewards.environment import Environment
 from glm46.rewards.scorer import READ_LABELS, Scorer
 from glm46.rl.drawing import Asking, demonstrate, draw_rollout
 from glm46.rl.engines import build_engine
-from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan
-from glm46.rl.prompts import Prompt, read_prompts
+from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
+from glm46.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, write_rollout
 from glm46.rl.stepping import StepBuilder, write_on_first_rank
 from glm46.rl.validation import PromptSet, answered_lines, validate_sets
@@ -62,12 +63,16 @@ class Reinforcement:
         self._prompts, self._sets = run_on_all_ranks(self._read)
         rules = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
         scorer = run_on_all_ranks(lambda: Scorer(rules))
+        environment = None
+        if (table := self._config.environment) is not None:
+            environment = run_on_all_ranks(
+                lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns)
+            )
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
         policy = PolicyGradient(self.networks["policy"], self._config, plan.config.rollout.temperature)
         self.objectives = {"policy": policy}
-        if self._config.has_reference:
-            base = replace(plan, config=plan.config.model_copy(update={"adapter": None}))
-            self.networks["reference"] = build_network(base, cluster, trainable=False)
+        if self._config.has_reference and not plan.config.is_reference_in_policy:
+            self.networks["reference"] = build_network(reference_plan(plan), cluster, trainable=False)
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
@@ -81,8 +86,11 @@ class Reinforcement:
                 self.networks["policy"], self.tokenizer, [p.tokens for p in self._prompts], self._is_stopped
             ),
             scorer=scorer,
-            rules=SamplingRules(plan.config.rollout.temperature, stop, self.tokenizer.vocab_size),
+            rules=SamplingRules(
+                plan.config.rollout.temperature, stop, self.tokenizer.vocab_size, self._config.routing_replay
+            ),
             seed=plan.config.debug.seed,
+            environment=environment,
         )
         self._folder = Path(plan.config.job.dump_folder) / FOLDER
         self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, self._folder)
@@ -107,7 +115,9 @@ class Reinforcement:
 
         def read(file: str) -> list[Prompt]:
             keys = self._config.prompts
-            return read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
+            prompts = read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
+            require_reachable_labels(prompts, [r.name for r in self._config.rewards], thinking=keys.thinking)
+            return prompts
 
         return read(self._config.prompts.file), [
             PromptSet(table, read(table.file)) for table in self._config.validation
@@ -154,6 +164,9 @@ class Reinforcement:
         else:
             self._update_engine(first)
             rollout = draw_rollout(self._asking, self._prompts, first, progress.prompts)
+            if rollout is not None and "routes" in rollout.arrays:
+                routes = torch.from_numpy(rollout.arrays["routes"])
+                rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self.plan.shape).numpy()
         if rollout is not None:
             write_on_first_rank(self._folder, lambda: write_rollout(self._folder, rollout, identity))
         return rollout
@@ -225,9 +238,8 @@ class Reinforcement:
         load_weights(self.networks["policy"], folder)
 
     def close(self) -> None:
-        """See `Task.close`: the processes of rewards, and the engine."""
-        self._asking.scorer.close()
-        self._asking.engine.close()
+        """See `Task.close`: the processes of rewards and environment, and the engine."""
+        self._asking.close()
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""

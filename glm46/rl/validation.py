@@ -38,7 +38,7 @@ def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]
         judged = asking.judge(
             [prompt for _, prompt, _ in asked],
             [asking.seed_of(f"validation {table.name}", number, i) for number, _, i in asked],
-            asking.rules._replace(temperature=table.temperature),
+            asking.rules._replace(temperature=table.temperature, routes=False),
             thinking=asking.config.prompts.thinking,
         )
         if judged is None:
@@ -60,7 +60,7 @@ def answered_lines(asking: Asking, prompts: Sequence[Prompt], step: int) -> list
     """Lines with the answers to the first prompts. Collective."""
     shown = list(prompts[:_SHOWN])
     seeds = [asking.seed_of("shown", number, 0) for number in range(len(shown))]
-    judged = asking.judge(shown, seeds, asking.rules, thinking=asking.config.prompts.thinking)
+    judged = asking.judge(shown, seeds, asking.rules._replace(routes=False), thinking=asking.config.prompts.thinking)
     if judged is None:
         return []
     lines = [f"Answers after step {step}:"]

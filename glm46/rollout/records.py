@@ -50,6 +50,18 @@ class Completion(NamedTuple):
     spans: list[Span]
     routes: np.ndarray | None
     """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
+    replies: tuple[tuple[int, int], ...] = ()
+    """Start and end, among the tokens, of those that were not drawn: an environment has replied with them, and their
+    log-probability is 0."""
+
+    def extended(self, reply: list[int], turn: "Completion") -> "Completion":
+        """This completion with a reply and the turn that was drawn behind it."""
+        start = len(self.tokens)
+        end = start + len(reply)
+        spans = [*self.spans, *(Span(end + span.start, span.version) for span in turn.spans)]
+        logprobs = [*self.logprobs, *[0.0] * len(reply), *turn.logprobs]
+        replies = (*self.replies, (start, end))
+        return Completion([*self.tokens, *reply, *turn.tokens], logprobs, turn.finish, spans, turn.routes, replies)
 
 
 class Engine(Protocol):

@@ -44,8 +44,11 @@ def refuse_origin(config: RunConfig) -> None:
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
+    initial = "checkpoint.initial_load", Path(checkpoint.initial_load_path or ""), checkpoint.initial_load_in_hf
     if config.keeps_its_start:
-        _refuse_initial(config, Path(checkpoint.initial_load_path))
+        _refuse_weights(config, *initial)
+    if config.rl is not None and (teacher := config.rl.reference) is not None:
+        _refuse_weights(config, "rl.reference.load", Path(teacher.load_path), teacher.load_in_hf)
     _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:
@@ -62,7 +65,7 @@ def refuse_origin(config: RunConfig) -> None:
     if checkpoint.load_path is not None:
         _refuse_continued(config, Path(checkpoint.load_path))
     if checkpoint.initial_load_path is not None and not config.keeps_its_start:
-        _refuse_initial(config, Path(checkpoint.initial_load_path))
+        _refuse_weights(config, *initial)
     if config.adapter is not None and config.adapter.initial_load_path is not None:
         _refuse_adapter(config, Path(config.adapter.initial_load_path))
 
@@ -110,8 +113,9 @@ def _refuse_adapter(config: RunConfig, path: Path) -> None:
         raise UserError(*(f"adapter.initial_load_path = {str(path)!r}: {fault}" for fault in error.faults)) from error
 
 
-def _refuse_initial(config: RunConfig, path: Path) -> None:
-    key, in_hf = f"checkpoint.initial_load_path = {str(path)!r}", config.checkpoint.initial_load_in_hf
+def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> None:
+    """Args: keys: what the keys of the folder and of its kind begin with."""
+    key = f"{keys}_path = {str(path)!r}"
     if not path.is_dir():
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
     if in_hf:
@@ -125,7 +129,7 @@ def _refuse_initial(config: RunConfig, path: Path) -> None:
     if not path.resolve().name.removeprefix("step-").isdigit():
         raise UserError(
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
-            "checkpoint.initial_load_in_hf = true for a Hugging Face one"
+            f"{keys}_in_hf = true for a Hugging Face one"
         )
 
 

@@ -76,8 +76,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     config = task.plan.config.checkpoint
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
-    has_start = config.initial_load_path is not None
-    based = adapted | {n: network for n, network in task.networks.items() if network.optimizer is None and has_start}
+    frozen = {name: network for name, network in task.networks.items() if network.optimizer is None}
+    based = adapted | {n: of for n, of in frozen.items() if of.plan.config.checkpoint.initial_load_path is not None}
     of_base = [load_frozen(network, checkpoints) for network in based.values()]
     for network in adapted.values():
         network.loaded(new_adapters=True)

@@ -20,6 +20,7 @@ from glm46.config.rl import RL
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
 from glm46.model.cross_entropy import IGNORE
+from glm46.model.routes import compact_routes
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
 from glm46.planner.plan import resolve_plan
@@ -40,6 +41,7 @@ from tests.ranks.sharded_layouts import (
     held,
     make_batch,
     make_config,
+    make_routes,
     squares,
 )
 from tests.unit.rl.samples import LAYOUT
@@ -50,7 +52,9 @@ ALGORITHMS = {
         "algorithm": "gspo", "clip": {"low": 0.03, "high": 0.03}, "kl": {"weight": 0.1}, "entropy_weight": 0.01,
         "correction": {"level": "sequence", "normalize": True, "reject_level": "token", "reject_high": 1.3},
     },
-    "grpo": {"algorithm": "grpo", "reduction": "token_mean", "clip": {"low": 0.1, "high": 0.1}},
+    "grpo_r3": {
+        "algorithm": "grpo", "reduction": "token_mean", "clip": {"low": 0.1, "high": 0.1}, "routing_replay": True,
+    },
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "kl": {"weight": 0.1, "where": "reward"}},
 }  # fmt: skip
 _LAYOUTS = {
@@ -128,6 +132,8 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
             names = ["input_ids", "positions", "document_ids", "labels"]
             names += ["mtp_input_ids", "mtp_labels"] if of == "policy" else []
             arguments = {"options": OPTIONS, "form": objective.form, "is_real": is_real}
+            if "routes" in objective.fields:
+                arguments["routes"] = compact_routes(make_routes(0, shape), (ROWS, SEQ_LEN), shape)
             output = model(**{key: batch[key] for key in names}, **arguments)
             totals = objective.count([batch])
             loss = objective.loss(output, batch, totals, 0) + (weights * output.aux_losses).sum()
@@ -148,6 +154,7 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
     for name in ALGORITHMS:
         rl = resolved(name)
         rows, rewards = make_samples()
+        rows["routes"] = make_routes(0, plan.shape)
         first = [(m * plan.layout.dp_degree + cluster.dp_rank) * share for m in range(layout.micro_batches)]
         batches = [{key: tensor[start : start + share] for key, tensor in rows.items()} for start in first]
         prepare_fields([batches], [rewards], rl, LONGEST, sum_over_replicas(cluster))

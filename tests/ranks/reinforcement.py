@@ -2,9 +2,11 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/reinforcement.py
 
-A small GLM with experts is trained for six steps, two for each rollout, by GSPO and by PPO with a critic. The killed
-run dies while it draws its second rollout, in its fourth step, which is inside of a rollout, and while it writes its
-third rollout; each time the same command goes on.
+A small GLM with experts is trained for six steps, two for each rollout, by GSPO, whose engine has other selection
+biases than the policy, so that only replayed routes make them agree; by PPO with a critic; and by adapters on the
+weights of the first run, with a penalty for the distance to these. A killed run dies while it draws its second rollout,
+in its fourth step, which is inside of a rollout, and while it writes its third rollout; each time the same command goes
+on.
 """
 
 import json
@@ -19,30 +21,51 @@ import torch
 from glm46.checkpoint.integrity import published_steps
 from glm46.rl import rollouts, task
 from glm46.rl.rollouts import FOLDER, rollout_steps
+from glm46.rollout import local
 from glm46.rollout.local import LocalEngine
+from glm46.rollout.weights import whole_weights
 from glm46.training import loop
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config
 
 STEPS = 6
+_REPLAYED = {"algorithm": "gspo", "routing_replay": True}
+_ADAPTED = {"algorithm": "grpo", "kl": {"weight": 0.1}}
 RUNS = {
-    "gspo 1": (1, {"algorithm": "gspo"}, {}),
-    "gspo 2": (2, {"algorithm": "gspo"}, {}),
-    "gspo tp": (2, {"algorithm": "gspo"}, {"tensor_parallel_degree": 2}),
+    "gspo 1": (1, _REPLAYED, {}),
+    "gspo 2": (2, _REPLAYED, {}),
+    "gspo tp": (2, _REPLAYED, {"tensor_parallel_degree": 2}),
+    "live 1": (1, {"algorithm": "gspo"}, {}),
     "ppo 1": (1, {"algorithm": "ppo"}, {}),
     "ppo 2": (2, {"algorithm": "ppo"}, {}),
+    "lora 1": (1, _ADAPTED, {}),
+    "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
 }
-KILLED = "gspo 2"
+KILLED = {"gspo 2": ("rollout", "update", "journal"), "lora 2": ("update",)}
+"""Moments at which a run is killed, one after another."""
+ADAPTED = {
+    "adapter": {"name": "lora", "rank": 4}, "optimizer": {"lr": 0.01},
+    "moe": {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0},
+}  # fmt: skip
 
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def biased(network, model):
+    """`whole_weights` with other selection biases."""
+    for name, tensor in whole_weights(network, model):
+        is_bias = name.endswith("correction_bias")
+        yield name, tensor + torch.linspace(-0.1, 0.1, len(tensor)) if is_bias else tensor
+
+
 def work(rank: int, config, moment: str) -> int:
     """Train; die at a moment."""
     torch.set_num_threads(1)
+    if config.rl.algorithm == "gspo":
+        local.whole_weights = biased
     calls = dict.fromkeys(("generate", "train_step", "replace_durably"), 0)
 
     def counted(name, original, fatal):
@@ -65,7 +88,8 @@ def work(rank: int, config, moment: str) -> int:
 
 def rows(folder: Path) -> list[dict]:
     """What each step computed."""
-    names = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "loss/critic", "completion_tokens")
+    names = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "loss/critic", "completion_tokens",
+             "reference_kl")  # fmt: skip
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [{name: row[name] for name in names if name in row} for row in found if "loss" in row]
 
@@ -83,6 +107,9 @@ def main() -> None:
         tokenizer = Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"
 
         def train(label: str, ranks: int, rl: dict, degrees: dict, moment: str = "") -> list[int]:
+            is_adapted = rl is _ADAPTED
+            start = base / "gspo 1" / "checkpoint" / f"step-{STEPS:06d}" if is_adapted else None
+            sections = {"moe": {"sequence_aux_loss_weight": 0.0}} | (ADAPTED if is_adapted else {})
             config = small_config(
                 base, base / label, parallelism=degrees,
                 model=TINY | {
@@ -97,8 +124,11 @@ def main() -> None:
                 },
                 rollout={"max_new_tokens": 12},
                 training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
-                moe={"sequence_aux_loss_weight": 0.0},
-                checkpoint={"interval": 3, "async_mode": "disabled", "initial_load_path": None},
+                checkpoint={
+                    "interval": 3, "async_mode": "disabled", "initial_load_path": start and str(start),
+                    "initial_load_model_only": is_adapted,
+                },
+                **sections,
             )  # fmt: skip
             log = base / f"log-{label}-"
             codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), 120, patience=5)
@@ -109,17 +139,18 @@ def main() -> None:
         for label, run in RUNS.items():
             train(label, *run)
             print(json.dumps({"name": label, "rows": rows(base / label)}), flush=True)
-        killed, kills = base / "killed", {}
-        for moment in ("rollout", "update", "journal"):
-            codes = train("killed", *RUNS[KILLED], moment=moment)
-            kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(killed / FOLDER)]
-        train("killed", *RUNS[KILLED])
-        undisturbed, resumed = (contents(base / label / "checkpoint") for label in (KILLED, "killed"))
-        row = {"name": "killed", "kills": kills, "rows": rows(killed), "tensors": len(undisturbed)}
-        row["different"] = sorted(
-            n for n in undisturbed.keys() | resumed.keys() if undisturbed.get(n) != resumed.get(n)
-        )
-        print(json.dumps(row), flush=True)
+        for label, moments in KILLED.items():
+            killed, kills = base / f"killed {label}", {}
+            for moment in moments:
+                codes = train(killed.name, *RUNS[label], moment=moment)
+                kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(killed / FOLDER)]
+            train(killed.name, *RUNS[label])
+            undisturbed, resumed = (contents(folder / "checkpoint") for folder in (base / label, killed))
+            row = {"name": killed.name, "kills": kills, "rows": rows(killed), "tensors": len(undisturbed)}
+            row["different"] = sorted(
+                n for n in undisturbed.keys() | resumed.keys() if undisturbed.get(n) != resumed.get(n)
+            )
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,25 @@ BAD = {
     ),
     "a critic without values": ("critic.value_clip = 0.1", ["[rl.critic]", '"gae"', "remove it"]),
     "a discount without later tokens": ("gamma = 0.9", ["rl.gamma = 0.9", '"returns" or "gae"']),
+    "a teacher that is the policy": (
+        'algorithm = "distillation"', ['rl.algorithm = "distillation"', "[rl.reference]", "load_path"],
+    ),
+    "a reference that nothing reads": (
+        'reference.load_path = "here"', ["[rl.reference]", "rl.kl.weight = 0.0", "remove [rl.reference]"],
+    ),
+    "a reference that later starts lack": (
+        'kl.weight = 0.1\n[checkpoint]\nload_path = "there"',
+        ["checkpoint.initial_load_path: absent", "[rl.reference]"],
+    ),
+    "experts of SGLang": (
+        'routing_replay = true\n[rollout]\nkind = "sglang"\nmax_new_tokens = 8',
+        ["rl.routing_replay = true", '"sglang"', '"vllm" or "local"'],
+    ),
+    "a critic beside adapters": ('algorithm = "ppo"\n[adapter]', ['rl.advantage = "gae"', "[adapter]", '"gspo"']),
+    "adapters that the reference lacks": (
+        'kl.weight = 0.1\n[adapter]\ninitial_load_path = "peft"',
+        ["adapter.initial_load_path", "convert merge", "[rl.reference]"],
+    ),
     "an unknown algorithm": ('algorithm = "grp0"', ['rl.algorithm = "grp0"', "grpo"]),
     "two tasks": ("[finetune]", ["[rl], [finetune]", "remove one"]),
 }  # fmt: skip
@@ -81,7 +100,8 @@ def test_bad_keys_are_refused_with_the_remedy(name):
 
 @pytest.mark.parametrize("algorithm", PRESETS)
 def test_every_preset_is_sound_and_its_dump_runs_again(algorithm):
-    config, faults = read(with_lines(f'algorithm = "{algorithm}"'))
+    teacher = '\n[rl.reference]\nload_path = "teacher"' if algorithm == "distillation" else ""
+    config, faults = read(with_lines(f'algorithm = "{algorithm}"{teacher}'))
     assert faults == []
     rl = config.rl.resolved()
     assert None not in [getattr(rl, name) for name in ("ratio", "advantage", "whiten", "gamma", "reduction", "critic")]

@@ -31,6 +31,11 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--rl.prompts.thinking", "true"], ["rl.warm_up_rollouts", "rl.prompts.thinking = false"]),
         (["--training.global_batch_size", "128"], ["rl.warm_up_rollouts", "training.global_batch_size = 256"]),
         (["--rl.kl.weight", "0.1"], ["rl.warm_up_rollouts", "rl.kl.weight = 0.0"]),
+        (
+            ["--rl.prompts.label_key", "gold", "--rl.rewards[0].name", "format", "--rl.warm_up_rollouts", "0"],
+            ['rl.prompts.label_key = "gold"', "format", "math or exact"],
+        ),
+        (["--rollout.top_p", "0.9"], ["rollout.top_p", "unknown"]),
         (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
         (["--rollout.tensor_parallel_degree", "3"], ["rollout.tensor_parallel_degree = 3", "num_attention_heads = 4"]),
         (["--rollout.expert_parallel_degree", "3"], ["rollout.expert_parallel_degree = 3", "n_routed_experts = 8"]),

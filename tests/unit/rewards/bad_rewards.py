@@ -26,3 +26,10 @@ def some(answer, bad):
     if answer.label == bad:
         raise SystemExit(3)
     return len(answer.text)
+
+
+def reply(answer):
+    """An environment that is silent, fails or gives no text, as the label says."""
+    if answer.label == "fail":
+        raise ValueError("no reply")
+    return {"end": None, "number": 3, "text": f"{answer.text}!"}[answer.label]

@@ -9,10 +9,12 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.rewards.answer import Answer, RewardRule
+from glm46.rewards.calculator import calculate
 from glm46.rewards.code import code
+from glm46.rewards.environment import Environment
 from glm46.rewards.maths import maths
 from glm46.rewards.remote import remote
-from glm46.rewards.scorer import Scorer
+from glm46.rewards.scorer import Reply, Scorer
 from glm46.rewards.text import choice, exact, repetition, well_formed
 
 BAD = "tests.unit.rewards.bad_rewards"
@@ -150,3 +152,28 @@ def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(fun
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
         Scorer([RewardRule(name)])
+
+
+def test_an_environment_replies_and_its_faults_are_named():
+    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    try:
+        found = environment.replies([answer("a", label) for label in ("text", "end", "fail", "number")])
+    finally:
+        environment.close()
+    assert found[:2] == [Reply("a!"), Reply(None)]
+    assert "no reply" in found[2] and "no text" in found[3]
+    with pytest.raises(UserError, match=r"rl\.environment.*no_such"):
+        Environment("no_such_module:f", {}, 5.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("12 * (3 + 1/2)", "42"), ("-1/3", "-1/3"), ("0.1 + 0.2", "3/10"), ("1/0", "error"), ("2 ** 9", "error"),
+        ("f(1)", "error"), ("1 +", "error"), ("(" * 190, "error"), (None, None),
+    ],
+)  # fmt: skip
+def test_the_calculator_answers_calls(expression, expected):
+    call = f"<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>{expression}</arg_value>\n</tool_call>"
+    found = calculate(answer("no call" if expression is None else f"I ask.\n{call}"))
+    assert found == expected if expected is None or expected != "error" else found.startswith("error")

@@ -52,6 +52,42 @@ def test_expected_gradient_is_that_of_the_expected_reward(algorithm):
         torch.testing.assert_close(one, -other / 2 / LENGTH, rtol=1e-6, atol=1e-8)
 
 
+def test_distillation_descends_the_divergence_from_the_teacher():
+    """All 9 sequences by their probabilities: the mean gradient is that of KL(policy | teacher) of each token, given
+    the tokens before it, which are drawn from the policy and are constants. Rewards of weight 0 change nothing."""
+    generator = torch.Generator().manual_seed(5)
+    first, second, other_first, other_second = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((SYMBOLS,), (SYMBOLS, SYMBOLS)) * 2
+    )
+    sequences = list(itertools.product(range(SYMBOLS), repeat=LENGTH))
+
+    def table(start: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+        of = start.log_softmax(0), then.log_softmax(1)
+        return torch.stack([torch.stack([of[0][a], of[1][a, b]]) for a, b in sequences])
+
+    logprobs, teacher = table(first, second), table(other_first, other_second).detach()
+    log_start, log_then = first.log_softmax(0), second.log_softmax(1)
+    of_start = (log_start.exp() * (log_start - other_first.detach().log_softmax(0))).sum()
+    of_then = (log_then.exp() * (log_then - other_second.detach().log_softmax(1))).sum(1)
+    divergence = (of_start + (log_start.exp().detach() * of_then).sum()) / LENGTH
+    exact = torch.autograd.grad(divergence, (first, second), retain_graph=True)
+
+    config, found = rl("distillation"), [torch.zeros_like(first), torch.zeros_like(second)]
+    for number in range(len(sequences)):
+        own = logprobs[number].unsqueeze(0)
+        fixed = own.detach()
+        tokens = {"old_logprobs": fixed, "rollout_logprobs": fixed, "reference_logprobs": teacher[number].unsqueeze(0)}
+        batches = [batch_of(tokens | {"new": fixed}, torch.tensor([[0, 0]]))]
+        batches = prepared(batches, torch.zeros(1), torch.tensor([0]), config)
+        (gradient,) = policy_step(batches, config, seq_len=LENGTH)[2]
+        parts = torch.autograd.grad(own, (first, second), gradient, retain_graph=True)
+        for sum_, part in zip(found, parts, strict=True):
+            sum_ += fixed.sum().exp() * part
+    for one, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-6, atol=1e-8)  # fields are FP32
+
+
 def samples(generator: torch.Generator) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor, torch.Tensor]:
     """Tokens of samples of unequal lengths, their rewards and groups."""
     lengths = [5, 2, 7, 1, 3, 6, 4, 2]

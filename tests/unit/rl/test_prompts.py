@@ -6,7 +6,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import Prompts
-from glm46.rl.prompts import prompt_at, read_prompts
+from glm46.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_labels
 
 
 def write(folder, *rows):
@@ -89,3 +89,22 @@ def test_each_pass_hands_out_every_prompt_once_in_an_order_of_its_own():
     assert [sorted(one) for one in passes] == [list(range(50))] * 2
     assert passes[0] != passes[1]
     assert passes[0] != [prompt_at(number, 50, 4) for number in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "label", "is_reachable"),
+    [
+        ("exact", "012389", True), ("exact", ["a", "b"], True), ("exact", "", False), ("choice", "C", True),
+        ("choice", "Paris", False), ("math", "34", True), ("math", "\\frac{1}{2}", True), ("math", "", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_label_that_no_answer_reaches_is_refused(reward, label, is_reachable, thinking):
+    prompts = [Prompt([1], "?", "A" if reward == "choice" else "7"), Prompt([1], "?", label)]
+    if is_reachable:
+        require_reachable_labels(prompts, [reward, "format"], thinking=thinking)
+        return
+    with pytest.raises(UserError) as error:
+        require_reachable_labels(prompts, [reward, "format"], thinking=thinking)
+    (fault,) = error.value.faults
+    assert all(part in fault for part in (reward, repr(label), "1 of 2", "rl.prompts.label_key"))

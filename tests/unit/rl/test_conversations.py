@@ -1,0 +1,113 @@
+"""Conversations with an environment: the tokens are those of the chat format, and only drawn ones are targets."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from glm46.config.rl import RL
+from glm46.config.rollout import Rollout as RolloutSection
+from glm46.data.chat import ChatOptions, chat_prompt, render
+from glm46.data.conversation import Conversation, Message, ToolCall
+from glm46.model.cross_entropy import IGNORE
+from glm46.rewards.answer import RewardRule
+from glm46.rewards.calculator import calculate
+from glm46.rewards.scorer import Reply, Scorer
+from glm46.rl.drawing import Asking, draw_rollout
+from glm46.rl.packing import PackShape, build_batch
+from glm46.rl.prompts import Prompt
+from glm46.rollout.records import Completion, SamplingRules, Span
+
+TOOLS = ({"name": "calculator"},)
+QUESTION = Message("user", "12 * 3 + 1/2?")
+CALL = Message("assistant", "", tool_calls=(ToolCall("calculator", {"expression": "12 * 3 + 1/2"}),))
+LONGEST = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Scripted:
+    """An engine that draws the turns of a document, one in each call."""
+
+    def __init__(self, turns: list[list[int]]):
+        self._turns, self.asked = list(turns), []
+
+    def generate(self, requests, rules):
+        self.asked += requests
+        tokens = self._turns.pop(0)
+        return [Completion(tokens, [-0.5] * len(tokens), "stop", [Span(0, 7)], None) for _ in requests]
+
+
+def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], list[list[int]], np.ndarray]:
+    """Prompt and drawn turns of a conversation as fine-tuning renders it, and which of all tokens are targets."""
+    rendered = render(Conversation(messages, TOOLS), tokenizer, ChatOptions())
+    (document,) = rendered.documents
+    prompt = chat_prompt(tokenizer, messages[:1], tools=TOOLS, thinking=False)
+    edges = np.flatnonzero(np.diff(document.is_target.astype(int), prepend=0, append=0))
+    turns = [document.ids[start:end].tolist() for start, end in edges.reshape(-1, 2)]
+    assert document.ids[: edges[0]].tolist() == prompt
+    return document.ids.tolist(), turns, document.is_target
+
+
+def asking(engine, tokenizer, replies, longest: int = LONGEST) -> Asking:
+    environment = SimpleNamespace(max_turns=3, replies=replies)
+    section = RolloutSection.model_validate({"max_new_tokens": longest})
+    config = RL.model_validate({"prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"},
+                                "rewards": [{"name": "exact"}]}).resolved()  # fmt: skip
+    rules = SamplingRules(1.0, frozenset(), tokenizer.vocab_size)
+    return Asking(config, section, tokenizer, engine, Scorer([RewardRule("exact")]), rules, 0, environment)
+
+
+def calculated(answers):
+    return [Reply(calculate(answer)) for answer in answers]
+
+
+def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
+    messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    engine = Scripted(turns)
+    prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
+    rollout = draw_rollout(asking(engine, tokenizer, calculated), [prompt], 7, 0)
+    assert [*rollout.prompt(0), *rollout.completion(0)] == ids, "as fine-tuning would render it"
+    assert rollout.arrays["rewards"].tolist() == [1.0], "the last turn is judged"
+    assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
+    assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
+
+    batch = build_batch(rollout, [[0]], 0, PackShape(256, 1, 1, None, 0))
+    labels = batch["labels"][0, : len(ids) - 1].numpy()
+    assert np.array_equal(labels != IGNORE, is_target[1:])
+    assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])
+    drawn = batch["place"][0][batch["place"][0] >= 0].numpy()
+    assert (rollout.arrays["logprobs"][drawn] == -0.5).all() and len(drawn) == is_target.sum()
+    assert (batch["sample"][0] >= 0).sum() == is_target.sum()
+
+
+def test_a_user_may_reply_too(tokenizer):
+    messages = (QUESTION, Message("assistant", "36"), Message("user", "Sure?"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
+    history = []
+
+    def doubt(answers):
+        history.extend(answer.history for answer in answers)
+        return [Reply(None if answer.history else "Sure?") for answer in answers]
+
+    rollout = draw_rollout(asking(Scripted(turns), tokenizer, doubt), [prompt], 7, 0)
+    assert [*rollout.prompt(0), *rollout.completion(0)] == ids
+    assert history[0] == () and history[1][0].strip() == "36" and "Sure?" in history[1][1]
+
+
+def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
+    ids, turns, is_target = document_of((QUESTION, CALL, Message("tool", "1")), tokenizer)
+    prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
+    rollout = draw_rollout(asking(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), [prompt], 7, 0)
+    assert rollout.completion(0).tolist() == turns[0] and rollout.arrays["finish"].tolist() == [1]
+    of_fault = asking(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
+    judged = of_fault.judge([prompt], [1], of_fault.rules, thinking=False)
+    assert judged.scores[0].total is None and "rl.environment: ValueError: no" in judged.scores[0].fault
