@@ -54,9 +54,9 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def biased(network, model):
+def biased(network, shape):
     """`whole_weights` with other selection biases."""
-    for name, tensor in whole_weights(network, model):
+    for name, tensor in whole_weights(network, shape):
         is_bias = name.endswith("correction_bias")
         yield name, tensor + torch.linspace(-0.1, 0.1, len(tensor)) if is_bias else tensor
 
