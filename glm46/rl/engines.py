@@ -45,14 +45,14 @@ def build_engine(
     return ServerEngine(
         section,
         folder=Path(config.job.dump_folder, "rollout_weights").resolve(),
-        export=lambda folder: _write_policy(policy, tokenizer, folder, dtype),
+        export=lambda folder: write_policy(policy, tokenizer, folder, dtype),
         score=lambda sequences: score(policy, sequences),
         probe=list(prompts[:_PROBES]),
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
     )
 
 
-def _write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+def write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write the policy as a Hugging Face folder, its adapters merged as `whole_weights` does. Collective.
 
     Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base. A base
@@ -62,11 +62,10 @@ def _write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: to
     if config.adapter is None:
         write_weights(policy, tokenizer, folder, dtype)
         return
-    base, adapter = Path(config.checkpoint.initial_load_path), folder.with_name(f"{folder.name}-adapter")
-    if not config.checkpoint.initial_load_in_hf:
-        base = folder.with_name("base")
-        if not run_on_all_ranks(base.exists):
-            write_weights(policy, tokenizer, base, dtype)
+    start, adapter = config.checkpoint, folder.with_name(f"{folder.name}-adapter")
+    base = Path(start.initial_load_path) if start.initial_load_in_hf else folder.with_name("base")
+    if not run_on_all_ranks(base.exists):
+        write_weights(policy, tokenizer, base, dtype)
     if dist.get_rank() == 0 and adapter.exists():  # of a run that was killed; export begins with a collective
         shutil.rmtree(adapter)
     scale = config.adapter.scale

@@ -6,13 +6,18 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rollouts.py
 
 import faulthandler
 import json
+import shutil
+import tempfile
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from glm46.config.generation_degrees import Degrees
+from glm46.data.tokenizer import load_tokenizer
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import join, leave
@@ -20,8 +25,11 @@ from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import IGNORE, token_logprobs
 from glm46.planner.layout import generation_layout
 from glm46.planner.plan import resolve_plan
+from glm46.rl.engines import write_policy
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Completion, Request, SamplingRules
+from glm46.rollout.weights import whole_weights
+from glm46.training.hf_weights import load_weights
 from glm46.training.network import Network, build_network
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
@@ -85,6 +93,25 @@ def trained_logprobs(network: Network, completions: list[Completion]) -> list[to
     return [row[start : start + len(c.tokens)] for row, start, c in zip(found, starts, completions, strict=True)]
 
 
+def merged_error(network: Network) -> float:
+    """The largest difference of the weights that servers get from those that the engine in the job gets. Collective."""
+    plan = network.plan
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    tokenizer = load_tokenizer(str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"))
+    for version in ("version-1", "version-2"):  # the base is written once
+        write_policy(network, tokenizer, Path(names[0], version), torch.float32)
+    config = plan.config.model_copy(update={"adapter": None})
+    read = build_network(replace(plan, config=config), network.cluster, trainable=False)
+    load_weights(read, Path(names[0], "version-2"))
+    pairs = zip(whole_weights(network, plan.shape), whole_weights(read, plan.shape), strict=True)
+    error = max((one - other).abs().max().item() for (_, one), (_, other) in pairs)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0])
+    return error
+
+
 @torch.no_grad()
 def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
@@ -119,6 +146,8 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
         found.setdefault("engines_agree", []).append([c.tokens for c in of_engines[1]] == tokens)
         found.setdefault("routes_agree", []).append(of_groups == experts)
     found["error"] = max(errors)
+    if layout.adapter:
+        found["merged_error"] = merged_error(network)
     found["descriptions"] = [engine.describe() for engine in engines]
     return found
 

@@ -18,6 +18,8 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(serve
         assert row["drawn"] == wanted["drawn"], row["name"]
         assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["drawn"][0]["experts"])
         assert row["drawn"][0] != row["drawn"][1]
+        # Sums of an adapter and its base in FP32, of weights of order 1.
+        assert ("merged_error" in row) == bool(kind in ("lora", "dora")) and row.get("merged_error", 0.0) < 1e-6
         finishes = row["drawn"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes
     whole, of_groups = zip(*(row["descriptions"] for row in rows), strict=True)
