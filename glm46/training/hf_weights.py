@@ -88,4 +88,4 @@ def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(dtype).removeprefix("torch."))
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
     options = ExportOptions(dtype=dtype, repeat_shared=repeat_shared, other_files=files)
-    export_weights(folder, shape, config_json, network.weights(), options=options)
+    export_weights(folder, shape, config_json, network.pretrained(), options=options)
