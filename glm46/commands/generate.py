@@ -42,11 +42,10 @@ def generate_command(argv: Sequence[str]) -> int:
 
 def _generate(arguments: argparse.Namespace) -> None:
     """Generate on this rank. Collective."""
-    (model, tokenizer, mesh), prompts = on_all_ranks(lambda: _read(arguments))
+    (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
     window, scaling = describe_attention(model.shape)
     if (window, scaling) != ("none", "none") and mesh.rank == 0:
         print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
-    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
     rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
     share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
     mine = rows[mesh.row_group * share :][:share]
@@ -64,8 +63,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         mesh.gather_rows([one.text(stop) for one in mine])
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]]]:
-    """The model and the prompts. Collective."""
+def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:
+    """The model, the prompts and the ids that end a text. Collective."""
     loaded = load_model(arguments, drafts=arguments.speculative)
     model, tokenizer, _ = loaded
     if arguments.chat:
@@ -77,9 +76,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]]]:
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
     raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
-    for text in arguments.stop_token:
-        _token(tokenizer, text)
-    return loaded, prompts
+    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
+    return loaded, prompts, stop
 
 
 def _parser() -> VerbParser:
