@@ -11,7 +11,8 @@ AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
 class Adapter(Section):
     """[adapter]: fine-tuning by low-rank adapters, ``W + scale * B A`` in place of each weight W that ``targets`` name.
-    All weights of the base are frozen, in training.mixed_precision_param; adapters are trained in training.dtype."""
+    All weights of the base are frozen, in training.mixed_precision_param or ``base_dtype``; adapters are trained in
+    training.dtype."""
 
     name: Literal["lora", "dora"] = "lora"
     """lora: arXiv 2106.09685. dora: each row of ``W + scale * B A`` is scaled to a trained magnitude (arXiv
@@ -39,6 +40,11 @@ class Adapter(Section):
 
     b_lr_ratio: float = Field(1.0, gt=0.0)
     """Learning rate of B relative to that of A (LoRA+, arXiv 2402.12354)."""
+
+    base_dtype: Annotated[Literal["float8"] | None, Needs("checkpoint.initial_load_in_hf")] = None
+    """float8: projections of the base stay in FP8, as a Hugging Face folder with FP8 weights has them, and each layer
+    converts its own where it computes with them; those with a size that is not a multiple of 128 do not. Absent:
+    training.mixed_precision_param."""
 
     initial_load_path: str | None = None
     """A PEFT folder whose adapters training goes on from, with a new optimizer: of the same kind, targets and layers,

@@ -8,6 +8,9 @@ from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
 from glm46.config.run_config import RunConfig
 
+_FP8_BLOCK = 128
+"""Rows and columns of a block; a test holds it equal to `planner/parameters.py`."""
+
 
 def adapter_has_a_base(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
     """Adapters belong to trained weights."""
@@ -66,6 +69,40 @@ def base_is_in_full_precision(config: RunConfig, adapter: Adapter, shape: ModelS
             ("float8.recipe_name", "adapter"),
             f"float8.recipe_name = {show(recipe)}: is not possible under [adapter]; remove [float8]",
         )
+
+
+def float8_base_has_whole_blocks(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+    """Some projections consist of blocks of 128 x 128, and tensor parallelism splits none."""
+    if adapter.base_dtype is None:
+        return
+    key, tp = f"adapter.base_dtype = {show(adapter.base_dtype)}", config.parallelism.tensor_parallel_degree
+    if config.rl is not None:
+        yield Fault(
+            ("adapter.base_dtype", "rl"),
+            f"{key}: is not possible with [rl], whose rollouts take whole weights; remove adapter.base_dtype",
+        )
+    # Columns of the projections back to the hidden size, which tensor parallelism splits; experts stay whole.
+    split = {
+        "model.num_attention_heads x model.head_dim": shape.num_attention_heads * shape.head_dim,
+        "model.intermediate_size": shape.intermediate_size,
+        "model.moe_intermediate_size x model.n_shared_experts": shape.moe_intermediate_size * shape.n_shared_experts,
+    }
+    widths = split | {"model.moe_intermediate_size": shape.moe_intermediate_size}
+    if shape.hidden_size % _FP8_BLOCK or all(width % _FP8_BLOCK for width in widths.values()):
+        yield Fault(
+            ("adapter.base_dtype", "model.hidden_size"),
+            f"{key}: no projection of this model has sizes that are multiples of {_FP8_BLOCK} (model.hidden_size = "
+            f"{shape.hidden_size}); remove adapter.base_dtype",
+        )
+        return
+    for name, width in split.items():
+        if width and width % _FP8_BLOCK == 0 and width % (_FP8_BLOCK * tp):
+            yield Fault(
+                ("adapter.base_dtype", "parallelism.tensor_parallel_degree"),
+                f"parallelism.tensor_parallel_degree = {tp}: splits {name} = {width} into parts that are no multiples "
+                f'of {_FP8_BLOCK}, which adapter.base_dtype = "float8" needs; take a degree of which {width} is '
+                f"{_FP8_BLOCK} times a multiple, or remove adapter.base_dtype",
+            )
 
 
 def magnitudes_are_on_the_device(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
@@ -136,6 +173,7 @@ _RULES: tuple[Callable[[RunConfig, Adapter, ModelShape], Faults], ...] = (
     base_stays_as_it_is,
     adapters_are_under_adamw,
     base_is_in_full_precision,
+    float8_base_has_whole_blocks,
     magnitudes_are_on_the_device,
     adapted_layers_exist,
     targets_are_different,

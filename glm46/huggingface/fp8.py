@@ -156,11 +156,17 @@ def scales_of_box(scheme: Scheme, columns: int, box: Box) -> Box:
 
 def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> Tensor:
     """FP32 weights of a box, from its FP8 values and the scales of the box `scales_of_box`."""
+    return values.float().mul_(scales_of_columns(scales, scheme, columns, box))
+
+
+def scales_of_columns(scales: Tensor, scheme: Scheme, columns: int, box: Box, group: int = 1) -> Tensor:
+    """FP32 scales of the rows of a box and of each ``group`` columns, which have one scale, [rows, columns / group];
+    other arguments of `dequantise`."""
     scales = scales.float()
     for dim, ((start, length), step) in enumerate(zip(box, scheme.grid(columns), strict=True)):
-        places = torch.arange(start, start + length) // step - start // step
+        places = torch.arange(start, start + length, group if dim else 1) // step - start // step
         scales = scales.index_select(dim, places)
-    return values.float().mul_(scales)
+    return scales
 
 
 def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:

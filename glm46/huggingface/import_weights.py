@@ -19,12 +19,13 @@ from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
-from glm46.huggingface.boxes import intervals_of, overlaps
+from glm46.huggingface.boxes import Overlap, intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.huggingface.fp8 import Scheme as Fp8
-from glm46.huggingface.fp8 import matches
+from glm46.huggingface.fp8 import matches, scales_of_columns
 from glm46.huggingface.names import HFNames, has_repeats, raise_if
 from glm46.huggingface.schemes import Scheme, scheme_of
+from glm46.planner.parameters import FP8_BLOCK, fp8_families, scales_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -140,6 +141,24 @@ def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
     return CheckedFolder(names, found, scheme, quantised)
 
 
+def check_fp8_folder(folder: Path, shape: ModelShape) -> None:
+    """`check_folder`, and that the weights which `fp8_families` names are stored in FP8, with a scale for each row or
+    for blocks whose columns are a multiple of 128.
+
+    Raises:
+        UserError: see `check_folder`; or they are not.
+    """
+    checked, families = check_folder(folder, shape), fp8_families(shape)
+    remedy = "take the published FP8 model, or write one by `python -m glm46 convert to-hf --dtype fp8-block`"
+    if not isinstance(checked.scheme, Fp8) or checked.scheme.grid(FP8_BLOCK)[1] % FP8_BLOCK:
+        raise UserError(
+            f"{folder}: has no FP8 weights with scales of rows or of blocks of {FP8_BLOCK} columns; {remedy}"
+        )
+    wanted = (name for name, (entry, _) in checked.names.places.items() if entry.row.fp8_family in families)
+    if missing := [name for name in wanted if name not in checked.quantised]:
+        raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")
+
+
 def stored_shape(folder: Path) -> ModelShape:
     """The model shape of a folder's config.json, with 0 prediction layers if the files have none.
 
@@ -180,6 +199,7 @@ def import_weights(
 
     Args:
         tensors: our name -> Tensor or DTensor, any type and device; ranks may hold different names (pipeline stages).
+            Frozen weights in FP8 are as in `model/fp8_weights.py`, beside their scales.
 
     Returns:
         Bytes that this rank read.
@@ -192,15 +212,21 @@ def import_weights(
     ranks = Ranks.of_this_run()
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
-            _, error = catch_user_error(lambda: check_folder(folder, shape))
+            in_fp8 = any(scales_name(name) in tensors for name in tensors)
+            _, error = catch_user_error(lambda: (check_fp8_folder if in_fp8 else check_folder)(folder, shape))
             stage.value = error and error.faults
     raise_if(stage.values[0] or [])
     with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
         differing = []
+        of_weights = {scales_name(name) for name in tensors}
         for name, tensor in tensors.items():
-            differing += reader.fill(name, local_tensor(tensor), global_indices(tensor))
             if report is not None:
                 report(local_tensor(tensor).nbytes)
+            if name in of_weights:
+                continue
+            scales = tensors.get(scales_name(name))
+            scales = None if scales is None else local_tensor(scales)
+            differing += reader.fill(name, local_tensor(tensor), global_indices(tensor), scales)
         stage.value = differing
     faults = sorted({f"{folder}: {fault}" for faults in stage.values for fault in faults})
     more = [f"{folder}: {len(faults) - _TENSORS_SHOWN} more tensors are faulty"] if faults[_TENSORS_SHOWN:] else []
@@ -238,11 +264,12 @@ class FolderReader:
     def bytes_read(self) -> int:
         return sum(file.bytes_moved for file in self._open.values())
 
-    def fill(self, name: str, local: Tensor, held: list[Tensor]) -> list[str]:
+    def fill(self, name: str, local: Tensor, held: list[Tensor], scales: Tensor | None = None) -> list[str]:
         """Fill one local part.
 
         Args:
             held: int64 per dimension, see `global_indices`.
+            scales: of a frozen weight that is kept in FP8; filled too.
 
         Returns:
             Faults: values that are not finite, repeats that differ.
@@ -258,8 +285,11 @@ class FolderReader:
                 if part.is_repeat:
                     differs |= not self._equals(part.hf_name, overlap.box, target)
                 else:
-                    self.read(part.hf_name, overlap.box, target)
-                    finite &= is_finite(target)
+                    if scales is None:
+                        self.read(part.hf_name, overlap.box, target)
+                        finite &= is_finite(target)
+                    else:
+                        finite &= self._read_fp8(part.hf_name, overlap, target, scales)
                     filled += target.numel()
             if not finite:
                 faults.append(f"tensor {part.hf_name} {NOT_FINITE}")
@@ -276,6 +306,17 @@ class FolderReader:
         else:
             assert self.scheme is not None
             target.copy_(self.scheme.dequantise(self._parts(hf_name, box), shape, box))
+
+    def _read_fp8(self, hf_name: str, overlap: Overlap, values: Tensor, scales: Tensor) -> bool:
+        """Read a box of a weight without converting it; returns whether it is finite."""
+        assert isinstance(self.scheme, Fp8)
+        parts, columns = self._parts(hf_name, overlap.box), self._quantised[hf_name][1]
+        *rows, held = overlap.local
+        groups = slice(held.start // FP8_BLOCK, held.stop // FP8_BLOCK)
+        found = scales_of_columns(parts[self.scheme.suffix], self.scheme, columns, overlap.box, FP8_BLOCK)
+        values.copy_(parts[""].view(torch.uint8))
+        scales[(*rows, groups)] = found.view(torch.int32).to(scales.device)
+        return is_finite(found) and is_finite(parts[""].float())
 
     def _equals(self, hf_name: str, box: Box, target: Tensor) -> bool:
         """Whether a box of a repeat equals the values read before; in FP8, up to rounding."""

@@ -5,7 +5,7 @@ is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum
 ``y_i = (m_i / |V_i|) (V x)_i``. `parallelize/magnitudes.py` computes the norms, once per optimizer step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from glm46 import compat
 from glm46.config.adapter import Adapter
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
+from glm46.model.fp8_weights import fp8_input_gradient, fp8_linear, in_compute_type, local_scales, store_in_fp8
 from glm46.model.layers import Linear, local_weight
 from glm46.model.transformer import Transformer
 from glm46.planner.parameters import adapter_layer
@@ -24,9 +25,12 @@ from glm46.planner.parameters import adapter_layer
 def add_adapters(model: Transformer, adapter: Adapter, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model, or a part of it, and add the adapters of [adapter], which are trained; in place.
 
-    The adapters are on the device of the model, without values: `fill_parameter` has the initial ones.
+    The adapters are on the device of the model, without values: `fill_parameter` has the initial ones. So are weights
+    of a base in FP8: import reads them.
     """
     model.requires_grad_(False)
+    for module in store_in_fp8(model) if adapter.base_dtype == "float8" else ():
+        _replace_products(module, adapter.scale)
     for index, layer in model.layers.items():
         for row in adapter_layer(model.shape, adapter, int(index)):
             owner, _, key = row.name.rpartition(".")
@@ -36,10 +40,14 @@ def add_adapters(model: Transformer, adapter: Adapter, dtype: torch.dtype = torc
                 key, nn.Parameter(torch.empty(row.shape(model.shape), dtype=dtype, device=device))
             )
             module.is_adapted = True
-            if isinstance(module, Experts):
-                module.project = partial(_project, module, adapter.scale)
-            elif key == "lora_A":
-                module.product = partial(_linear_product, module, adapter.scale)
+            _replace_products(module, adapter.scale)
+
+
+def _replace_products(module: nn.Module, scale: float) -> None:
+    if isinstance(module, Experts):
+        module.project = partial(_project, module, scale)
+    else:
+        module.product = partial(_linear_product, module, scale)
 
 
 @contextmanager
@@ -57,55 +65,66 @@ def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
 
 
 def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `Linear.product`; of a module with adapters."""
-    if not module.is_adapted:
+    """See `Linear.product`; of a module with adapters, with a weight in FP8, or with both."""
+    scales, is_adapted = local_scales(module, "weight"), getattr(module, "is_adapted", False)
+    if not is_adapted and scales is None:
         return Linear.product(x, weight, bias)
-    a, b = (local_weight(part).to(x.dtype) for part in (module.lora_A, module.lora_B))
-    excess = _excess(module, "") if hasattr(module, "magnitude") else None
-    y_TO = _AdaptedLinear.apply(x.flatten(0, -2), weight, bias, a, b, scale, excess)
+    a = b = excess = None
+    if is_adapted:
+        a, b = (local_weight(part).to(x.dtype) for part in (module.lora_A, module.lora_B))
+        excess = _excess(module, "") if hasattr(module, "magnitude") else None
+    y_TO = _AdaptedLinear.apply(x.flatten(0, -2), weight, scales, bias, a, b, scale, excess)
     return y_TO.view(*x.shape[:-1], -1)
 
 
 class _AdaptedLinear(torch.autograd.Function):
     """``x @ (weight + scale * b @ a).T + bias`` without a gradient of weight and bias; under DoRA the sum before the
-    bias is scaled by ``1 + excess``, FP32 [O].
+    bias is scaled by ``1 + excess``, FP32 [O]. Without a and b the weight alone.
 
     One function, because both parts of the sum, and of the gradient of x, add into one tensor.
     """
 
     @staticmethod
-    def forward(ctx, x_TI, weight_OI, bias_O, a_RI, b_OR, scale: float, excess_O):
-        low_TR = F.linear(x_TI, a_RI).mul_(scale)
-        y_TO = F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t())
-        unscaled_TO = None
+    def forward(ctx, x_TI, weight_OI, scales, bias_O, a_RI, b_OR, scale: float, excess_O):
+        y_TO = F.linear(x_TI, weight_OI, bias_O) if scales is None else fp8_linear(x_TI, weight_OI, scales, bias_O)
+        ctx.scale, low_TR, unscaled_TO = scale, None, None
+        if a_RI is not None:
+            low_TR = F.linear(x_TI, a_RI).mul_(scale)
+            y_TO.addmm_(low_TR, b_OR.t())
         if excess_O is not None:
             unscaled_TO = y_TO if bias_O is None else y_TO - bias_O
             y_TO = torch.addcmul(y_TO, unscaled_TO, excess_O.to(y_TO.dtype))
-        ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, low_TR, unscaled_TO, excess_O)
-        ctx.scale = scale
+        kept_TI = None if a_RI is None else x_TI
+        ctx.save_for_backward(kept_TI, weight_OI, scales, a_RI, b_OR, low_TR, unscaled_TO, excess_O)
         return y_TO
 
     @staticmethod
     def backward(ctx, grad_TO: Tensor):
-        x_TI, weight_OI, a_RI, b_OR, low_TR, unscaled_TO, excess_O = ctx.saved_tensors
-        grad_x = grad_excess = None
+        x_TI, weight_OI, scales, a_RI, b_OR, low_TR, unscaled_TO, excess_O = ctx.saved_tensors
+        grad_x = grad_a = grad_b = grad_excess = grad_low_TR = None
         if excess_O is not None:
             grad_excess = (grad_TO * unscaled_TO).sum(0, dtype=excess_O.dtype)
             grad_TO = torch.addcmul(grad_TO, grad_TO, excess_O.to(grad_TO.dtype))
-        grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
+        if a_RI is not None:
+            grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
+            grad_a, grad_b = grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_TO @ weight_OI).addmm_(grad_low_TR, a_RI)
-        return grad_x, None, None, grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR, None, grad_excess
+            grad_x = grad_TO @ weight_OI if scales is None else fp8_input_gradient(grad_TO, weight_OI, scales)
+            if a_RI is not None:
+                grad_x.addmm_(grad_low_TR, a_RI)
+        return grad_x, None, None, None, grad_a, grad_b, None, grad_excess
 
 
 def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
-    """See `Experts.project`; of experts with adapters."""
-    weight = local_weight(getattr(module, name))
-    if not module.is_adapted:
+    """See `Experts.project`; of experts with adapters, with weights in FP8, or with both."""
+    weight, scales = local_weight(getattr(module, name)), local_scales(module, name)
+    is_adapted, a, b = getattr(module, "is_adapted", False), None, None
+    if not is_adapted and scales is None:
         return module.product(x_NI, weight, offsets)
-    a, b = (local_weight(getattr(module, f"{name}_{key}")).to(x_NI.dtype) for key in ("lora_A", "lora_B"))
-    y_NO, _ = adapted_grouped_mm(x_NI, weight, a, b, offsets, scale)
-    if hasattr(module, f"{name}_magnitude"):
+    if is_adapted:
+        a, b = (local_weight(getattr(module, f"{name}_{key}")).to(x_NI.dtype) for key in ("lora_A", "lora_B"))
+    y_NO, _ = adapted_grouped_mm(x_NI, weight, scales, a, b, offsets, scale)
+    if is_adapted and hasattr(module, f"{name}_magnitude"):
         y_NO = _add_scaled_groups(y_NO, _excess(module, f"{name}_").to(x_NI.dtype), offsets)
     return y_NO
 
@@ -119,43 +138,71 @@ def _excess(module: nn.Module, prefix: str) -> Tensor:
 
 @torch.library.custom_op("glm46::adapted_grouped_mm", mutates_args=())
 def adapted_grouped_mm(
-    x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, b_EOR: Tensor, offsets: Tensor, scale: float
+    x_NI: Tensor,
+    weight_EOI: Tensor,
+    scales: Tensor | None,
+    a_ERI: Tensor | None,
+    b_EOR: Tensor | None,
+    offsets: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Multiply each group of rows by the transpose of ``weight + scale * b @ a`` of its expert.
 
     One operator, because selective checkpointing keeps the results of grouped products: this way it keeps the sum, and
-    not both terms of it. The weight has no gradient.
+    not both terms of it, nor a weight in FP8 that was converted. The weight has no gradient.
 
     Args:
         x_NI: [N, I], sorted by expert; results of rows past the last offset are undefined.
+        scales: int32 [E, O, I / 128] of a weight in FP8, see `in_compute_type`.
+        a_ERI, b_EOR: None: the weight alone.
         offsets: int32 [E], running sum of the group sizes.
 
     Returns:
-        [N, O], and for backward ``scale * x @ a.T``, [N, R]; dtype of `x_NI`.
+        [N, O], and for backward ``scale * x @ a.T``, [N, R], without adapters [N, 0]; dtype of `x_NI`.
     """
+    y_NO = compat.grouped_mm(x_NI, in_compute_type(weight_EOI, scales, x_NI.dtype).transpose(1, 2), offsets)
+    if a_ERI is None:
+        return y_NO, x_NI.new_empty(x_NI.shape[0], 0)
     low_NR = compat.grouped_mm(x_NI, a_ERI.transpose(1, 2), offsets).mul_(scale)
-    y_NO = compat.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
     return y_NO.add_(compat.grouped_mm(low_NR, b_EOR.transpose(1, 2), offsets)), low_NR
 
 
 @adapted_grouped_mm.register_fake
-def _(x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, b_EOR: Tensor, offsets: Tensor, scale: float):
-    return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1]), x_NI.new_empty(x_NI.shape[0], a_ERI.shape[1])
+def _(x_NI: Tensor, weight_EOI: Tensor, scales, a_ERI: Tensor | None, b_EOR, offsets: Tensor, scale: float):
+    rank = 0 if a_ERI is None else a_ERI.shape[1]
+    return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1]), x_NI.new_empty(x_NI.shape[0], rank)
+
+
+@torch.library.custom_op("glm46::frozen_grouped_mm", mutates_args=())
+def _frozen_grouped_mm(grad_NO: Tensor, weight_EOI: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
+    """The gradient of the rows, [N, I]. An operator, inside of which a weight in FP8 is converted: of a compiled graph
+    the converted weight of forward would be kept."""
+    return compat.grouped_mm(grad_NO, in_compute_type(weight_EOI, scales, grad_NO.dtype), offsets)
+
+
+@_frozen_grouped_mm.register_fake
+def _(grad_NO: Tensor, weight_EOI: Tensor, scales, offsets: Tensor) -> Tensor:
+    return grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
 
 
 def _save_for_product(ctx, inputs, output):
-    x_NI, weight_EOI, a_ERI, b_EOR, offsets, ctx.scale = inputs
-    ctx.save_for_backward(x_NI, weight_EOI, a_ERI, b_EOR, offsets, output[1])
+    x_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, ctx.scale = inputs
+    kept_NI = None if a_ERI is None else x_NI
+    ctx.save_for_backward(kept_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, output[1])
 
 
 def _product_backward(ctx, grad_NO: Tensor, _):
-    x_NI, weight_EOI, a_ERI, b_EOR, offsets, low_NR = ctx.saved_tensors
+    x_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, low_NR = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
-    grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets).mul_(ctx.scale)
-    grad_x = None
+    grad_x = grad_a = grad_b = grad_low_NR = None
+    if a_ERI is not None:
+        grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets).mul_(ctx.scale)
+        grad_a, grad_b = grouped_outer(grad_low_NR, x_NI, offsets), grouped_outer(grad_NO, low_NR, offsets)
     if ctx.needs_input_grad[0]:
-        grad_x = grouped_mm(grad_NO, weight_EOI, offsets).add_(grouped_mm(grad_low_NR, a_ERI, offsets))
-    return grad_x, None, grouped_outer(grad_low_NR, x_NI, offsets), grouped_outer(grad_NO, low_NR, offsets), None, None
+        grad_x = _frozen_grouped_mm(grad_NO, weight_EOI, scales, offsets)
+        if a_ERI is not None:
+            grad_x.add_(grouped_mm(grad_low_NR, a_ERI, offsets))
+    return grad_x, None, None, grad_a, grad_b, None, None
 
 
 adapted_grouped_mm.register_autograd(_product_backward, setup_context=_save_for_product)
@@ -210,46 +257,3 @@ def merged_rows(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, 
     if magnitude is not None:
         total *= (magnitude / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
     return total
-
-
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements of a weight that are in FP32 at a time."""
-
-
-@torch.no_grad()
-def row_squares(base: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
-
-    Args:
-        base: FP32 [..., O], `base_squares` of the weight, which is frozen.
-        weight: [..., O, I], any dtype; some of the rows, or of the columns, of the matrix.
-        a: [..., R, I], all of its rows.
-        b: [..., O, R].
-
-    Returns:
-        FP32 [..., O]; of some columns, their part of the sum.
-    """
-    if weight.ndim == 2:
-        return row_squares(base, *(part.unsqueeze(0) for part in (weight, a, b)), scale).squeeze(0)
-    a, b = a.float(), b.float()
-    cross = _by_pieces(weight, lambda w, experts: w @ a[experts].mT)
-    # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
-    return base + scale * (cross.mul_(2).add_(b @ (a @ a.mT), alpha=scale) * b).sum(-1)
-
-
-@torch.no_grad()
-def base_squares(weight: Tensor) -> Tensor:
-    """``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]."""
-    if weight.ndim == 2:
-        return base_squares(weight.unsqueeze(0)).squeeze(0)
-    return _by_pieces(weight, lambda w, _: w.square().sum(-1))
-
-
-def _by_pieces(weight_EOI: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """``function(weight, experts)`` of pieces in FP32, [E, O, ...]: of several experts, or of some rows of one."""
-    E, O, I = weight_EOI.shape  # noqa: E741 - the letters of dimensions
-    found, step = [], max(1, _CHUNK_ELEMENTS // (O * I))
-    for experts in (slice(first, first + step) for first in range(0, E, step)):
-        pieces = weight_EOI[experts].split(max(1, _CHUNK_ELEMENTS // I), dim=1)
-        found.append(torch.cat([function(piece.float(), experts) for piece in pieces], dim=1))
-    return torch.cat(found)

@@ -65,6 +65,9 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
 def initialise(model: Transformer, seed: int) -> None:
     """Fill every parameter and buffer with its initial value, which is the same on every layout."""
     for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():  # a frozen weight in FP8, which import reads
+            local_tensor(parameter).zero_()
+            continue
         fill_parameter(
             local_tensor(parameter),
             global_indices(parameter),

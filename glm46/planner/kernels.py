@@ -8,11 +8,20 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.planner.activations import Frozen, with_key_copies
+from glm46.planner.activations import FP32, Frozen, with_key_copies
 from glm46.planner.flops import attention_flops
 from glm46.planner.layout import Layout
 from glm46.planner.memory import LOSS_CHUNK_TOKENS, WIDTHS
-from glm46.planner.parameters import Parameter, dense_layer, dimensions, moe_layer, mtp_layer, part_rows
+from glm46.planner.parameters import (
+    FP8_BLOCK,
+    Parameter,
+    dense_layer,
+    dimensions,
+    in_float8,
+    moe_layer,
+    mtp_layer,
+    part_rows,
+)
 
 Kind = Literal["products", "experts", "attention", "memory"]
 PartOfModel = Literal["embedding", "dense", "moe", "mtp", "head"]
@@ -138,10 +147,23 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
         adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
         backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
         products = [*products, *adapters]
-    forward = (*products, core, moved[0])
-    backward.append(core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes))
-    again = {"none": (), "full": forward, "selective": [*(w for w in products if w.kind == "products"), moved[0]]}
+    converted = []
+    if frozen is not None and frozen.in_float8:
+        converted = [(row.is_expert, _converted(row, batch)) for row in in_float8(rows, shape) if row.stored_bytes == 1]
+    of_all = [work for _, work in converted]
+    forward = (*of_all, *products, core, moved[0])
+    backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
+    selective = [work for is_expert, work in converted if not is_expert]
+    selective += [*(work for work in products if work.kind == "products"), moved[0]]
+    again = {"none": (), "full": forward, "selective": selective}
     return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
+
+
+def _converted(row: Parameter, batch: MicroBatch) -> Work:
+    """A frozen weight in FP8 is converted to the compute type, and that is scaled in place."""
+    share = batch.layout.ep if row.is_expert else batch.layout.tp
+    weights = row.numel(batch.shape) / share
+    return Work("memory", 0.0, weights * (1 + 3 * batch.width + FP32 / FP8_BLOCK), 2)
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:

@@ -71,7 +71,8 @@ class MemoryPlan:
     """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
     """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer or, where they
-    take more, the logits of one chunk. DoRA's norms of all rows, and the factors that follow from them."""
+    take more, the logits of one chunk. Of a base in FP8 the weight that is computed with, in the compute type. DoRA's
+    norms of all rows, and the factors that follow from them."""
     activations: float
     """Tensors that forward keeps for backward, those of a layer that is computed again, and what pipeline stages
     receive."""
@@ -159,11 +160,11 @@ def _offloaded(memory: MemoryPlan, held: float, whole: float) -> MemoryPlan:
     return replace(memory, weights=0.0, gradients=max(copies, whole), host=memory.host + memory.weights + held)
 
 
-def _by_layer(units: list[FsdpUnit], elements: Callable[[FsdpUnit], int]) -> Counter[str]:
-    """The elements of the units of each layer, by the prefix of their names; "" is the root."""
+def _by_layer(units: list[FsdpUnit], size: Callable[[FsdpUnit], float]) -> Counter[str]:
+    """The sizes of the units of each layer, by the prefix of their names; "" is the root."""
     counts = Counter({"": 0})
     for unit in units:
-        counts[unit.prefix] += elements(unit)
+        counts[unit.prefix] += size(unit)
     return counts
 
 
@@ -185,7 +186,11 @@ class _Step:
         rows = [row for part in parts for row in part.rows(self._shape)]
         trained = [row for row in rows if row.is_trained]
         held = sum(held_elements(row, self._shape, self._layout) for row in trained)
-        frozen = sum(held_elements(row, self._shape, self._layout) for row in rows if row.is_frozen)
+        frozen = sum(
+            held_elements(row, self._shape, self._layout) * (row.stored_bytes or self._width)
+            for row in rows
+            if row.is_frozen
+        )
         buffers = sum(row.numel(self._shape) for row in rows if row.optimizer is None)
         units = [unit for part in parts for unit in fsdp_units(part, self._shape, self._layout)]
         states = [self._state_bytes(row) for row in trained]
@@ -206,10 +211,11 @@ class _Step:
         activations = sum(counts[index] * size for index, size in kept.items())
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
-            weights=held * self._master + frozen * self._width + buffers * FP32 + reference,
+            weights=held * self._master + frozen + buffers * FP32 + reference,
             gradients=max(self.gradients_of(parts)),
             optimizer=on_device,
             gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+            + self._converted(rows)
             + sum(2 * FP32 * row.numel(self._shape) for row in trained if row.group == "magnitude"),
             activations=activations + self._buffers(parts),
             gathered_keys=self._gathered_keys(parts, counts),
@@ -237,12 +243,17 @@ class _Step:
             return states * prod(sizes) * FP32
         return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
 
+    def _converted(self, rows: list[Parameter]) -> float:
+        """The frozen weight in FP8 that a layer computes with, in the compute type."""
+        in_fp8 = (prod(local_shape(row, self._shape, self._layout)) for row in rows if row.stored_bytes == 1)
+        return max(in_fp8, default=0) * self._width
+
     def _gathered(self, units: list[FsdpUnit], loss_buffers: float) -> float:
         """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
         of a layer in the compute and the reduce type, or before it the logits."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
         layers, trained = (
-            _by_layer(units, lambda unit: unit.whole(self._shape, self._layout)),
+            _by_layer(units, lambda unit: unit.gathered_bytes(self._shape, self._layout, width)),
             _by_layer(units, lambda unit: unit.whole(self._shape, self._layout, trained=True)),
         )
         root, is_piped = layers.pop(""), self._layout.pp > 1
@@ -255,7 +266,7 @@ class _Step:
             # Backward in halves leaves the gradients of a micro-batch until the next one.
             splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
             gradient = (sum if splits else max)(trained.values()) * self._width
-        return (weights + root) * width + max(gradient, loss_buffers)
+        return weights + root + max(gradient, loss_buffers)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
         """What a stage keeps of the forward of a micro-batch, on a rank with these stages."""

@@ -15,6 +15,10 @@ from glm46.config.adapter import Adapter, AdapterTarget
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import Optimizer
 
+FP8_BLOCK = 128
+"""Rows and columns of a block of a weight in FP8. A frozen base has a scale for each row of a block, which holds the
+scales of blocks as well as those of whole rows."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -52,6 +56,8 @@ class Parameter:
     """Of an adapter: the dimension r."""
     is_frozen: bool = False
     """Of the base of a run that trains adapters: no gradient and no state."""
+    stored_bytes: int | None = None
+    """Of an element, also while a layer is gathered. None: those of the type that a run computes with or trains in."""
 
     @property
     def is_trained(self) -> bool:
@@ -75,7 +81,7 @@ class Parameter:
 
     def shape(self, shape: ModelShape) -> tuple[int, ...]:
         """Shape of our whole tensor in a model of this shape."""
-        sizes = dimensions(shape) | ({} if self.rank is None else {"r": self.rank})
+        sizes = _with_groups(dimensions(shape)) | ({} if self.rank is None else {"r": self.rank})
         return tuple(sizes[dim] for dim in self.dims.split())
 
     def numel(self, shape: ModelShape) -> int:
@@ -129,6 +135,11 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "S": width * shape.n_shared_experts,
         "1": 1,
     }
+
+
+def _with_groups(sizes: dict[str, int]) -> dict[str, int]:
+    """With the groups of columns of weights in FP8."""
+    return sizes | {f"{dim}/{FP8_BLOCK}": size // FP8_BLOCK for dim, size in sizes.items()}
 
 
 def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
@@ -242,10 +253,49 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
 ADAPTER_PARAMETERS = tuple(adapter for row in PARAMETERS if row.fp8_family for adapter in _adapters_of(row))
 """The adapters of every weight that can have them, as rows without their rank; see `adapter_rows`."""
 
+
+def _scales_of(row: Parameter) -> Parameter:
+    """The scales of a frozen weight in FP8, which are sharded as it is; a folder has them in other shapes."""
+    *lead, inputs = row.dims.split()
+    dims, name = " ".join([*lead, f"{inputs}/{FP8_BLOCK}"]), scales_name(row.name)
+    scales = replace(row, name=name, hf_names=(), dims=dims, group="scales", initial="zeros", fp8_family=None)
+    return replace(scales, is_frozen=True, stored_bytes=4)
+
+
+def scales_name(weight: str) -> str:
+    """Name of the scales of a frozen weight in FP8."""
+    return f"{weight}_scale"
+
+
+_SCALES = {row.name: _scales_of(row) for row in PARAMETERS if row.fp8_family}
+
+
+def fp8_families(shape: ModelShape) -> frozenset[str]:
+    """The `fp8_family` values whose weights consist of whole blocks; the others are never stored in FP8 blocks."""
+    rows = [row for row in PARAMETERS if row.fp8_family and (row.needs is None or getattr(shape, row.needs))]
+    unfit = {row.fp8_family for row in rows if any(size % FP8_BLOCK for size in row.hf_shape(shape)[-2:])}
+    return frozenset(row.fp8_family for row in rows) - unfit
+
+
+def in_float8(rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
+    """Rows of a frozen base in FP8, each such weight followed by its scales."""
+    families, found = fp8_families(shape), []
+    for row in rows:
+        is_in_fp8 = row.fp8_family in families
+        found += [replace(row, stored_bytes=1), _SCALES[row.name]] if is_in_fp8 else [row]
+    return found
+
+
+def float8_numel(shape: ModelShape) -> int:
+    """Weights of a model that a base in FP8 keeps so, scales not counted."""
+    rows = in_float8(list(named_rows(shape).values()), shape)
+    return sum(row.numel(shape) for row in rows if row.stored_bytes == 1)
+
+
 _PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
 _SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(("layer", "dense", "moe"), "layer")
 _SCOPES["mtp"] = "mtp"
-_BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS)}
+_BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS, *_SCALES.values())}
 
 
 def find_parameter(name: str) -> Parameter:

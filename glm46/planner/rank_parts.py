@@ -11,7 +11,7 @@ from typing import Literal
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import Parallelism
 from glm46.planner.layout import Layout
-from glm46.planner.parameters import Parameter, adapter_layer, dense_layer, moe_layer, mtp_layer, part_rows
+from glm46.planner.parameters import Parameter, adapter_layer, dense_layer, in_float8, moe_layer, mtp_layer, part_rows
 from glm46.planner.plan import Plan
 from glm46.planner.stages import split_layers, stages_of_rank
 
@@ -34,6 +34,8 @@ class StagePart:
     """Of each block, under [adapter]; all other parameters are frozen then."""
     is_offloaded: bool = False
     """Weights lie in host memory."""
+    base_in_float8: bool = False
+    """Frozen projections are stored in FP8."""
 
     @property
     def backward_from(self) -> int:
@@ -52,21 +54,22 @@ class StagePart:
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
         """The parameters and buffers of each block, and its adapters."""
         layers = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}
-        rows = {block: self._of_run(layers[block](shape)) for block in set(self.blocks)}
+        rows = {block: self._of_run(layers[block](shape), shape) for block in set(self.blocks)}
         own = self.adapters or ((),) * len(self.blocks)
         return [[*rows[block], *adapters] for block, adapters in zip(self.blocks, own, strict=True)]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
         """Those outside of blocks: of the embedding, and of norm and head."""
         names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
-        return self._of_run(part_rows(shape, *names))
+        return self._of_run(part_rows(shape, *names), shape)
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
         """All parameters and buffers of the stage."""
         return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
 
-    def _of_run(self, rows: list[Parameter]) -> list[Parameter]:
+    def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
         is_frozen = self.adapters is not None
+        rows = in_float8(rows, shape) if self.base_in_float8 else rows
         return [replace(row, is_frozen=True) if is_frozen and row.optimizer else row for row in rows]
 
 
@@ -82,6 +85,7 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
             index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
             None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
             plan.config.training.parameter_offload,
+            adapter is not None and adapter.base_dtype == "float8",
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip
@@ -108,6 +112,10 @@ class FsdpUnit:
     def whole(self, shape: ModelShape, layout: Layout, *, trained: bool = False) -> int:
         """Elements that the first rank computes with; of what is trained alone."""
         return sum(prod(local_shape(row, shape, layout)) for row in self.rows if row.is_trained or not trained)
+
+    def gathered_bytes(self, shape: ModelShape, layout: Layout, width: float) -> float:
+        """Bytes that the first rank gathers, of elements of this width and of those in FP8."""
+        return sum(prod(local_shape(row, shape, layout)) * (row.stored_bytes or width) for row in self.rows)
 
 
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:

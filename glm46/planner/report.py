@@ -7,7 +7,7 @@ from glm46.planner.curriculum import TextStage
 from glm46.planner.flops import training_flops
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
-from glm46.planner.parameters import adapter_rows, count_parameters
+from glm46.planner.parameters import adapter_rows, count_parameters, float8_numel
 from glm46.planner.plan import Plan
 from glm46.planner.requirement import Verdict, judge, memory_lines
 from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
@@ -111,9 +111,11 @@ def plan_numbers(run: RunPlan) -> dict:
 def _parameter_lines(plan: Plan) -> list[str]:
     count, adapter = count_parameters(plan.shape), plan.config.adapter
     trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
+    in_fp8 = adapter is not None and adapter.base_dtype == "float8"
     return [
         _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
         *([_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
+        *([_line("base in FP8", f"{float8_numel(plan.shape):,}", "(and a scale for each 128)")] if in_fp8 else []),
         _line("active per token", f"{count.active:,}", "(embedding and head included)"),
         _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
     ]

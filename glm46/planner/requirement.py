@@ -6,7 +6,7 @@ from importlib import metadata
 
 from glm46.config.faults import counted
 from glm46.config.float8 import Float8
-from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint
 from glm46.config.run_config import RunConfig
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine
@@ -27,6 +27,8 @@ _EXPERTS_CAPABILITIES = {"rowwise": (9, 10), "mxfp8": (10,)}
 _MOST_DOUBLINGS = 14
 SPLIT_BACKWARD_TORCH = (2, 13)
 """The oldest release on which schedules that split backward were seen to work."""
+INTEGERS_TORCH = (2, 13)
+"""The oldest release whose FSDP2 was seen to hold parameters of integers, which weights in FP8 are."""
 _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 
 
@@ -119,22 +121,32 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    faults += [*_fp8_faults(config.float8, machine), *_torch_faults(config.parallelism, metadata.version("torch"))]
+    faults += [*_fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
     return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
 
 
-def _torch_faults(layout: Parallelism, torch: str) -> list[str]:
-    """What this release of torch cannot run: 2.11 frees nodes of the graph that the second half of backward needs."""
+def _torch_faults(config: RunConfig, torch: str) -> list[str]:
+    """What this release of torch cannot run: 2.11 frees nodes of the graph that the second half of backward needs, and
+    its FSDP2 takes no parameters of integers."""
+    release, found = tuple(int(part) for part in torch.split(".")[:2]), []
+    if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
+        least = ".".join(map(str, INTEGERS_TORCH))
+        found.append(
+            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {least}; found: {torch}; update torch, or '
+            "remove adapter.base_dtype"
+        )
+    layout = config.parallelism
     name = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
-        return []
-    if tuple(int(part) for part in torch.split(".")[:2]) >= SPLIT_BACKWARD_TORCH:
-        return []
+        return found
+    if release >= SPLIT_BACKWARD_TORCH:
+        return found
     others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
     least = ".".join(map(str, SPLIT_BACKWARD_TORCH))
     return [
+        *found,
         f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch {least}; found: '
-        f"{torch}; update torch, or take one of {others}"
+        f"{torch}; update torch, or take one of {others}",
     ]
 
 

@@ -262,7 +262,7 @@ def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, F
     if stage.has_embedding:
         yield "embedding", frozen, True
     for index, block in enumerate(stage.blocks):
-        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index])
+        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_in_float8)
         yield block, adapters, index >= stage.backward_from
     for _ in range(heads * stage.has_head):
         yield "head", frozen, True

@@ -187,7 +187,9 @@ class _Step:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1
-            nbytes = sum(size * (1 if row in in_fp8 else self._gathered) for row, size in held.items())
+            nbytes = sum(
+                size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
+            )
             yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
             yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
             reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce

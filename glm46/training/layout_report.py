@@ -8,6 +8,7 @@ from glm46.config.parallelism import Parallelism
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.attention_runs import describe_core
 from glm46.optim.roles import RoleRow, add_role_rows
+from glm46.planner.parameters import count_parameters, float8_numel
 from glm46.training.network import Network
 from glm46.training.task import Task
 
@@ -41,6 +42,9 @@ def describe_layout(task: Task) -> list[str]:
     lines.append(f"attention    {_attention(task)}")
     if task.plan.config.float8.recipe_name is not None:
         lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
+    if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype == "float8":
+        in_fp8, all_weights = float8_numel(task.plan.shape), count_parameters(task.plan.shape).total
+        lines.append(f"base         {in_fp8:,} of {all_weights:,} weights stay in FP8, converted where they are used")
     held = [None] * layout.world_size
     dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)
@@ -91,7 +95,7 @@ def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, i
     states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
-        sum(parameter.numel() for parameter in (*trained, *frozen)),
+        sum(parameter.numel() for parameter in (*trained, *frozen) if parameter.dtype != torch.int32),  # scales
         sum(parameter.nbytes for parameter in (*trained, *trained, *frozen)),
         sum(state.nbytes for state in states),
     )

@@ -119,12 +119,15 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
     if not path.is_dir():
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
     if in_hf:
-        from glm46.huggingface.import_weights import check_folder  # imports torch, which the other checks do not need
+        # imports torch, which the other checks do not need
+        from glm46.huggingface.import_weights import check_folder, check_fp8_folder
 
+        in_fp8 = config.adapter is not None and config.adapter.base_dtype == "float8"
         try:
-            check_folder(path, resolve_shape(config.model))
+            (check_fp8_folder if in_fp8 else check_folder)(path, resolve_shape(config.model))
         except UserError as error:
-            raise UserError(*(f"{key}: {fault}" for fault in error.faults)) from error
+            at = f'{key}, adapter.base_dtype = "float8"' if in_fp8 else key
+            raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error
         return
     if not path.resolve().name.removeprefix("step-").isdigit():
         raise UserError(

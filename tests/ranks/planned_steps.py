@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,7 @@ from glm46.parallelize.magnitudes import Magnitudes
 from glm46.planner import activations
 from glm46.planner.layout import Layout
 from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.requirement import INTEGERS_TORCH
 from glm46.training.network import build_network
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
@@ -104,6 +106,11 @@ BF16 = "bfloat16"
 EVEN = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64}
 """FP8 products need multiples of 16 on each rank."""
 LORA = {"rank": 16, "expert_rank": 8}
+IN_FP8 = LORA | ({"base_dtype": "float8"} if TorchVersion(torch.__version__) >= INTEGERS_TORCH else {})
+BLOCKS = {
+    "hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2, "moe_intermediate_size": 256,
+}  # fmt: skip
+"""Of FP8; queries, keys and values, and the dense layer, have no whole blocks."""
 DORA = LORA | {"name": "dora"}
 TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
 CASES = {
@@ -186,6 +193,12 @@ CASES = {
     ),
     "lora-zbv-tp": Case(
         4, adapter=LORA, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4
+    ),
+    "lora-tp-ep-in-fp8-full": Case(
+        8, adapter=IN_FP8, tensor=2, experts_over=2, checkpointing="full", dtype=BF16, micro_batches=2, model=BLOCKS
+    ),
+    "lora-pp-whole-experts-in-fp8": Case(
+        4, adapter=IN_FP8, pipeline=2, experts_over=2, dtype=BF16, micro_batches=2, model=BLOCKS
     ),
     "dora": Case(4, adapter=DORA, dtype=BF16),
     "dora-whole-experts-full": Case(6, adapter=DORA, experts_over=6, checkpointing="full", micro_batches=2),

@@ -10,9 +10,11 @@ import functools
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -32,8 +34,14 @@ from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import Process, join, leave
+from glm46.huggingface.config_json import config_of
+from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.import_weights import import_weights
+from glm46.huggingface.names import HFNames
+from glm46.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
 from glm46.model.adapters import add_adapters
 from glm46.model.cross_entropy import token_logprobs
+from glm46.model.fp8_weights import in_compute_type
 from glm46.model.init import fill_normal
 from glm46.model.router import RoutingOptions
 from glm46.model.routes import compact_routes, moe_layers
@@ -42,9 +50,11 @@ from glm46.optim.optimizers import build_optimizers
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.plan import initialise
 from glm46.planner import activations
+from glm46.planner.parameters import scales_name
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import SPLIT_BACKWARD_TORCH
 from glm46.pretrain.next_token import NextToken, count_targets, next_token_loss
+from glm46.training.hf_weights import load_weights
 from glm46.training.network import Network, build_network
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
@@ -56,6 +66,10 @@ SHAPE = {
     "moe_intermediate_size": 36, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 16, "num_nextn_predict_layers": 2,
 }  # fmt: skip
+IN_FP8 = {
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 32, "vocab_size": 516,
+}  # fmt: skip
+"""Whole blocks of 128, and two of them where tensor parallelism splits columns."""
 DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
 
@@ -86,6 +100,8 @@ class Layout(NamedTuple):
     """Weights, gradients and states in host memory."""
     adapter: str = ""
     """lora or dora of all targets on a frozen base; without prediction layers."""
+    in_fp8: bool = False
+    """The base stays in FP8; one process has it converted."""
     adapted: tuple[int, int] | None = None
     """The layers with adapters."""
     routes: bool = False
@@ -95,7 +111,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.adapted, self.routes
+        return *options, self.adapter, self.in_fp8, self.adapted, self.routes
 
     @property
     def name(self) -> str:
@@ -118,6 +134,7 @@ class Layout(NamedTuple):
             *(["ring"] if self.ring else []),
             *(["offload"] if self.offload else []),
             *([self.adapter] if self.adapter else []),
+            *(["in_fp8"] if self.in_fp8 else []),
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
             *(["routes"] if self.routes else []),
         ])  # fmt: skip
@@ -155,6 +172,7 @@ _LAYOUTS = {
         Layout(pipeline=2, checkpointing="full", stages=True),
         Layout(offload=True), Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, offload=True),
         Layout(adapter="lora"), Layout(experts_over=2, checkpointing="selective", adapter="lora"),
+        Layout(experts_over=2, checkpointing="selective", compiled=True, adapter="lora", in_fp8=True),
         Layout(tensor=2, key_heads=1, adapter="lora"), Layout(context=2, checkpointing="full", adapter="lora"),
         Layout(pipeline=2, adapter="lora", adapted=(3, 4)),
         Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, adapter="lora"),
@@ -204,6 +222,7 @@ _LAYOUTS = {
         Layout(tensor=4, context=2, experts_over=8, num_experts=16),
         Layout(replicate=2, context=2, experts_over=4, num_experts=12), Layout(num_experts=16, micro_batches=1),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
+        Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", in_fp8=True),
     ],
 }  # fmt: skip
 LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
@@ -337,15 +356,37 @@ def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
             part.copy_(noise if "lora_B" in name else part * (1 + noise))
 
 
-def run_reference(config: RunConfig, stages: bool, routes: bool) -> tuple:
+def write_fp8_base(model: Transformer, folder: Path) -> None:
+    """A folder of the model in FP8, whose blocks have different scales; the model gets the weights of the folder."""
+    names, scheme = HFNames(model.shape, repeat_shared=False), FP8_SCHEMES["fp8-block"]
+    base = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    base |= dict(model.named_buffers())
+    for tensor in base.values():
+        if tensor.ndim > 1:
+            rows, columns = tensor.shape[-2:]
+            tensor *= torch.linspace(0.4, 1.4, rows).unsqueeze(1) * torch.linspace(0.5, 1.5, columns)
+    config = config_of(model.shape, None, eos_ids=[0], dtype="float32")
+    config[CONFIG_KEY] = config_of_scheme(scheme, names)
+    options = ExportOptions(dtype=torch.float32, scheme=scheme)
+    export_weights(folder, model.shape, config, base, options=options)
+    import_weights(folder, model.shape, base)
+
+
+def run_reference(config: RunConfig, stages: bool, routes: bool, fp8_base: Path | None = None) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
-    losses, counts and norms, first gradients and last weights of some steps, and the weights before these."""
+    losses, counts and norms, first gradients and last weights of some steps, and the weights before these.
+
+    Args:
+        fp8_base: folder to write the base to, in FP8, and to compute with what it holds.
+    """
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
         if config.adapter is not None:
-            add_adapters(model, config.adapter)
+            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
+    if fp8_base is not None:
+        write_fp8_base(model, fp8_base)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     magnitudes = Magnitudes(model, config.adapter or Adapter(), None)
@@ -432,7 +473,10 @@ def make_config(layout: Layout) -> RunConfig:
     if layout.adapter:
         # The rate: three steps move adapters, which are small, by a part of themselves like other weights.
         model, optimizer = {"num_nextn_predict_layers": 0}, {"name": "AdamW", "lr": 2e-4}
+    if layout.in_fp8:
+        model |= IN_FP8
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
+    adapter["base_dtype"] = "float8" if layout.in_fp8 else None
     return RunConfig.model_validate_json(
         json.dumps(
             {
@@ -523,7 +567,21 @@ def assert_adapters_change_nothing(job: Job, layout: Layout) -> None:
     assert base is None or torch.equal(with_adapters.logprobs, base.logprobs), layout.name
 
 
-def run_layout(process: Process, layout: Layout) -> tuple:
+def converted(parameters: dict[str, Tensor]) -> dict[str, tuple[Tensor, Held]]:
+    """Parameters whole, and what is here of them; those in FP8 converted."""
+    found, scales = {}, {scales_name(name) for name in parameters}
+    for name, parameter in parameters.items():
+        if scales_name(name) in parameters:
+            own = parameters[scales_name(name)]
+            here = held(parameter)
+            here = here._replace(part=in_compute_type(here.part, local_tensor(own), torch.float32))
+            found[name] = in_compute_type(whole(parameter), whole(own), torch.float32), here
+        elif name not in scales:
+            found[name] = whole(parameter).clone(), held(parameter)
+    return found
+
+
+def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
     """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole. From the second step on nothing may
     be compiled."""
@@ -532,7 +590,10 @@ def run_layout(process: Process, layout: Layout) -> tuple:
     job = build_job(make_config(layout), process)
     job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
-    initial = {name: (whole(p).clone(), held(p)) for name, p in (parameters | frozen).items()}
+    if layout.in_fp8:
+        load_weights(job.network, fp8_base)
+    frozen_parts = {name: held(p).part for name, p in frozen.items()}
+    initial = converted(parameters | frozen)
     job.network.loaded(new_adapters=True)
     if layout.adapter and not layout.compiled:  # a forward without gradient has graphs of its own
         assert_adapters_change_nothing(job, layout)
@@ -549,7 +610,7 @@ def run_layout(process: Process, layout: Layout) -> tuple:
             outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
         figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
-    assert all(p.grad is None and torch.equal(held(p).part, initial[name][1].part) for name, p in frozen.items())
+    assert all(p.grad is None and torch.equal(held(p).part, frozen_parts[name]) for name, p in frozen.items())
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 
 
@@ -622,8 +683,8 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
 
 
-def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
-    """On each rank; ``references`` by `Layout.reference`."""
+def compare_some(layouts: list[Layout], references: dict[tuple, tuple], fp8_bases: Path) -> None:
+    """On each rank; ``references`` by `Layout.reference`; ``fp8_bases``: folder of those of `fp8_base`."""
     faulthandler.enable()
     process = join(60)
     for layout in layouts:
@@ -633,10 +694,16 @@ def compare_some(layouts: list[Layout], references: dict[tuple, tuple]) -> None:
             mock.patch.object(activations, "MOST_GATHERED_BYTES", most),
             mock.patch.object(torch, "compile", compile),
         ):
-            figures = compare(layout, run_layout(process, layout), references[layout.reference])
+            found = run_layout(process, layout, fp8_base(fp8_bases, layout))
+            figures = compare(layout, found, references[layout.reference])
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
+
+
+def fp8_base(folder: Path, layout: Layout) -> Path | None:
+    """The base in FP8 of a layout that has one."""
+    return folder / repr(layout.reference) if layout.in_fp8 else None
 
 
 def main(world_size: int, *names: str) -> None:
@@ -644,14 +711,17 @@ def main(world_size: int, *names: str) -> None:
     torch.set_num_threads(1)
     layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
     kinds = {layout.reference: layout for layout in layouts.values()}
-    references = {
-        kind: run_reference(make_config(layout), layout.stages, layout.routes) for kind, layout in kinds.items()
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        bases = Path(folder)
+        references = {
+            kind: run_reference(make_config(layout), layout.stages, layout.routes, fp8_base(bases, layout))
+            for kind, layout in kinds.items()
+        }
 
-    def work(some: list[str]) -> None:
-        compare_some([layouts[name] for name in some], references)
+        def work(some: list[str]) -> None:
+            compare_some([layouts[name] for name in some], references, bases)
 
-    run_cases(world_size, list(layouts), work, LAYOUTS_AT_ONCE)
+        run_cases(world_size, list(layouts), work, LAYOUTS_AT_ONCE)
 
 
 if __name__ == "__main__":

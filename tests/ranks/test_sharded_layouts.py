@@ -7,12 +7,15 @@ import torch
 from torch.torch_version import TorchVersion
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.planner.requirement import SPLIT_BACKWARD_TORCH
+from glm46.planner.requirement import INTEGERS_TORCH, SPLIT_BACKWARD_TORCH
 from tests.ranks.server import differences
 from tests.ranks.sharded_layouts import LAYOUTS, Layout
 
 SPLIT_BACKWARD = pytest.mark.skipif(
     TorchVersion(torch.__version__) < SPLIT_BACKWARD_TORCH, reason="the launcher refuses this schedule on this torch"
+)
+IN_FP8 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a base in FP8 on this torch"
 )
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine, which inductor needs"
@@ -42,6 +45,7 @@ GRAPHS = {
     "tp2-compiled": (17, 20),
     "tp2-keys1-compiled": (21, 23),
     "cp2-tp2-ep4-experts12-selective_ac-compiled": (25, 22),
+    "ep2-selective_ac-compiled-lora-in_fp8": (7, 7),
     "cp2-tp2-ep4-experts12-compiled-lora": (28, 21),
     "cp2-tp2-ep4-experts12-compiled-dora": (28, 21),
 }
@@ -50,11 +54,12 @@ each exchange with other ranks is a break. Lower them after an improvement."""
 
 
 def test_no_two_layouts_have_one_name():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 58, 4: 42, 8: 11}
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 59, 4: 42, 8: 12}
 
 
 def layout_case(ranks: int, name: str, layout: Layout):
     marks = [SPLIT_BACKWARD] if layout.pipeline > 1 and PIPELINE_SCHEDULES[layout.schedule].splits_backward else []
+    marks += [IN_FP8] if layout.in_fp8 else []
     marks += [NEEDS_COMPILER] if layout.backend == "inductor" else []
     return pytest.param(ranks, name, id=f"{ranks}ranks-{name}", marks=marks)
 
@@ -67,7 +72,9 @@ def test_a_layout_equals_one_process(case_row, ranks, case):
     row = case_row("sharded_layouts.main", ranks, case=case, seconds=900)
     assert not row["initial_weights_different"]
     assert not row["steps_of_different_counts"]  # tokens per expert
-    assert differences(row, BOUNDS) == []
+    # A base in FP8 is twice as wide as the others, and what rounds to other gradients has more terms: 2e-3 is seen.
+    bounds = BOUNDS | ({"update_error": 5e-3} if "in_fp8" in case else {})
+    assert differences(row, bounds) == []
     if TorchVersion(torch.__version__) < (2, 13):
         return  # older releases break more often
     breaks, graphs = GRAPHS.get(case, (0, 0))

@@ -62,6 +62,17 @@ BAD = {
     ),
     "rank of experts": (("rank = 8", "rank = 12"), ["adapter.rank = 12", "multiple of 8", "bfloat16", "take 16"]),
     "expert_rank": ("expert_rank = 4", ["adapter.expert_rank = 4", "multiple of 8", "take 8"]),
+    "FP8 base of a step folder": (
+        'base_dtype = "float8"', ["adapter.base_dtype", '"float8"', "checkpoint.initial_load_in_hf"],
+    ),
+    "FP8 base without blocks": (
+        ("num_nextn_predict_layers = 0", "num_nextn_predict_layers = 0\nhidden_size = 320"),
+        ['adapter.base_dtype = "float8"', "multiples of 128", "hidden_size = 320", "remove adapter.base_dtype"],
+    ),
+    "FP8 base in parts": (
+        ("[optimizer]", "[parallelism]\ntensor_parallel_degree = 2\n[optimizer]"),
+        ["tensor_parallel_degree = 2", "model.n_shared_experts = 128", 'adapter.base_dtype = "float8"', "or remove"],
+    ),
     "dropout": ("dropout = 0.1", ["adapter.dropout", "unknown key"]),
 }  # fmt: skip
 
@@ -75,11 +86,10 @@ def load(text: str, folder):
 @pytest.mark.parametrize("name", BAD)
 def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
-    text = (
-        SOUND.replace("[adapter]", '[adapter]\nname = "dora"').replace(*change)
-        if isinstance(change, tuple)
-        else SOUND + change + "\n"
-    )
+    sound = SOUND.replace("[adapter]", '[adapter]\nname = "dora"')
+    if name.startswith("FP8 base") and isinstance(change, tuple):
+        sound = SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true") + 'base_dtype = "float8"\n'
+    text = sound.replace(*change) if isinstance(change, tuple) else SOUND + change + "\n"
     if not said:
         assert load(text, tmp_path)  # what is adapted by default may be missing
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.cli import main
@@ -14,8 +15,10 @@ from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.finetune.task import train
 from glm46.huggingface.peft_export import export_adapter
+from glm46.planner.requirement import INTEGERS_TORCH
 from glm46.pretrain.task import train as pretrain
 from glm46.training.origin import refuse_origin
+from tests.small_run import TINY
 from tests.unit.huggingface.adapters import adapters
 
 NO_BALANCE = {"balance": "none", "sequence_aux_loss_weight": 0.0}
@@ -84,6 +87,48 @@ def test_a_resume_reads_the_base_again_and_changes_no_bit(make_config, base, tmp
     resumed = contents(step)
     assert whole.keys() == resumed.keys() and losses(tmp_path / "out") == rows
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a base in FP8 on this torch"
+)
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_a_base_that_stays_in_fp8_trains_as_the_converted_one_and_a_resume_changes_no_bit(
+    make_config, tmp_path, capsys, name
+):
+    """To the last bit of each adapter and state, through DoRA's norms too; and the same folder is generated from."""
+    model = TINY | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    usual = {"model": model | {"num_nextn_predict_layers": 0}, "moe": NO_BALANCE}
+    begun = make_config(**usual, job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})
+    assert pretrain(begun) == 0
+    first, base = str(tmp_path / "base/checkpoint/step-000002"), tmp_path / "fp8"
+    assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", "fp8-block"]) == 0
+    steps = {}
+    for base_dtype in (None, "float8"):
+        config = make_config(
+            **usual, finetune={}, job={"dump_folder": str(tmp_path / str(base_dtype))},
+            checkpoint={
+                "initial_load_path": str(base), "initial_load_in_hf": True, "interval": 2, "async_mode": "disabled"
+            },
+            adapter={"name": name, "rank": 8, "expert_rank": 4, "base_dtype": base_dtype},
+        )  # fmt: skip
+        assert train(config) == 0
+        step = tmp_path / str(base_dtype) / "checkpoint/step-000004"
+        steps[base_dtype] = contents(step)
+    shutil.rmtree(step)
+    assert train(config) == 0
+    steps["resumed"] = contents(step)
+    # Matrices of 128 x 128: outputs of attention, the dense layer, four experts and the shared one.
+    assert f"{(2 + 3 + 3 * 4 + 3) * 128**2:,} of" in capsys.readouterr().out
+    for other in ("float8", "resumed"):
+        assert steps[None].keys() == steps[other].keys()
+        assert all(torch.equal(tensor, steps[other][key]) for key, tensor in steps[None].items())
+    with pytest.raises(UserError, match=r'adapter.base_dtype = "float8": .*convert to-hf --dtype'):
+        assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(tmp_path / "bf16")]) == 0
+        checkpoint = config.checkpoint.model_copy(update={"initial_load_path": str(tmp_path / "bf16")})
+        job = config.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
+        refuse_origin(config.model_copy(update={"checkpoint": checkpoint, "job": job}))
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from glm46.config.adapter import Adapter
-from glm46.model import adapters
-from glm46.model.adapters import add_adapters, base_squares, row_squares
+from glm46.model import row_norms
+from glm46.model.adapters import add_adapters
 from glm46.model.init import fill_parameter
+from glm46.model.row_norms import base_squares, row_squares
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.planner.flops import training_flops
 from glm46.planner.parameters import adapter_rows
@@ -231,7 +232,7 @@ def test_an_adapter_that_begins_changes_no_bit(name, tiny, random_batch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_squares_need_no_matrix_of_the_sum(dtype, monkeypatch, relative_error):
-    monkeypatch.setattr(adapters, "_CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(row_norms, "_CHUNK_ELEMENTS", 100)
     w, a, b = torch.randn(2, 21, 30).to(dtype), torch.randn(2, 4, 30), 0.1 * torch.randn(2, 21, 4)
     expected = (w.double() + 0.7 * b.double() @ a.double()).square().sum(-1)
     assert relative_error(row_squares(base_squares(w), w, a, b, 0.7), expected) < 1e-6
@@ -256,14 +257,18 @@ def test_a_step_has_the_planned_products(name, tiny, random_batch):
     def added(y, x, weight, out_shape, **_):
         return 2 * x[0] * x[1] * weight[1]
 
-    def adapted(x, weight, a, b, offsets, scale, out_shape, **_):
+    def adapted(x, weight, scales, a, b, offsets, scale, out_shape, **_):
         return 2 * x[0] * (weight[1] * weight[2] + a[1] * a[2] + b[1] * b[2])
+
+    def frozen(grad, weight, scales, offsets, out_shape, **_):
+        return 2 * grad[0] * weight[1] * weight[2]
 
     operators = torch.ops.glm46
     formulas = {
         operators.grouped_mm: of_groups,
         operators.grouped_outer: of_groups,
         operators.adapted_grouped_mm: adapted,
+        operators.frozen_grouped_mm: frozen,
         torch.ops.aten.addmm_: added,
     }
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:

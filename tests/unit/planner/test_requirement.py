@@ -100,6 +100,16 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
     assert "It fits." in found(NODE)
 
 
+def test_a_base_in_fp8_that_this_torch_cannot_shard_is_named(monkeypatch):
+    sections = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "adapter": {"base_dtype": "float8"}}
+    config = RunConfig.model_validate(sections | {"training": {"seq_len": 4096, "steps": 10}})
+    for torch, fits in (("2.11.0+cu130", False), ("2.13.0", True)):
+        monkeypatch.setattr(requirement.metadata, "version", {"torch": torch}.__getitem__)
+        text = describe_requirement(config, NODE)[1]
+        assert ("It fits." in text) == fits
+        assert (f'adapter.base_dtype = "float8" needs torch 2.13; found: {torch}; update torch, or' in text) != fits
+
+
 def test_a_schedule_that_this_torch_cannot_run_is_named(monkeypatch):
     config = _run("debug", parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"})
     monkeypatch.setattr(requirement.metadata, "version", {"torch": "2.11.0+cu130"}.__getitem__)
