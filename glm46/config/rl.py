@@ -106,6 +106,22 @@ class Critic(Section):
     """Tokens of the schedule's clock during which only the critic learns."""
 
 
+class Stop(Section):
+    """[rl.stop]: when a run ends before its budget is spent, because the policy or the engine went bad: it is saved and
+    ends with the reason. Each step with a row of metrics is looked at (metrics.log_freq)."""
+
+    max_mismatch_kl: float = Field(0.0, ge=0.0)
+    """Largest ``mismatch_kl``: the KL divergence of the policy that drew the samples from the trainer's, as estimated
+    before the first step of a rollout. 0: no bound."""
+
+    min_entropy: float = Field(0.0, ge=0.0)
+    """Smallest ``entropy``, the mean over tokens in nats. 0: no bound."""
+
+    equal_rollouts: int = Field(0, ge=0)
+    """So many rollouts in a row that teach nothing, because in each of their groups all rewards are equal, end the run.
+    0: none do."""
+
+
 class RL(Section):
     """[rl]: train a policy on rewards of its own samples. ``algorithm`` is a preset of the other keys."""
 
@@ -115,6 +131,14 @@ class RL(Section):
     2402.14740; tv: a mask on the change of probabilities in place of a clip; distillation: the advantage
     of a token is the log-probability of the teacher, which is [rl.reference], less that of the policy (arXiv
     2306.13649)."""
+
+    mode: Literal["whole", "eval_only", "rollout_only", "train_only"] = "whole"
+    """eval_only: answer the prompts of [[rl.validation]] by the newest checkpoint of job.dump_folder, or by the weights
+    of checkpoint.initial_load_path, and end. rollout_only: draw the rollouts of all steps from these weights into the
+    journal, and train nothing. train_only: train on the rollouts in ``rollouts_folder`` and draw none."""
+
+    rollouts_folder: Annotated[LocalPath | None, Needs("mode", ("train_only",))] = None
+    """The folder rollouts/ of the run that has drawn them."""
 
     prompts_per_rollout: int = Field(ge=1)
     """Prompts drawn at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
@@ -181,6 +205,7 @@ class RL(Section):
     critic: Critic | None = None
     reference: Reference | None = None
     environment: Environment | None = None
+    stop: Stop = Field(default_factory=Stop)
 
     @property
     def samples_per_rollout(self) -> int:

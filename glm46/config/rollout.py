@@ -49,6 +49,16 @@ class Rollout(Section):
     """Ranks over which the experts of a layer are spread while they draw, borrowed from all ranks of a pipeline
     stage."""
 
+    keep_latest_k: int = Field(10, ge=0)
+    """Rollouts that the journal keeps, beside those that a resume from a checkpoint needs; older ones are removed. 0:
+    keep all."""
+
+    max_staleness: Annotated[int, _SERVED] = Field(0, ge=0)
+    """Rollouts that the weights which draw a sample may be older than those that it first trains. 0: the servers wait
+    while the policy trains, and it waits while they draw. 1: they draw the next rollout while this one trains. More: so
+    many rollouts are on their way at once, and long samples go on through updates, each token by the weights of its
+    time. Local rollouts have none: the ranks that draw are those that train."""
+
     urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 

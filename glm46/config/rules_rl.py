@@ -116,6 +116,19 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
             f"{_value(config.rl, 'old_policy')}: then no weights are left for [rl.correction], all would be 1; set "
             'rl.old_policy = "trainer", or rl.correction.level = "none" and no rejection',
         )
+    if not is_used and rl.old_policy == "trainer" and config.rollout is not None and config.rollout.max_staleness:
+        yield Fault(
+            ("rollout.max_staleness", "rl.correction.level", "rl.old_policy"),
+            f"rollout.max_staleness = {config.rollout.max_staleness}: samples come from older weights, and "
+            f"{_value(config.rl, 'correction.level')} takes them for samples of the old policy; set "
+            'rl.correction.level = "token", or rl.old_policy = "rollout"',
+        )
+    if config.rl.environment is not None and config.rollout is not None and config.rollout.max_staleness:
+        yield Fault(
+            ("rollout.max_staleness", "rl.environment"),
+            f"rollout.max_staleness = {config.rollout.max_staleness}: conversations with [rl.environment] are not "
+            "drawn ahead of training; set it to 0",
+        )
     idle = [name for name in ("mode", "low", "high", "normalize") if name in _stated(stated)]
     idle = idle if of.level == "none" else []
     if of.level != "none" and of.mode == "truncate" and stated.low is not None:

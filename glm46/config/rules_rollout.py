@@ -75,6 +75,28 @@ def groups_split_the_model(config: RunConfig, shape: ModelShape, world_size: int
         yield Fault((f"rollout.{key}_degree",), fault)
 
 
+def mode_has_what_it_does(config: RunConfig) -> Faults:
+    """A run that only validates has prompts for it, and one that only trains has rollouts."""
+    if config.rl is None:
+        return
+    mode = f"rl.mode = {show(config.rl.mode)}"
+    if config.rl.mode == "eval_only" and not config.rl.validation:
+        yield Fault(
+            ("rl.mode", "rl.validation"), f"{mode}: there are no prompts to answer; add [[rl.validation]] tables"
+        )
+    if config.rl.mode == "train_only" and config.rl.rollouts_folder is None:
+        yield Fault(
+            ("rl.mode", "rl.rollouts_folder"),
+            f'{mode}: rl.rollouts_folder is absent; name the folder rollouts/ of a run with rl.mode = "rollout_only"',
+        )
+    if config.rl.mode in ("rollout_only", "train_only") and config.rl.warm_up_rollouts:
+        yield Fault(
+            ("rl.mode", "rl.warm_up_rollouts"),
+            f"{mode}: rl.warm_up_rollouts = {config.rl.warm_up_rollouts} are labels, which are not drawn; set it to 0, "
+            "and start from a model that has learned them",
+        )
+
+
 def rewards_have_names(config: RunConfig) -> Faults:
     """Each reward is known and there once: its metrics are named after it."""
     rewards = () if config.rl is None else config.rl.rewards
@@ -196,6 +218,7 @@ ROLLOUT_RULES = (
     policy_has_a_base,
     samples_fit_into_rows,
     servers_are_named,
+    mode_has_what_it_does,
     rewards_have_names,
     labels_are_read,
     keys_of_text_are_absent,

@@ -1,5 +1,6 @@
 """The task of fine-tuning: trained weights learn the targets of conversations, or to prefer one of two answers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ class FineTuning:
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`."""
         return self._learner.complete(micro_batches)
+
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """See `Task.fault`: no row ends a run."""
+        return None
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ class Pretraining:
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: nothing to add."""
         return micro_batches
+
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """See `Task.fault`: no row ends a run."""
+        return None
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""

@@ -1,11 +1,11 @@
-"""Draws rollouts: prompts in their order, completions by an engine, rewards on all ranks, groups worth a step."""
+"""Draws rollouts: completions of groups from a source, rewards on all ranks, groups that are worth a step."""
 
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -36,8 +36,6 @@ class Judged(NamedTuple):
 
     completions: list[Completion]
     scores: list[Score]
-    rollout_seconds: float
-    reward_seconds: float
 
 
 @dataclass
@@ -72,18 +70,27 @@ class Asking:
     ) -> Judged | None:
         """Answer prompts, one sample for each seed, and judge the answers; None if a stop was requested. Collective;
         the results are equal on all ranks."""
-        began = time.perf_counter()
-        requests = [
-            Request(prompt.tokens, seed, self.section.max_new_tokens)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        completions, faults = self._converse(prompts, requests, rules, thinking=thinking)
-        if self.section.kind == "local" and any(completion.finish == "abort" for completion in completions):
+        pairs = zip(prompts, seeds, strict=True)
+        requests = [Request(prompt.tokens, seed, self.section.max_new_tokens) for prompt, seed in pairs]
+        drawn = self.converse(prompts, requests, rules, thinking=thinking)
+        if drawn is None:
             return None
-        drawn = time.perf_counter()
+        return Judged(drawn[0], self.score_drawn(prompts, *drawn, thinking=thinking))
+
+    def score_drawn(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], faults: Mapping[int, str], *, thinking: bool
+    ) -> list[Score]:
+        """Scores of completions, none where the environment failed. Collective."""
         scores = self.score(prompts, completions, thinking=thinking)
-        scores = [Score(None, {}, faults[n]) if n in faults else score for n, score in enumerate(scores)]
-        return Judged(completions, scores, drawn - began, time.perf_counter() - drawn)
+        return [Score(None, {}, faults[n]) if n in faults else score for n, score in enumerate(scores)]
+
+    def converse(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules, *, thinking: bool
+    ) -> tuple[list[Completion], dict[int, str]] | None:
+        """Completions of requests and why environments failed; None if a stop was requested. Collective."""
+        completions, faults = self._converse(prompts, requests, rules, thinking=thinking)
+        is_stopped = self.section.kind == "local" and any(one.finish == "abort" for one in completions)
+        return None if is_stopped else (completions, faults)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, thinking: bool) -> list[Score]:
         """Scores of completions; each rank judges its share. Collective.
@@ -163,8 +170,60 @@ def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_It
     return [shares[number % ranks][number // ranks] for number in range(len(items))]
 
 
-def draw_rollout(asking: Asking, prompts: Sequence[Prompt], step: int, first_prompt: int) -> Rollout | None:
-    """Draw a rollout from the engine's weights; None if a stop was requested. Collective.
+class Drawn(NamedTuple):
+    """Completions of groups of samples."""
+
+    numbers: list[int]
+    """Number of the prompt of each sample, counted over the run; those of a group are neighbours."""
+    completions: list[Completion]
+    faults: Mapping[int, str]
+    """By index, why the environment failed."""
+
+
+class Source(Protocol):
+    """What draws the groups of rollouts."""
+
+    next_prompt: int
+    """Number of the first prompt that is not handed out."""
+
+    def take(self, count: int) -> Drawn | None:
+        """So many groups; None if a stop was requested. Collective; equal on all ranks."""
+        ...
+
+
+class InOrder:
+    """A `Source` that draws the next prompts when it is asked."""
+
+    def __init__(self, asking: Asking, prompts: Sequence[Prompt], first_prompt: int):
+        self._asking, self._prompts, self.next_prompt = asking, prompts, first_prompt
+
+    def take(self, count: int) -> Drawn | None:
+        """See `Source.take`."""
+        numbers = range(self.next_prompt, self.next_prompt + count)
+        requests = [one for number in numbers for one in requests_of(self._asking, self._prompts, number)]
+        each = [number for number in numbers for _ in range(self._asking.config.group_size)]
+        asked = [self._prompts[prompt_at(n, len(self._prompts), self._asking.seed)] for n in each]
+        thinking = self._asking.config.prompts.thinking
+        drawn = self._asking.converse(asked, requests, self._asking.rules, thinking=thinking)
+        if drawn is None:
+            return None
+        self.next_prompt = numbers.stop
+        return Drawn(each, *drawn)
+
+
+def requests_of(asking: Asking, prompts: Sequence[Prompt], number: int) -> list[Request]:
+    """The samples of the prompt with a number."""
+    tokens = prompts[prompt_at(number, len(prompts), asking.seed)].tokens
+    return [
+        Request(tokens, asking.seed_of("sample", number, index), asking.section.max_new_tokens)
+        for index in range(asking.config.group_size)
+    ]
+
+
+def draw_rollout(
+    asking: Asking, prompts: Sequence[Prompt], source: Source, step: int, first_prompt: int
+) -> Rollout | None:
+    """Draw a rollout; None if a stop was requested. Collective.
 
     With dynamic sampling, groups whose rewards are all equal are replaced by groups of the next prompts, in at most
     ``max_rounds`` rounds. A sample whose rewards failed is left out of its group.
@@ -172,38 +231,38 @@ def draw_rollout(asking: Asking, prompts: Sequence[Prompt], step: int, first_pro
     Raises:
         UserError: too many rewards failed.
     """
-    config, counter = asking.config, first_prompt
+    config = asking.config
     samples: list[DrawnSample] = []
     tally: Counter[str] = Counter()
     figures: list[tuple[float, int, bool]] = []
     parts: list[dict[str, float]] = []
     for _ in range(config.max_rounds if config.dynamic_sampling else 1):
         kept = len({sample.group for sample in samples})
-        numbers = range(counter, counter + config.prompts_per_rollout - kept)
-        if not numbers:
+        if kept == config.prompts_per_rollout:
             break
-        counter = numbers.stop
-        groups = [number for number in numbers for _ in range(config.group_size)]
-        asked = [prompts[prompt_at(number, len(prompts), asking.seed)] for number in groups]
-        seeds = [asking.seed_of("sample", number, i) for number in numbers for i in range(config.group_size)]
-        judged = asking.judge(asked, seeds, asking.rules, thinking=config.prompts.thinking)
-        if judged is None:
+        began = time.perf_counter()
+        drawn = source.take(config.prompts_per_rollout - kept)
+        if drawn is None:
             return None
-        tally["rollout_seconds"] += judged.rollout_seconds
-        tally["reward_seconds"] += judged.reward_seconds
-        new = _kept(groups, asked, judged)
-        _require_rewards(judged.scores, len(new))
+        asked = [prompts[prompt_at(number, len(prompts), asking.seed)] for number in drawn.numbers]
+        ended = time.perf_counter()
+        scores = asking.score_drawn(asked, drawn.completions, drawn.faults, thinking=config.prompts.thinking)
+        tally["rollout_seconds"] += ended - began
+        tally["reward_seconds"] += time.perf_counter() - ended
+        new = _kept(drawn.numbers, asked, drawn.completions, scores)
+        _require_rewards(scores, len(new))
         figures += [(s.reward, len(s.completion.tokens), s.completion.finish == "length") for s in new]
         parts += [dict(s.parts) for s in new]
         rewards, of = torch.tensor([s.reward for s in new]).double(), torch.tensor([s.group for s in new])
         tally["groups"] += len(of.unique())
         tally["equal"] += len(of.unique()) - len(of[differing_groups(rewards, of)].unique())
-        tally["dropped"] += len(judged.scores) - len(new)
+        tally["dropped"] += len(scores) - len(new)
         samples += [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
     names = tuple(reward.name for reward in config.rewards)
-    return Rollout(
-        step, first_prompt, counter, names, False, to_arrays(samples, names), _columns(figures, parts, names, tally)
-    )
+    arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)
+    ages = step - arrays["versions"]
+    columns |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())} if len(ages) else {}
+    return Rollout(step, first_prompt, source.next_prompt, names, False, arrays, columns)
 
 
 def demonstrate(
@@ -223,14 +282,16 @@ def demonstrate(
     completions = [Completion(answer[i], [0.0] * len(answer[i]), "stop", [], None) for i in indices]
     asked = [prompts[i] for i in indices]
     scores = asking.score(asked, completions, thinking=config.prompts.thinking)
-    new = _kept(list(numbers), asked, Judged(completions, scores, 0.0, 0.0))
+    new = _kept(list(numbers), asked, completions, scores)
     _require_rewards(scores, len(new))
     names = tuple(reward.name for reward in config.rewards)
     return Rollout(step, first_prompt, numbers.stop, names, True, to_arrays(new, names))
 
 
-def _kept(groups: Sequence[int], prompts: Sequence[Prompt], judged: Judged) -> list[DrawnSample]:
-    rows = zip(groups, prompts, judged.completions, judged.scores, strict=True)
+def _kept(
+    groups: Sequence[int], prompts: Sequence[Prompt], completions: Sequence[Completion], scores: Sequence[Score]
+) -> list[DrawnSample]:
+    rows = zip(groups, prompts, completions, scores, strict=True)
     return [
         DrawnSample(prompt.tokens, group, completion, score.total, score.parts)
         for group, prompt, completion, score in rows

@@ -44,6 +44,11 @@ class Rollout:
     of a token], see `model/routes.py`."""
     figures: dict[str, float] = field(default_factory=dict)
     """Columns of metrics."""
+    waiting: list[list[int]] = field(default_factory=list)
+    """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
+    weights when they were."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """How it was drawn: what another run that trains on it must share."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.arrays["lengths"])
@@ -145,7 +150,8 @@ def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
         "identity": identity, "step": rollout.step, "first_prompt": rollout.first_prompt,
         "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
         "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
-        "figures": rollout.figures, "bytes": record.bytes, "sha256": record.sha256,
+        "figures": rollout.figures, "about": rollout.about,
+        "waiting": rollout.waiting, "bytes": record.bytes, "sha256": record.sha256,
     }  # fmt: skip
     replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
 
@@ -166,7 +172,7 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollou
         record = hash_file(data)
         if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
             raise ValueError("its bytes are not those that were written")
-        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures")
+        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
         return Rollout(
             **{key: facts[key] for key in keys}, part_names=tuple(facts["part_names"]), arrays=_read(data)
         )  # fmt: skip
@@ -176,6 +182,7 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollou
 
 def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
     """Write what networks computed for the tokens of a rollout before its first step, FP32 [T] each."""
+    folder.mkdir(parents=True, exist_ok=True)
     _write(folder / f"step_{step:06d}.fields", {name: values.numpy() for name, values in fields.items()})
 
 
@@ -189,6 +196,13 @@ def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
     return {name: torch.from_numpy(values) for name, values in _read(path).items()}
+
+
+def remove_rollout(folder: Path, step: int) -> None:
+    """Remove the files of a rollout, the manifest first."""
+    data, manifest = _paths(folder, step)
+    for path in (manifest, data, data.with_suffix(".fields")):
+        path.unlink(missing_ok=True)
 
 
 def rollout_steps(folder: Path) -> list[int]:

@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import math
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from glm46.checkpoint.integrity import published_steps
 from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import load_text
@@ -22,25 +26,23 @@ from glm46.reliability.stop import StopRequest
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.environment import Environment
 from glm46.rewards.scorer import READ_LABELS, Scorer
-from glm46.rl.drawing import Asking, demonstrate, draw_rollout
+from glm46.rl.ahead import AheadSource
+from glm46.rl.drawing import Asking, InOrder, demonstrate, draw_rollout
 from glm46.rl.engines import build_engine
+from glm46.rl.journal import Journal
+from glm46.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
 from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
 from glm46.rl.prompts import Prompt, read_prompts, require_reachable_labels
-from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, write_rollout
+from glm46.rl.rollouts import Rollout
 from glm46.rl.stepping import StepBuilder, write_on_first_rank
 from glm46.rl.validation import PromptSet, answered_lines, validate_sets
 from glm46.rollout.records import SamplingRules
+from glm46.training import loop
 from glm46.training.build import run
 from glm46.training.hf_weights import load_weights, save_weights
 from glm46.training.network import Batch, Network, build_network
 from glm46.training.state import Progress
 from glm46.training.task import StepBatches
-
-_NOT_OF_ROLLOUTS = {
-    "job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
-    "validation", "inference",
-}  # fmt: skip
-"""Sections that do not decide what is drawn, up to rounding."""
 
 
 class Reinforcement:
@@ -92,12 +94,20 @@ class Reinforcement:
             seed=plan.config.debug.seed,
             environment=environment,
         )
-        self._folder = Path(plan.config.job.dump_folder) / FOLDER
-        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, self._folder)
+        self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
+        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, self._journal.folder)
+        self._ahead: AheadSource | None = None
+        steps = plan.config.rollout.max_staleness * steps_per_rollout(plan)
+        if steps and self._config.mode == "whole":
+            self._ahead = AheadSource(
+                self._asking, self._prompts, oldest=steps, version=lambda: self._drawn_from, is_stopped=self._is_stopped
+            )
+            self._asking.engine.draw_ahead(self._asking.rules, self._journal.drawn_ahead)
         self._rollout: Rollout | None = None
         self._steps: list[list[Batch]] = []
         self._steps_made = 0
         self._drawn_from = -1
+        self._equal_rollouts = 0
 
     def _is_stopped(self) -> bool:
         return self._stop is not None and self._stop.signal_name is not None
@@ -123,26 +133,70 @@ class Reinforcement:
             PromptSet(table, read(table.file)) for table in self._config.validation
         ]
 
-    @property
-    def _steps_per_rollout(self) -> int:
-        return self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
-
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
         self._stop = stop
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
+        if self._rollout is None:
+            self._begin(progress)
+        if self._config.mode != "rollout_only":  # whose weights are those of its start
+            self._steps_made = progress.step
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
             self._rollout = self._obtain(progress, first, is_inside=within > 0)
             if self._rollout is None:
                 return {}
+            if self._ahead is not None and not self._rollout.is_demonstration:
+                self._go_on_ahead(first)
+            progress.prompts = self._rollout.next_prompt
+            is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
+            self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
+            if self._config.mode == "rollout_only":
+                return self._rollout.figures
             began = time.perf_counter()
             self._steps = self._builder.build(self._rollout, is_inside=within > 0)
             self._rollout.figures["logprob_seconds"] = time.perf_counter() - began
-            progress.prompts = self._rollout.next_prompt
         return self._rollout.figures
+
+    def _begin(self, progress: Progress) -> None:
+        """Find missing rollouts before the first step of a run, not behind its last hour. Collective."""
+        steps = self._rollouts_left(progress)
+        run_on_all_ranks(lambda: self._journal.require(steps) if self.cluster.process.is_main else None)
+
+    def _rollouts_left(self, progress: Progress) -> range:
+        """First steps of this rollout and of all later ones."""
+        training, per_rollout = self.plan.config.training, steps_per_rollout(self.plan)
+        left = (self.plan.budget_tokens - progress.tokens) / (int(training.global_batch_size) * training.seq_len)
+        first = progress.step - progress.step % per_rollout
+        return range(first, progress.step + math.ceil(left), per_rollout)
+
+    def _draw_from_ahead(self, first: int, progress: Progress) -> Rollout | None:
+        """The next rollout out of the groups that are on their way. Collective."""
+        before = None if self._rollout is None else self._rollout.waiting
+        if before is None:
+            found = [self._journal.waiting_before(first) if self.cluster.process.is_main else None]
+            dist.broadcast_object_list(found)
+            before = found[0]
+        if self._drawn_from < 0:
+            self._update_engine(self._steps_made)
+        self._ahead.begin(first, progress.prompts, before)
+        rollout = draw_rollout(self._asking, self._prompts, self._ahead, first, progress.prompts)
+        if rollout is not None:
+            later = min(self.plan.config.rollout.max_staleness, len(self._rollouts_left(progress)) - 1)
+            self._update_engine(self._steps_made)
+            self._ahead.hand_out(later * self._config.prompts_per_rollout)
+            rollout.next_prompt = self._ahead.next_prompt
+            rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
+        return rollout
+
+    def _go_on_ahead(self, first: int) -> None:
+        """Draw what later rollouts need, while this one trains. Collective."""
+        self._update_engine(self._steps_made)
+        if self._ahead.waiting != dict(self._rollout.waiting):  # it was read from the journal
+            self._ahead.begin(first, self._rollout.next_prompt, self._rollout.waiting)
+        self._ahead.go_on()
 
     @torch.no_grad()
     def _start_critic(self) -> None:
@@ -154,25 +208,26 @@ class Reinforcement:
 
     def _obtain(self, progress: Progress, first: int, *, is_inside: bool) -> Rollout | None:
         """The rollout that begins at a step; None if a stop was requested. Collective."""
-        identity = None if is_inside else self._identity()
-        found = [run_on_all_ranks(lambda: self._of_journal(first, identity))]
+        read = partial(self._journal.read, first, is_inside=is_inside, first_prompt=progress.prompts)
+        found = [run_on_all_ranks(lambda: read() if self.cluster.process.is_main else None)]
         dist.broadcast_object_list(found)
-        if found[0] is not None and (is_inside or found[0].first_prompt == progress.prompts):
+        if found[0] is not None:
             return found[0]
         if first < self._config.warm_up_rollouts:
             rollout = demonstrate(self._asking, self._prompts, self._answers(), first, progress.prompts)
+        elif self._ahead is not None:
+            rollout = self._draw_from_ahead(first, progress)
         else:
-            self._update_engine(first)
-            rollout = draw_rollout(self._asking, self._prompts, first, progress.prompts)
-            if rollout is not None and "routes" in rollout.arrays:
-                routes = torch.from_numpy(rollout.arrays["routes"])
-                rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self.plan.shape).numpy()
+            self._update_engine(self._steps_made)
+            source = InOrder(self._asking, self._prompts, progress.prompts)
+            rollout = draw_rollout(self._asking, self._prompts, source, first, progress.prompts)
+        if rollout is not None and "routes" in rollout.arrays:
+            routes = torch.from_numpy(rollout.arrays["routes"])
+            rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self.plan.shape).numpy()
         if rollout is not None:
-            write_on_first_rank(self._folder, lambda: write_rollout(self._folder, rollout, identity))
+            kept = published_steps(self.plan.config.checkpoint_folder)
+            write_on_first_rank(self._journal.folder, lambda: self._journal.write(rollout, kept))
         return rollout
-
-    def _of_journal(self, step: int, identity: str | None) -> Rollout | None:
-        return read_rollout(self._folder, step, identity) if self.cluster.process.is_main else None
 
     def _answers(self) -> list[list[int]]:
         """The labels as answers without a thought, as the chat format writes them."""
@@ -203,12 +258,9 @@ class Reinforcement:
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def _identity(self) -> str:
-        """Hash of what decides a rollout beside the weights, and of what has decided these."""
-        table = self.plan.config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
-        start = self.plan.config.checkpoint.initial_load_path
-        facts = [table, start, self.fingerprint()]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """See `Task.fault`: the bounds of [rl.stop]."""
+        return broken_bound(self._config.stop, row, self._equal_rollouts)
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Task.state`: rollouts are in the journal."""
@@ -225,7 +277,7 @@ class Reinforcement:
         names = ", ".join(f"{reward.weight:g} {reward.name}" for reward in config.rewards)
         return [
             f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
-            f"{config.group_size} samples of a rollout in {self._steps_per_rollout} steps",
+            f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
         ]
 
@@ -251,4 +303,5 @@ class Reinforcement:
 
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Train a policy as configured, on this rank; see `run`. Collective."""
-    return run(config, Reinforcement, stop)
+    work = {"eval_only": evaluate_only, "rollout_only": roll_out_only}
+    return run(config, Reinforcement, stop, work.get(config.rl.mode, loop.train))

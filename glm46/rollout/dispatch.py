@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from glm46.config.errors import UserError
@@ -61,8 +61,17 @@ class Dispatch:
     """One call of `ServerPool.generate`. Only the calling thread changes its state: other threads make one HTTP call
     each, and are daemons, so that a server that hangs does not keep the process from ending."""
 
-    def __init__(self, pool: Pool, requests: Sequence[Request], rules: SamplingRules):
+    def __init__(
+        self,
+        pool: Pool,
+        requests: Sequence[Request],
+        rules: SamplingRules,
+        halt: threading.Event | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None,
+    ):
         self._pool, self._requests, self._rules = pool, requests, rules
+        self._halt, self._on_finish = halt, on_finish
+        self._halted_at: float | None = None
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             groups[tuple(request.prompt)].append(index)
@@ -76,8 +85,13 @@ class Dispatch:
     def run(self) -> list[Completion]:
         """See `ServerPool.generate`."""
         while len(self._completions) < len(self._requests):
-            self._send()
+            if self._halt is not None and self._halt.is_set():
+                self._end_early()
+            else:
+                self._send()
             self._abort_overdue()
+            if not self._sent:
+                continue
             try:
                 name, outcome = self._outcomes.get(timeout=_TICK_SECONDS)
             except queue.Empty:
@@ -119,6 +133,21 @@ class Dispatch:
         self._sent[name] = _Sent(index, state, time.monotonic() + deadline)
         threading.Thread(target=ask, daemon=True).start()
 
+    def _end_early(self) -> None:
+        """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
+        if self._halted_at is None:
+            self._halted_at = time.monotonic()
+            self._sent = {name: sent._replace(abort_at=0.0) for name, sent in self._sent.items()}
+            self._look_at = 0.0
+        given_up = [index for group in self._waiting for index in group]
+        self._waiting.clear()
+        if time.monotonic() > self._halted_at + _GRACE_SECONDS:
+            given_up += [sent.index for sent in self._sent.values()]
+            for name, sent in self._sent.items():
+                sent.state.running.discard(name)
+            self._sent.clear()
+        self._completions |= {index: Completion([], [], "abort", [], None) for index in given_up}
+
     def _abort_overdue(self) -> None:
         now = time.monotonic()
         if now < self._look_at:
@@ -143,6 +172,9 @@ class Dispatch:
             if drawn_by == {version} or not outcome.tokens:
                 state.failures = 0
                 self._completions[sent.index] = outcome
+                is_final = self._halted_at is None or outcome.finish != "abort"
+                if self._on_finish is not None and is_final:
+                    self._on_finish(sent.index, outcome)
                 return
             self._waiting.appendleft([sent.index])
             self._lose(state, f"drew with version {sorted(drawn_by)} of the weights, not {version}")

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from glm46.config.rollout import Rollout
 from glm46.distributed.collective_errors import on_first_rank
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.huggingface.write_folder import json_bytes
+from glm46.rollout.background import BackgroundDrawing
 from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
 from glm46.rollout.launched_servers import LaunchedServers
 from glm46.rollout.records import Completion, Request, SamplingRules
@@ -68,8 +70,29 @@ class ServerEngine:
             say=say,
             still_starting=self._launched.require_running,
         )
+        self.background: BackgroundDrawing | None = None
+        """After `draw_ahead`, on rank 0."""
         self._newest: Path | None = None
         self._is_checked = False
+        self._version = -1
+
+    def draw_ahead(self, rules: SamplingRules, folder: Path) -> None:
+        """Keep `background` in step with the weights from now on: it is halted while servers load, and while
+        `generate` draws, and goes on afterwards.
+
+        Args:
+            folder: of what it draws.
+        """
+        if dist.get_rank() == 0:
+            self.background = BackgroundDrawing(self._pool.generate, rules, folder)
+
+    def _alone(self, work: Callable[[], bytes]) -> bytes:
+        """Do what needs the servers without requests of the background."""
+        is_drawing = self.background is not None and self.background.halt()
+        found = work()
+        if is_drawing:
+            self.background.start()
+        return found
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate` and `ServerPool.generate`.
@@ -79,17 +102,23 @@ class ServerEngine:
         """
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        completions = unpack(run_on_first_rank(lambda: pack(self._pool.generate(requests, rules))))
-        if not self._is_checked and rules.temperature == 1.0:
-            self._check_mismatch(requests, completions)
+        work = partial(self._alone, lambda: pack(self._pool.generate(requests, rules)))
+        completions = unpack(run_on_first_rank(work))
+        if rules.temperature == 1.0:
+            self.check_mismatch(requests, completions)
         return completions
 
-    def _check_mismatch(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Compare the log-probabilities of the first completions with the trainer's: the probe asks what a server says
-        of given tokens, this check what it says of those that it draws. Collective; all ranks decide alike."""
+    def check_mismatch(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Compare the log-probabilities of the first completions of a run with the trainer's: the probe asks what a
+        server says of given tokens, this check what it says of those that it draws. Collective; all ranks decide
+        alike."""
         pairs = zip(requests, completions, strict=True)
-        drawn = [(request.prompt, one.tokens[:_LONGEST], one.logprobs) for request, one in pairs if one.tokens]
-        if not drawn:
+        drawn = [
+            (request.prompt, one.tokens[:_LONGEST], one.logprobs)
+            for request, one in pairs
+            if {span.version for span in one.spans} == {self._version}
+        ]
+        if self._is_checked or not drawn:
             return
         self._is_checked, drawn = True, drawn[:_CHECKED]
         scores = self._score([prompt + tokens for prompt, tokens, _ in drawn])
@@ -139,10 +168,13 @@ class ServerEngine:
             self._remove(but=path)  # a server that comes back loads the newest one
             return b""
 
-        run_on_first_rank(hand_over)
+        run_on_first_rank(lambda: self._alone(hand_over))
+        self._version = version
 
     def close(self) -> None:
         """Remove the weights from the disk, and end the servers that this run has started."""
+        if self.background is not None:
+            self.background.halt()
         self._launched.stop()
         if dist.get_rank() == 0:
             self._remove()

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,10 +53,20 @@ class ServerPool:
         self._join(self._states)
         self.ready()
 
-    def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        rules: SamplingRules,
+        halt: threading.Event | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
         """Completions in the order of the requests. All samples of one prompt go to one server, which then computes the
         prompt once; a prompt goes to the server with the fewest requests. A request that fails is sent again, to
         another server if there is one. After its deadline it is aborted, and its completion is what was drawn by then.
+
+        Args:
+            halt: when it is set, all requests are aborted, and what is not finished is returned as it is.
+            on_finish: gets number and completion of each request when it is drawn, or aborted after its deadline.
 
         Raises:
             EngineError: no server is left, or one request failed several times.
@@ -71,7 +82,7 @@ class ServerPool:
         self.ready()
         self._require_context(requests)
         try:
-            return Dispatch(self, requests, rules).run()
+            return Dispatch(self, requests, rules, halt, on_finish).run()
         finally:
             self._abort_all()  # nothing, unless an error ends the call
 

@@ -19,7 +19,8 @@ from glm46.reliability.watchdog import Watchdog
 from glm46.training import resume
 from glm46.training.loop import RollbackNeeded, train
 from glm46.training.origin import refuse_origin
-from glm46.training.services import build_checkpoints, services_of
+from glm46.training.services import Services, build_checkpoints, services_of
+from glm46.training.state import Progress
 from glm46.training.task import Task
 
 
@@ -27,12 +28,14 @@ def run(
     config: RunConfig,
     build_task: Callable[[Plan, Cluster], Task],
     stop: StopRequest | None = None,
+    work: Callable[[Task, Services, Progress], int] = train,
 ) -> int:
     """Train a task as configured, on this rank. Collective.
 
     Args:
         build_task: takes the plan and the cluster. Collective.
         stop: created earlier to receive signals from then on; None to create it here.
+        work: what is done with the task; returns the exit code. Collective.
 
     Returns:
         See `loop.train`.
@@ -69,7 +72,7 @@ def run(
         while True:
             try:
                 with services_of(task, checkpoints, progress, meta, stop, watchdog, heartbeat) as services:
-                    return train(task, services, progress)
+                    return work(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)
     except RuntimeError:  # of torch.distributed, perhaps

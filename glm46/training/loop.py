@@ -5,11 +5,11 @@ import signal
 import time
 from typing import NamedTuple
 
-from glm46.distributed.collective_errors import catch_user_error, raise_on_all_ranks
+from glm46.distributed.collective_errors import catch_user_error, on_first_rank, raise_on_all_ranks
 from glm46.planner.curriculum import stage_at
 from glm46.planner.flops import batch_flops
 from glm46.planner.schedule import batch_sequences, learning_rate_factor
-from glm46.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED
+from glm46.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged
 from glm46.training.final_report import final_report
 from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.services import Services
@@ -148,8 +148,9 @@ def end_step(
 
     Raises:
         RollbackNeeded: too many steps in a row were skipped.
+        Diverged: the task ends the run; it is saved.
     """
-    config, validation = task.plan.config, {}
+    config, validation, fault = task.plan.config, {}, None
     is_profiled = services.profiler.covers(progress.step)
     services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
     loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
@@ -165,6 +166,7 @@ def end_step(
     is_last = progress.tokens >= task.plan.budget_tokens
     if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
         row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
+        fault = task.fault(row | columns)
         services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded
@@ -174,6 +176,9 @@ def end_step(
         services.profiler.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)
         if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
             validation = validate(task, services, progress)
+        if fault is not None:
+            services.saver.finish(progress, validation)
+            raise Diverged(*on_first_rank(f"step {progress.step}: {fault}; this step is saved"))
         services.saver.after_step(progress, validation)
         if not is_last:
             services.profiler.step_begins(progress.step + 1)

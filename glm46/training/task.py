@@ -116,6 +116,11 @@ class Task(Protocol):
         """Add fields that networks compute. Collective."""
         ...
 
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """Why a run must end after a step, with the remedy, from the step's row of metrics, which is equal on all
+        ranks; None if it goes on."""
+        ...
+
     def fingerprint(self) -> str:
         """Hash of everything that maps sample numbers to what is read. A resume requires an equal one."""
         ...

@@ -41,6 +41,15 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--rollout.expert_parallel_degree", "3"], ["rollout.expert_parallel_degree = 3", "n_routed_experts = 8"]),
         (["--rollout.pipeline_parallel_degree", "3"], ["pipeline_parallel_degree = 3", "num_hidden_layers = 2"]),
         (["--rollout.tensor_parallel_degree", "2"], ["rollout.tensor_parallel_degree = 2", "1 process", "choose"]),
+        (["--rollout.max_staleness", "1"], ["rollout.max_staleness = 1", "rollout.kind", "vllm"]),
+        (
+            ["--rollout.max_staleness", "1", "--rollout.kind", "vllm", "--rl.algorithm", "grpo"],
+            ["rollout.max_staleness = 1", 'rl.correction.level = "token"', 'rl.old_policy = "rollout"'],
+        ),
+        (["--rl.mode", "eval_only", "--rl.validation="], ['rl.mode = "eval_only"', "[[rl.validation]]"]),
+        (["--rl.mode", "train_only"], ['rl.mode = "train_only"', "rl.rollouts_folder", "rollout_only"]),
+        (["--rl.mode", "rollout_only"], ['rl.mode = "rollout_only"', "rl.warm_up_rollouts = 40", "0"]),
+        (["--rl.rollouts_folder", "D"], ["rl.rollouts_folder", 'rl.mode = "train_only"']),
     ],
 )
 def test_a_fault_names_key_value_and_remedy(overrides, said):

@@ -1,0 +1,126 @@
+"""The journal of a run: which rollouts it reads, writes and removes."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm46.config.errors import UserError
+from glm46.planner.plan import Plan
+from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, remove_rollout, rollout_steps, write_rollout
+
+_NOT_OF_ROLLOUTS = {
+    **dict.fromkeys(
+        (
+            "job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
+            "validation", "inference",
+        ),
+        True,
+    ),
+    "rl": {"stop"},
+    "rollout": {"keep_latest_k"},
+}  # fmt: skip
+"""Sections and keys that do not decide what is drawn, up to rounding."""
+
+
+class Journal:
+    """The rollouts of a run, on its first rank.
+
+    Args:
+        data: fingerprint of prompts, tokenizer and sizes.
+        tokenizer: fingerprint of the tokenizer alone.
+    """
+
+    def __init__(self, plan: Plan, data: str, tokenizer: str):
+        config = plan.config
+        self.folder = Path(config.job.dump_folder) / FOLDER
+        """Of what this run writes."""
+        self._is_drawn_before = config.rl.mode == "train_only"
+        self._source = Path(config.rl.rollouts_folder) if self._is_drawn_before else self.folder
+        self._plan = plan
+        self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
+        table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
+        facts = [table, config.checkpoint.initial_load_path, data]
+        self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def require(self, steps: Sequence[int]) -> None:
+        """Raise UserError if the rollouts of these steps were to be drawn before, and one is missing."""
+        missing = sorted(set(steps) - set(rollout_steps(self._source))) if self._is_drawn_before else []
+        if missing:
+            raise UserError(
+                f"rl.rollouts_folder = {str(self._source)!r}: {len(missing)} of {len(steps)} rollouts are missing, "
+                f'the first one of step {missing[0]}; draw them with rl.mode = "rollout_only", or lower training.steps'
+            )
+
+    def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:
+        """The rollout that begins at a step; None if it has to be drawn.
+
+        Args:
+            is_inside: weights have been trained on it, so that no other one can take its place.
+            first_prompt: number of the next prompt.
+
+        Raises:
+            UserError: its files are damaged, or it does not fit this run.
+        """
+        if self._is_drawn_before:
+            return self._of_another_run(step)
+        found = read_rollout(self._source, step, None if is_inside else self._identity)
+        return found if found is not None and (is_inside or found.first_prompt == first_prompt) else None
+
+    def _of_another_run(self, step: int) -> Rollout | None:
+        found = read_rollout(self._source, step)
+        if found is None:
+            return None
+        path, plan = self._source / f"step_{step:06d}.json", self._plan
+        for name, ours in self._about.items():
+            if found.about.get(name, ours) != ours:
+                raise UserError(
+                    f"{path}: drawn with another {name}, {found.about[name]!r}, this run has {ours!r}; train with the "
+                    "file that the rollouts were drawn with"
+                )
+        longest = int((found.arrays["prompt_lengths"] + found.arrays["lengths"]).max(initial=0))
+        if longest > plan.config.training.seq_len:
+            raise UserError(
+                f"{path}: a sample has {longest} tokens, training.seq_len = {plan.config.training.seq_len}; raise that "
+                f"to {longest}"
+            )
+        return found
+
+    def waiting_before(self, step: int) -> list[list[int]]:
+        """`Rollout.waiting` of the rollout before that of a step; empty if there is none."""
+        before = [other for other in rollout_steps(self.folder) if other < step][-1:]
+        found = read_rollout(self.folder, before[0]) if before else None
+        return found.waiting if found is not None else []
+
+    @property
+    def drawn_ahead(self) -> Path:
+        """Folder of the groups that are drawn for later rollouts, of this identity."""
+        return self.folder / "ahead" / self._identity[:16]
+
+    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int]) -> None:
+        """Write a rollout, and remove those that no longer matter.
+
+        Args:
+            kept_checkpoints: steps from which the run may be resumed.
+        """
+        rollout.about = self._about
+        write_rollout(self.folder, rollout, self._identity)
+        keep = self._plan.config.rollout.keep_latest_k
+        if keep and self._plan.config.rl.mode == "whole":
+            for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
+                remove_rollout(self.folder, step)
+
+
+def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:
+    """Steps of rollouts that neither a resume nor ``keep_latest_k`` needs. A resume from a checkpoint needs the rollout
+    that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is drawn twice.
+
+    Args:
+        rollouts: ascending.
+        checkpoints: ascending.
+    """
+    needed = set(rollouts[-keep:]) if keep else set(rollouts)
+    for checkpoint in checkpoints:
+        needed |= set([step for step in rollouts if step < checkpoint][-1:])
+    newest = max(checkpoints, default=0)
+    return [step for step in rollouts if step not in needed and step < newest]

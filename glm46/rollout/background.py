@@ -1,0 +1,198 @@
+"""Draws groups of samples on servers in a thread, while the caller trains, and through updates of the weights."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from glm46.files.durable import replace_durably
+from glm46.rollout.first_rank import pack, unpack
+from glm46.rollout.records import Completion, Request, SamplingRules, Span
+
+Draw = Callable[
+    [Sequence[Request], SamplingRules, threading.Event, Callable[[int, Completion], None]], list[Completion]
+]
+"""`ServerPool.generate`: requests, rules, an event that ends it early, and what takes each finished completion."""
+
+NOTHING = Completion([], [], "abort", [], None)
+"""A sample of which no token is drawn yet."""
+_TICK_SECONDS = 0.5
+
+
+@dataclass
+class Group:
+    """The samples of one prompt."""
+
+    number: int
+    """Of the prompt, counted over the run."""
+    requests: list[Request]
+    completions: list[Completion]
+    """What is drawn so far, with finish "abort" if that is not all."""
+    finished: set[int]
+    """Indices of the samples that are drawn to their end or given up."""
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.finished) == len(self.requests)
+
+
+class BackgroundDrawing:
+    """Groups that servers draw, from being added to being taken. For one process, the one that talks to the servers.
+
+    A group that is drawn wholly or in part is a file of `folder`, so that a kill loses no finished sample, and a stop
+    none of the tokens.
+
+    Args:
+        draw: draws on all servers; one call at a time.
+        folder: of the files; those of groups that `add` names are read again.
+    """
+
+    def __init__(self, draw: Draw, rules: SamplingRules, folder: Path):
+        self._draw, self._rules, self._folder = draw, rules, folder
+        self._groups: dict[int, Group] = {}
+        self._changed = threading.Condition()
+        self._halt = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._under_way: set[int] = set()
+        self._error: BaseException | None = None
+
+    def add(self, number: int, requests: list[Request], *, anew: bool = False) -> None:
+        """Draw a group from the next `start` on.
+
+        Args:
+            anew: forget what was drawn of it before.
+        """
+        path = self._path(number)
+        completions = unpack(path.read_bytes()) if path.is_file() and not anew else [NOTHING] * len(requests)
+        group = Group(number, requests, completions, set())
+        group.finished = {i for i, one in enumerate(completions) if one.finish != "abort"}
+        with self._changed:
+            self._groups[number] = group
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Forget all other groups, and remove their files. Not while it draws them."""
+        kept = set(numbers)
+        with self._changed:
+            self._groups = {number: group for number, group in self._groups.items() if number in kept}
+        if self._folder.is_dir():
+            for path in set(self._folder.iterdir()) - {self._path(number) for number in kept}:
+                path.unlink()
+
+    def start(self) -> None:
+        """Go on with all groups that are not finished, where they stand; each new token is drawn by the weights that
+        the servers have now."""
+        with self._changed:
+            waiting = {number for number, group in self._groups.items() if not group.is_finished}
+        if self._thread is not None and waiting <= self._under_way:
+            return
+        self.halt()
+        self._halt.clear()
+        self._under_way = waiting
+        self._thread = threading.Thread(target=self._run, args=(sorted(waiting),), daemon=True)
+        self._thread.start()
+
+    def halt(self) -> bool:
+        """End all requests and keep their tokens; whether it was drawing. Returns within the deadlines of the
+        servers."""
+        if self._thread is None:
+            return False
+        self._halt.set()
+        self._thread.join()
+        self._thread = None
+        self._under_way = set()
+        return True
+
+    def take(self, count: int, due: set[int], is_stopped: Callable[[], bool]) -> list[Group] | None:
+        """So many finished groups, those that are due first, then by number; waits for them. None if a stop was
+        requested.
+
+        Args:
+            due: numbers of groups that must be among them, at most `count`.
+
+        Raises:
+            UserError: no server is left, or one refuses a request.
+        """
+
+        def ready() -> list[Group]:
+            finished = [self._groups[number] for number in sorted(self._groups) if self._groups[number].is_finished]
+            if not due <= {group.number for group in finished}:
+                return []
+            return sorted(finished, key=lambda group: (group.number not in due, group.number))[:count]
+
+        with self._changed:
+            while len(found := ready()) < count and self._error is None:
+                if is_stopped():
+                    return None
+                self._changed.wait(_TICK_SECONDS)
+            if len(found) < count:
+                raise self._error
+            for group in found:
+                del self._groups[group.number]
+        return found
+
+    def _run(self, numbers: Sequence[int]) -> None:
+        groups = [self._groups[number] for number in numbers]
+        places = [(group, i) for group in groups for i in range(len(group.requests)) if i not in group.finished]
+
+        def finish(index: int, completion: Completion) -> None:
+            group, i = places[index]
+            with self._changed:
+                group.completions[i] = continued(group.completions[i], completion)
+                group.finished.add(i)
+                if group.is_finished:
+                    self._write(group)
+                    self._changed.notify_all()
+
+        try:
+            requests = [rest(group.requests[i], group.completions[i]) for group, i in places]
+            for index, completion in enumerate(self._draw(requests, self._rules, self._halt, finish)):
+                group, i = places[index]
+                if i in group.finished:
+                    continue
+                if len(completion.tokens) == requests[index].max_new_tokens:  # halted behind its last token
+                    finish(index, completion._replace(finish="length"))
+                else:
+                    group.completions[i] = continued(group.completions[i], completion)
+            for group in groups:
+                if not group.is_finished and any(one.tokens for one in group.completions):
+                    self._write(group)
+        except BaseException as error:  # raised by `take`
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            if not isinstance(error, Exception):
+                raise
+
+    def _write(self, group: Group) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        replace_durably(self._path(group.number), [pack(group.completions)])
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"prompt_{number:08d}.npz"
+
+
+def rest(request: Request, drawn: Completion) -> Request:
+    """What is left of a request: its prompt grows by the tokens that are drawn, and its seed changes with them, so that
+    the draws of a position are not used twice."""
+    count = len(drawn.tokens)
+    return Request(request.prompt + drawn.tokens, request.seed + count, request.max_new_tokens - count)
+
+
+def continued(first: Completion, then: Completion) -> Completion:
+    """One completion of two parts, the second of which was drawn behind the first. Routes of the first one's tokens
+    are its own: other weights route them in another way when they are computed again."""
+    at = len(first.tokens)
+    spans = [*first.spans, *(Span(at + start, version) for start, version in then.spans)]
+    spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
+    routes = then.routes
+    if first.routes is not None and then.routes is not None:
+        routes = np.concatenate([first.routes, then.routes[len(first.routes) :]])
+    return Completion(
+        first.tokens + then.tokens,
+        first.logprobs + then.logprobs,
+        then.finish,
+        spans,
+        routes if then.tokens else first.routes,
+    )

@@ -1,0 +1,105 @@
+"""Runs of a part, bounds that end a run, and the size of the journal, with a small policy in one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm46.checkpoint.integrity import published_steps
+from glm46.config.errors import UserError
+from glm46.reliability.stop import Diverged
+from glm46.rl.journal import removable
+from glm46.rl.rollouts import read_rollout, rollout_steps
+from glm46.rl.task import train
+from tests.ranks.training_kills import contents
+
+
+def rows(config) -> list[dict]:
+    return [json.loads(line) for line in Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, tmp_path):
+    whole, drawn = make_run("whole", 1), make_run("drawn", 1, {"mode": "rollout_only"})
+    assert train(whole) == train(drawn) == 0
+    folder = tmp_path / "drawn" / "rollouts"
+    assert rollout_steps(folder) == [0] and published_steps(drawn.checkpoint_folder) == []
+    assert {"reward", "rollout_seconds"} <= rows(drawn)[0].keys()
+    trained = make_run("trained", 1, {"mode": "train_only", "rollouts_folder": str(folder)})
+    assert train(trained) == 0
+    expected = contents(whole, 1)
+    assert len(expected) > 20 and contents(trained, 1) == expected
+    few = make_run("few", 3, {"mode": "train_only", "rollouts_folder": str(folder)})
+    with pytest.raises(UserError, match=r"rl\.rollouts_folder.*2 of 3.*step 1.*rollout_only"):
+        train(few)
+    hot = make_run("hot", 1, {"mode": "train_only", "rollouts_folder": str(folder)}, {"temperature": 0.5})
+    with pytest.raises(UserError, match=r"step_000000.*temperature, 1\.0.*0\.5"):
+        train(hot)
+
+
+@pytest.mark.slow
+def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_path):
+    config = make_run("drawn", 3, {"mode": "rollout_only"})
+    assert train(config) == 0
+    folder = tmp_path / "drawn" / "rollouts"
+    assert rollout_steps(folder) == [0, 1, 2]
+    last = read_rollout(folder, 2)
+    assert set(last.arrays["versions"].tolist()) == {0} and sorted(set(last.arrays["groups"])) == [4, 5]
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("step_*")}
+    (folder / "step_000001.json").unlink()  # killed before it was whole
+    assert train(config) == 0
+    assert rollout_steps(folder) == [0, 1, 2]
+    assert {path.stem for path in folder.glob("step_*") if path.stat().st_mtime_ns != times[path]} == {"step_000001"}
+
+
+@pytest.mark.slow
+def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp_path):
+    sets = {"validation": [{"name": "few", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
+    validation = {"enable": True, "freq": 2}
+    whole = make_run("run", 2, sets, validation=validation)
+    assert train(whole) == 0
+    expected = [row for row in rows(whole) if "validation_reward/few" in row][-1]
+    assert expected["step"] == 2
+    before = contents(whole, 2)
+    assert train(make_run("run", 2, sets | {"mode": "eval_only"}, validation=validation)) == 0
+    found = rows(whole)[-1]
+    names = [name for name in found if name.startswith(("validation_reward", "validation_pass"))]
+    assert len(names) == 3 and [found[name] for name in names] == [expected[name] for name in names]
+    assert contents(whole, 2) == before and rollout_steps(tmp_path / "run" / "rollouts") == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "said", "steps"),
+    [
+        ({"min_entropy": 50.0}, ["entropy", "rl.stop.min_entropy = 50", "lower it"], [1]),
+        ({"max_mismatch_kl": 1e-30}, ["mismatch_kl", "rl.stop.max_mismatch_kl = 1e-30"], [1]),
+        ({"equal_rollouts": 2}, ["2 rollouts", "rl.stop.equal_rollouts = 2", "rl inspect"], [1, 2]),
+    ],
+)
+def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
+    rl = {"stop": stop} | ({"rewards": [{"name": "repetition"}]} if "equal_rollouts" in stop else {})
+    config = make_run("run", 4, rl)
+    with pytest.raises(Diverged) as error:
+        train(config)
+    assert all(part in error.value.faults[0] for part in said), error.value.faults
+    assert published_steps(config.checkpoint_folder) == steps
+
+
+def test_a_resume_finds_its_rollouts_and_older_ones_go():
+    steps = [0, 4, 8, 12, 16, 20]
+    # From step 10, inside of rollout 8: that one. From step 16, the newest: 12, which ends there, and all later ones.
+    assert removable(steps, [10, 16], 1) == [0, 4]
+    assert removable(steps, [16], 1) == [0, 4, 8]
+    assert removable(steps, [16], 4) == [0, 4]
+    assert removable(steps, [], 1) == [], "without a checkpoint a run begins anew, and all rollouts are read again"
+
+
+@pytest.mark.slow
+def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path):
+    config = make_run("run", 6, rollout={"keep_latest_k": 2})
+    assert train(config) == 0
+    folder = tmp_path / "run" / "rollouts"
+    # Steps 4 and 5 had a checkpoint when rollout 5 was written; they lie behind rollouts 3 and 4.
+    assert rollout_steps(folder) == [3, 4, 5]
+    assert {path.stem for path in folder.iterdir()} == {f"step_{step:06d}" for step in (3, 4, 5)}
