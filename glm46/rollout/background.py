@@ -76,9 +76,9 @@ class BackgroundDrawing:
         kept = set(numbers)
         with self._changed:
             self._groups = {number: group for number, group in self._groups.items() if number in kept}
-        if self._folder.is_dir():
-            for path in set(self._folder.iterdir()) - {self._path(number) for number in kept}:
-                path.unlink()
+        # By their names: a file that is being written has another one.
+        for path in set(self._folder.glob("prompt_*.npz")) - {self._path(number) for number in kept}:
+            path.unlink()
 
     def start(self) -> None:
         """Go on with all groups that are not finished, where they stand; each new token is drawn by the weights that

@@ -68,7 +68,7 @@ def calculated(answers):
     return [Reply(calculate(answer)) for answer in answers]
 
 
-def drawn(of: Asking, prompt: Prompt):
+def rolled_out(of: Asking, prompt: Prompt):
     return draw_rollout(of, [prompt], InOrder(of, [prompt], 0), 7, 0)
 
 
@@ -77,7 +77,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     ids, turns, is_target = document_of(messages, tokenizer)
     engine = Scripted(turns)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
-    rollout = drawn(asking(engine, tokenizer, calculated), prompt)
+    rollout = rolled_out(asking(engine, tokenizer, calculated), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids, "as fine-tuning would render it"
     assert rollout.arrays["rewards"].tolist() == [1.0], "the last turn is judged"
     assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
@@ -102,7 +102,7 @@ def test_a_user_may_reply_too(tokenizer):
         history.extend(answer.history for answer in answers)
         return [Reply(None if answer.history else "Sure?") for answer in answers]
 
-    rollout = drawn(asking(Scripted(turns), tokenizer, doubt), prompt)
+    rollout = rolled_out(asking(Scripted(turns), tokenizer, doubt), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids
     assert history[0] == () and history[1][0].strip() == "36" and "Sure?" in history[1][1]
 
@@ -110,7 +110,7 @@ def test_a_user_may_reply_too(tokenizer):
 def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     ids, turns, is_target = document_of((QUESTION, CALL, Message("tool", "1")), tokenizer)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
-    rollout = drawn(asking(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
+    rollout = rolled_out(asking(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
     assert rollout.completion(0).tolist() == turns[0] and rollout.arrays["finish"].tolist() == [1]
     of_fault = asking(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
     judged = of_fault.judge([prompt], [1], of_fault.rules, thinking=False)
