@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from glm46.rl.drawing import Asking, Drawn, requests_of
+from glm46.rl.asking import Asking
+from glm46.rl.drawing import Drawn, requests_of
 from glm46.rl.prompts import Prompt
 from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
 from glm46.rollout.server_engine import ServerEngine

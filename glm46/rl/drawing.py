@@ -1,173 +1,25 @@
 """Draws rollouts: completions of groups from a source, rewards on all ranks, groups that are worth a step."""
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.config.rl import RL
-from glm46.config.rollout import Rollout as RolloutSection
-from glm46.data.chat import chat_reply
-from glm46.data.tokenizer import Tokenizer
-from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
-from glm46.rewards.answer import Answer
-from glm46.rewards.environment import Environment
-from glm46.rewards.scorer import Score, Scorer
+from glm46.distributed.collective_errors import on_first_rank
+from glm46.rewards.scorer import Score
 from glm46.rl.advantages import differing_groups
+from glm46.rl.asking import Asking
 from glm46.rl.fields import informative
 from glm46.rl.prompts import Prompt, prompt_at
 from glm46.rl.rollouts import DrawnSample, Rollout, to_arrays
-from glm46.rollout.records import Completion, Engine, Request, SamplingRules
+from glm46.rollout.records import Completion, Request
 
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 _MOST_DROPPED = 0.5
 """A larger share of samples whose rewards failed is a fault of the rewards."""
-
-
-class Judged(NamedTuple):
-    """Completions of prompts with their scores."""
-
-    completions: list[Completion]
-    scores: list[Score]
-
-
-@dataclass
-class Asking:
-    """What asks an engine and judges its answers."""
-
-    config: RL
-    """Resolved."""
-    section: RolloutSection
-    tokenizer: Tokenizer
-    engine: Engine
-    scorer: Scorer
-    rules: SamplingRules
-    """Of training rollouts."""
-    seed: int
-    environment: Environment | None = None
-
-    def close(self) -> None:
-        """End the processes and free the engine."""
-        self.scorer.close()
-        if self.environment is not None:
-            self.environment.close()
-        self.engine.close()
-
-    def seed_of(self, what: str, prompt: int, index: int) -> int:
-        """The seed of the sample with this index of a prompt."""
-        digest = hashlib.blake2b(f"{self.seed} {what} {prompt} {index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
-    def judge(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], rules: SamplingRules, *, thinking: bool
-    ) -> Judged | None:
-        """Answer prompts, one sample for each seed, and judge the answers; None if a stop was requested. Collective;
-        the results are equal on all ranks."""
-        pairs = zip(prompts, seeds, strict=True)
-        requests = [Request(prompt.tokens, seed, self.section.max_new_tokens) for prompt, seed in pairs]
-        drawn = self.converse(prompts, requests, rules, thinking=thinking)
-        if drawn is None:
-            return None
-        return Judged(drawn[0], self.score_drawn(prompts, *drawn, thinking=thinking))
-
-    def score_drawn(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], faults: Mapping[int, str], *, thinking: bool
-    ) -> list[Score]:
-        """Scores of completions, none where the environment failed. Collective."""
-        scores = self.score(prompts, completions, thinking=thinking)
-        return [Score(None, {}, faults[n]) if n in faults else score for n, score in enumerate(scores)]
-
-    def converse(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules, *, thinking: bool
-    ) -> tuple[list[Completion], dict[int, str]] | None:
-        """Completions of requests and why environments failed; None if a stop was requested. Collective."""
-        completions, faults = self._converse(prompts, requests, rules, thinking=thinking)
-        is_stopped = self.section.kind == "local" and any(one.finish == "abort" for one in completions)
-        return None if is_stopped else (completions, faults)
-
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, thinking: bool) -> list[Score]:
-        """Scores of completions; each rank judges its share. Collective.
-
-        Raises:
-            UserError: rewards cannot be loaded.
-        """
-        scores = _by_shares(
-            lambda share: self.scorer.score([self._answer(*pair, thinking) for pair in share]),
-            list(zip(prompts, completions, strict=True)),
-        )
-        aborted = Score(None, {}, "its server did not finish it (rollout.deadline_seconds)")
-        return [aborted if c.finish == "abort" else s for s, c in zip(scores, completions, strict=True)]
-
-    def _converse(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules, *, thinking: bool
-    ) -> tuple[list[Completion], dict[int, str]]:
-        """Completions of requests, with the replies of the environment and the turns behind them; and by the number of
-        a request why the environment failed. Collective; equal on all ranks."""
-        completions, faults = list(self.engine.generate(requests, rules)), {}
-        numbers: Sequence[int] = range(len(requests))
-        for _ in range(0 if self.environment is None else self.environment.max_turns - 1):
-            open_ = [(n, role) for n in numbers if (role := self._asked_role(completions[n])) is not None]
-            replies = _by_shares(
-                lambda share: self.environment.replies(
-                    [self._answer(prompts[n], completions[n], thinking) for n in share]
-                ),
-                [n for n, _ in open_],
-            )
-            turns: dict[int, tuple[list[int], Request]] = {}
-            for (number, role), reply in zip(open_, replies, strict=True):
-                if isinstance(reply, str):
-                    faults[number] = f"rl.environment: {reply}"
-                elif reply.text is not None:
-                    tokens = chat_reply(self.tokenizer, reply.text, from_tool=role == "tool", thinking=thinking)
-                    of, done = requests[number], completions[number]
-                    left = of.max_new_tokens - len(done.tokens) - len(tokens)
-                    if left > 0:
-                        turns[number] = tokens, Request([*of.prompt, *done.tokens, *tokens], of.seed, left)
-                    else:
-                        completions[number] = done._replace(finish="length")
-            if not turns:
-                break
-            drawn = self.engine.generate([request for _, request in turns.values()], rules)
-            for (number, (tokens, _)), turn in zip(turns.items(), drawn, strict=True):
-                completions[number] = completions[number].extended(tokens, turn)
-            numbers = list(turns)
-        return completions, faults
-
-    def _asked_role(self, completion: Completion) -> Literal["tool", "user"] | None:
-        """Who is asked to reply to the last turn."""
-        if completion.finish != "stop":
-            return None
-        markers = self.tokenizer.special
-        return {markers["<|observation|>"]: "tool", markers["<|user|>"]: "user"}.get(completion.tokens[-1])
-
-    def _answer(self, prompt: Prompt, completion: Completion, thinking: bool) -> Answer:
-        is_finished = completion.finish == "stop"
-        decode, tokens, history, start = self.tokenizer.decode, completion.tokens, [], 0
-        for first, end in completion.replies:
-            history += [decode(tokens[start : first - 1]), decode(tokens[first:end])]
-            start = end
-        text = decode(tokens[start : len(tokens) - is_finished])
-        return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))
-
-
-def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_Item]) -> list[_Result]:
-    """The results of all items, of which each rank works on its share. Collective.
-
-    Raises:
-        UserError: on all ranks; the work of a rank raised one.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = run_on_all_ranks(lambda: work(list(items[rank::ranks])))
-    shares: list[list[_Result]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(shares, mine)
-    return [shares[number % ranks][number // ranks] for number in range(len(items))]
 
 
 class Drawn(NamedTuple):

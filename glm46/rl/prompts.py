@@ -108,6 +108,12 @@ def _first(label: Any) -> Any:
     return label[0] if isinstance(label, list) and label else label
 
 
+def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """Labels as answers without a thought, as the chat format writes them: token ids with the stop token."""
+    texts = [str(p.label[0] if isinstance(p.label, list) else p.label) for p in prompts]
+    return [[*tokenizer.encode(f"\n{text}").tolist(), tokenizer.special["<|user|>"]] for text in texts]
+
+
 def prompt_at(number: int, count: int, seed: int) -> int:
     """The index of the prompt that is handed out as this number: each of ``count`` once in each pass, in an order that
     seed and pass decide."""

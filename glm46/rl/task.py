@@ -27,12 +27,13 @@ from glm46.rewards.answer import RewardRule
 from glm46.rewards.environment import Environment
 from glm46.rewards.scorer import READ_LABELS, Scorer
 from glm46.rl.ahead import AheadSource
-from glm46.rl.drawing import Asking, InOrder, demonstrate, draw_rollout
+from glm46.rl.asking import Asking
+from glm46.rl.drawing import InOrder, demonstrate, draw_rollout
 from glm46.rl.engines import build_engine
 from glm46.rl.journal import Journal
 from glm46.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
 from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
-from glm46.rl.prompts import Prompt, read_prompts, require_reachable_labels
+from glm46.rl.prompts import Prompt, answers_of_labels, read_prompts, require_reachable_labels
 from glm46.rl.rollouts import Rollout
 from glm46.rl.stepping import StepBuilder, write_on_first_rank
 from glm46.rl.validation import PromptSet, answered_lines, validate_sets
@@ -214,7 +215,8 @@ class Reinforcement:
         if found[0] is not None:
             return found[0]
         if first < self._config.warm_up_rollouts:
-            rollout = demonstrate(self._asking, self._prompts, self._answers(), first, progress.prompts)
+            answers = answers_of_labels(self._prompts, self.tokenizer)
+            rollout = demonstrate(self._asking, self._prompts, answers, first, progress.prompts)
         elif self._ahead is not None:
             rollout = self._draw_from_ahead(first, progress)
         else:
@@ -228,11 +230,6 @@ class Reinforcement:
             kept = published_steps(self.plan.config.checkpoint_folder)
             write_on_first_rank(self._journal.folder, lambda: self._journal.write(rollout, kept))
         return rollout
-
-    def _answers(self) -> list[list[int]]:
-        """The labels as answers without a thought, as the chat format writes them."""
-        texts = [str(p.label[0] if isinstance(p.label, list) else p.label) for p in self._prompts]
-        return [[*self.tokenizer.encode(f"\n{t}").tolist(), self.tokenizer.special["<|user|>"]] for t in texts]
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`; without batches if a stop was requested."""

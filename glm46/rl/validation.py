@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glm46.config.rl_data import PromptSet as Table
-from glm46.rl.drawing import Asking
+from glm46.rl.asking import Asking
 from glm46.rl.prompts import Prompt
 
 _SHOWN, _LONGEST_SHOWN = 3, 400

@@ -10,7 +10,7 @@ import pytest
 from glm46.config.rl import RL
 from glm46.distributed.process import join, leave
 from glm46.rl.ahead import AheadSource
-from glm46.rl.drawing import Asking
+from glm46.rl.asking import Asking
 from glm46.rl.prompts import Prompt
 from glm46.rollout.background import BackgroundDrawing
 from glm46.rollout.records import Completion, SamplingRules, Span

@@ -14,7 +14,8 @@ from glm46.model.cross_entropy import IGNORE
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.calculator import calculate
 from glm46.rewards.scorer import Reply, Scorer
-from glm46.rl.drawing import Asking, InOrder, draw_rollout
+from glm46.rl.asking import Asking
+from glm46.rl.drawing import InOrder, draw_rollout
 from glm46.rl.packing import PackShape, build_batch
 from glm46.rl.prompts import Prompt
 from glm46.rollout.records import Completion, SamplingRules, Span
