@@ -191,6 +191,7 @@ def test_outputs_events_and_checkpoints_may_lie_apart(make_config, tmp_path, cap
     assert steps() == ["step-000002", "step-000004"]  # the one that the run started from is kept
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.toml",
+        "heartbeat.json",
         "log.txt",
         "metrics.jsonl",
         "run.lock",
