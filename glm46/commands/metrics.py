@@ -28,7 +28,7 @@ class Exporter:
         """Exit code of the run, as far as it is known."""
 
     def starts(self, number: int) -> None:
-        """The ranks start for the n-th time, counted from 0; what earlier ones have left is no sign of life."""
+        """The ranks start for the n-th time, counted from 0; what earlier ones have left is not a sign of life."""
         if self._collector is not None:
             self._collector.restarted(number)
             self.announce()

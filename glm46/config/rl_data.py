@@ -29,7 +29,7 @@ class Prompts(Section):
 
 
 class Environment(Section):
-    """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are no targets."""
+    """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""
 
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text

@@ -99,7 +99,7 @@ def float8_base_has_whole_blocks(config: RunConfig, adapter: Adapter, shape: Mod
         if width and width % _FP8_BLOCK == 0 and width % (_FP8_BLOCK * tp):
             yield Fault(
                 ("adapter.base_dtype", "parallelism.tensor_parallel_degree"),
-                f"parallelism.tensor_parallel_degree = {tp}: splits {name} = {width} into parts that are no multiples "
+                f"parallelism.tensor_parallel_degree = {tp}: splits {name} = {width} into parts that are not multiples "
                 f'of {_FP8_BLOCK}, which adapter.base_dtype = "float8" needs; take a degree of which {width} is '
                 f"{_FP8_BLOCK} times a multiple, or remove adapter.base_dtype",
             )

@@ -133,7 +133,7 @@ def test_the_phase_is_that_of_the_trainer_and_of_the_launcher(tmp_path):
     with beat.phase("validate"):
         assert phase() == "validate"
     assert phase() == "train"
-    assert read_heartbeat(tmp_path).moved > before  # a long validation is no stall afterwards
+    assert read_heartbeat(tmp_path).moved > before  # a long validation is not a stall afterwards
     collector.restarted(2)  # the ranks of before are gone, the new ones have not begun
     assert phase() == "start"
     assert values(scrape(collector))["training_restarts_total"] == 2
