@@ -168,7 +168,8 @@ def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> floa
     try:
         value: Any = rewards[rule.name](answer, rule.options)
         if rule.is_environment:
-            return Reply(value) if value is None or isinstance(value, str) else f"gave {value!r:.60}, which is not a text"
+            is_reply = value is None or isinstance(value, str)
+            return Reply(value) if is_reply else f"gave {value!r:.60}, which is not a text"
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             return f"gave {value!r:.60}, which is not a finite number"
         return float(value)
