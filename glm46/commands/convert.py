@@ -80,6 +80,10 @@ def _parser() -> VerbParser:
     adapter = kinds.add_parser("adapter-to-hf", help="a step folder of adapters as a PEFT folder")
     adapter.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     adapter.add_argument("--output", type=Path, required=True, help="new folder")
+    readers = "which transformers PEFT runs on; default: 5, whose folder vLLM and SGLang read too"
+    adapter.add_argument(
+        "--peft-for", choices=["transformers-4", "transformers-5"], default="transformers-5", help=readers
+    )
     adapter.set_defaults(run=_adapter_to_hf)
     merge = kinds.add_parser("merge", help="a Hugging Face folder with an adapter added to its weights")
     merge.add_argument("--base", type=Path, required=True, help="Hugging Face folder that the adapter was trained on")
@@ -173,6 +177,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
             scale=adapter.scale,
             base=base,
             base_files=base_files,
+            for_transformers_4=arguments.peft_for == "transformers-4",
             report=report,
         )
     print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")

@@ -121,6 +121,19 @@ def _config(modules: Collection[str], num_layers: int) -> dict[str, Any]:
     return {"target_modules": listed, "target_parameters": parameters or None} | restricted
 
 
+def _config_of_linears(modules: Collection[str]) -> dict[str, Any]:
+    """The same for a model of nn.Linear alone, as `transformers` 4 has it: a regular expression of all names."""
+    layers: dict[str, set[int]] = {}
+    for module in modules:
+        _, _, layer, rest = module.split(".", 3)
+        layers.setdefault(re.sub(r"\.\d+\.", r".\\d+.", rest).replace(".", r"\."), set()).add(int(layer))
+    places: dict[str, list[str]] = {}
+    for rest, of in layers.items():
+        places.setdefault("|".join(map(str, sorted(of))), []).append(rest)
+    patterns = (rf"({of})\.({'|'.join(rests)})" for of, rests in places.items())
+    return {"target_modules": rf"model\.layers\.({'|'.join(patterns)})"}
+
+
 @torch.no_grad()
 def export_adapter(
     folder: Path,
@@ -130,6 +143,7 @@ def export_adapter(
     scale: float,
     base: str,
     base_files: Mapping[str, str] | None = None,
+    for_transformers_4: bool = False,
     report: ReportBytes | None = None,
 ) -> int:
     """Write adapters as a folder that PEFT, vLLM and SGLang open. Collective.
@@ -145,6 +159,8 @@ def export_adapter(
         scale: factor of the product B A.
         base: folder or name of the base model, for the config.
         base_files: SHA-256 of its files by name, if known, see `huggingface/adapter_origin.py`.
+        for_transformers_4: name the modules for PEFT on `transformers` 4, where experts are modules and the default
+            names are refused, in place of the other readers.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -172,7 +188,7 @@ def export_adapter(
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0,
         "base_model_name_or_path": base, "r": rank, "lora_alpha": scale * rank, "use_rslora": False,
         "use_dora": any(name.endswith("magnitude") for name in entries),
-    } | _config(modules, shape.num_hidden_layers)  # fmt: skip
+    } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))  # fmt: skip
     file = OutputFile(WEIGHTS, *lay_out(stored))
     contents = {CONFIG: json_bytes(config)} | ({BASE_FILES: json_bytes(dict(base_files))} if base_files else {})
     with drafted_folder(folder, file.nbytes, ranks) as draft:

@@ -11,14 +11,16 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from torch import nn
 from transformers import Glm4MoeForCausalLM
 
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.names import HFNames
+from glm46.huggingface.peft_export import export_adapter, is_adaptable
 from glm46.huggingface.peft_folder import AdapterFolder
 from glm46.huggingface.peft_import import import_adapter
 from glm46.model.transformer import Transformer
@@ -117,6 +119,36 @@ def test_without_experts_peft_adapts_nothing_else(base, tmp_path):
         opened = PeftModel.from_pretrained(copy.deepcopy(base[3]), export(base, tmp_path / "adapter", tensors))
     adapted = [name for name, _ in opened.named_parameters() if "lora_A" in name]
     assert len(adapted) == sum(name.endswith("lora_A") for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options"),
+    [
+        (("attention", "dense", "shared_experts", "experts"), {}),
+        (("shared_experts",), {}),
+        (("attention", "experts"), {"layers": (1, 3)}),
+        (("dense", "experts"), {"dora": True}),
+    ],
+    ids=str,
+)
+def test_peft_finds_the_same_modules_where_experts_are_modules(base, targets, options, tmp_path):
+    tensors = adapters(targets, rank=4, expert_rank=2, shape=base[1], **options)
+    export_adapter(tmp_path / "a", base[1], tensors, scale=2.0, base=str(base[0]), for_transformers_4=True)
+    stored = safetensors.torch.load_file(tmp_path / "a" / "adapter_model.safetensors")
+    model = nn.Module()
+    for name, entry in HFNames(base[1], repeat_shared=False).entries.items():
+        for part in entry.parts if is_adaptable(entry) or name == "lm_head.weight" else ():
+            *path, last = part.hf_name.removesuffix(".weight").split(".")
+            owner = model
+            for step in path:
+                if not hasattr(owner, step):
+                    owner.add_module(step, nn.Module())
+                owner = getattr(owner, step)
+            owner.add_module(last, nn.Linear(*part.hf_shape[::-1], bias=False))
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    inject_adapter_in_model(LoraConfig(**config), model)
+    state = {name: tensor.shape for name, tensor in get_peft_model_state_dict(model).items()}
+    assert state == {name.removeprefix("base_model.model."): tensor.shape for name, tensor in stored.items()}
 
 
 def test_separately_trained_gate_and_up_need_twice_the_rank(base, tmp_path):
