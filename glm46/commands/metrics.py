@@ -83,8 +83,6 @@ def metrics_command(argv: Sequence[str]) -> int:
         epilog=f"Keys of [metrics] can be stated as --metrics.prometheus_port VALUE; the port is {_PORT} otherwise.",
     )
     parser.add_argument("folder", type=Path, help="job.dump_folder of the run")
-    # Blocked before any thread starts, which would receive them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     arguments, overrides = parse_with_overrides(parser, argv)
     file = arguments.folder / "config.toml"
     if not file.is_file():
@@ -92,7 +90,11 @@ def metrics_command(argv: Sequence[str]) -> int:
     config = load_config(file, overrides)
     if config.metrics.prometheus_port is None:
         config = load_config(file, (*overrides, "--metrics.prometheus_port", _PORT))
-    with exporting(config) as exporter:
-        exporter.announce()
-        signal.sigwait(_ENDS)
-        return exporter.ends(0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # or a thread of the endpoint receives them
+    try:
+        with exporting(config) as exporter:
+            exporter.announce()
+            signal.sigwait(_ENDS)
+            return exporter.ends(0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
