@@ -13,7 +13,7 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     for version in (1, 2):
         assert first[f"version {version}"] == second[f"version {version}"]
         for request, completion in zip(REQUESTS, first[f"version {version}"], strict=True):
-            tokens, logprobs, _, spans, _ = completion
+            tokens, logprobs, _, spans, *_ = completion
             assert tokens == draw(*request) and spans == [[0, version]]
             assert logprobs == [logprob(version, token) for token in tokens]
     assert first["folders"] == ["version-00000002"] and first["left"] == 0

@@ -153,6 +153,9 @@ class TinyReinforcement:
     def describe(self):
         return []
 
+    def fault(self, row):
+        return None
+
     def sample(self, stop, progress):
         return []
 
