@@ -161,7 +161,7 @@ def test_an_environment_replies_and_its_faults_are_named():
     finally:
         environment.close()
     assert found[:2] == [Reply("a!"), Reply(None)]
-    assert "no reply" in found[2] and "no text" in found[3]
+    assert "no reply" in found[2] and "not a text" in found[3]
     with pytest.raises(UserError, match=r"rl\.environment.*no_such"):
         Environment("no_such_module:f", {}, 5.0, 2)
 
