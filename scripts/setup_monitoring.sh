@@ -189,7 +189,7 @@ start_all() {
     if [ -n "${program_of[node-exporter]}" ]; then
         start node-exporter --web.listen-address="$bind:${port[node-exporter]}"
     else
-        echo "node-exporter: not found, so there are no figures of nodes: apt-get install prometheus-node-exporter" >&2
+        echo "node-exporter: not found; figures of nodes are missing: apt-get install prometheus-node-exporter" >&2
     fi
     if [ -z "${program_of[dcgm-exporter]+known}" ]; then
         echo "dcgm-exporter: not needed, this machine has no NVIDIA GPU"
@@ -197,7 +197,7 @@ start_all() {
         [ -n "$dry" ] || printf '[{"targets": ["%s:%s"]}]\n' "$reach" "${port[dcgm-exporter]}" >"$folder/gpus/here.json"
         start dcgm-exporter --address "$bind:${port[dcgm-exporter]}" --collectors dcgm-counters.csv
     else
-        echo "dcgm-exporter: not found, so there are no figures of GPUs: run NVIDIA's container of it with" \
+        echo "dcgm-exporter: not found; figures of GPUs are missing: run NVIDIA's container of it with" \
             "$folder/dcgm-counters.csv, and write its address into $folder/gpus/here.json" >&2
     fi
     if [ -n "${program_of[grafana]}" ]; then

@@ -82,7 +82,8 @@ def mode_has_what_it_does(config: RunConfig) -> Faults:
     mode = f"rl.mode = {show(config.rl.mode)}"
     if config.rl.mode == "eval_only" and not config.rl.validation:
         yield Fault(
-            ("rl.mode", "rl.validation"), f"{mode}: there are no prompts to answer; add [[rl.validation]] tables"
+            ("rl.mode", "rl.validation"),
+            f"{mode}: needs prompts to answer, and rl.validation is empty; add [[rl.validation]] tables",
         )
     if config.rl.mode == "train_only" and config.rl.rollouts_folder is None:
         yield Fault(

@@ -1,6 +1,6 @@
 """Metrics of a run for Prometheus, read from the files in its dump folder: heartbeat and rows.
 
-The exporter is a thread of the launcher, or a process of its own, and of a rank only where there is no launcher. A
+The exporter is a thread of the launcher or a process of its own; in a run without launcher it is a thread of a rank. A
 scrape costs training nothing and works while ranks hang, crash and start again.
 """
 

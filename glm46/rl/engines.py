@@ -56,7 +56,7 @@ def write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: tor
     """Write the policy as a Hugging Face folder, its adapters merged as `whole_weights` does. Collective.
 
     Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base. A base
-    that is no Hugging Face folder is written beside the versions, once.
+    in another format than Hugging Face's is written beside the versions, once.
     """
     config = policy.plan.config
     if config.adapter is None:

@@ -1,7 +1,6 @@
 """scripts/setup_monitoring.sh and the dashboards: wrong use changes nothing; the real programs start, find a run,
 answer every query of the dashboards, and stop without a trace."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -19,20 +18,19 @@ import pytest
 from glm46.config.checkpoint import Metrics
 from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector, exported_names
+from scripts import make_dashboards
+from scripts.measure_alerts import free_ports
 from tests.unit.observe.test_alerts import FOLDER, RECORDED, ROOT
 from tests.unit.observe.test_exporter import begin, full_row, write_rows
 
 SCRIPT = ROOT / "scripts" / "setup_monitoring.sh"
 NAMES = ("prometheus", "alertmanager", "grafana", "node-exporter", "dcgm-exporter")
-_SPEC = importlib.util.spec_from_file_location("make_dashboards", ROOT / "scripts" / "make_dashboards.py")
-make_dashboards = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(make_dashboards)
 PAGES = {name: make_dashboards.dashboard_json(name) for name in make_dashboards.DASHBOARDS}
 QUERIES = [target["expr"] for page in PAGES.values() for panel in page["panels"] for target in panel["targets"]]
 
 
 def test_the_files_are_those_of_the_script():
-    """Mended by: python scripts/make_dashboards.py"""
+    """After a change, `python scripts/make_dashboards.py` writes the files again."""
     files = {path.stem: json.loads(path.read_text()) for path in (FOLDER / "dashboards").iterdir()}
     assert files == PAGES
 
@@ -84,14 +82,6 @@ def test_wrong_use_has_one_message_and_changes_nothing(tmp_path, options, words)
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done
     assert all(word in lines[0] for word in words), lines
     assert not (tmp_path / "state").exists()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
