@@ -26,6 +26,17 @@ def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
     return result
 
 
+def read_on_first_rank(read: Callable[[], _Result]) -> _Result:
+    """The result of `read` on rank 0, which alone calls it, on all ranks. Collective.
+
+    Raises:
+        UserError: on all ranks, if `read` raised one.
+    """
+    found = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def on_first_rank(*faults: str) -> tuple[str, ...]:
     """The faults on rank 0, which prints them for all ranks; nothing on the others."""
     return faults if dist.get_rank() == 0 else ()

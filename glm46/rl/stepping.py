@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.config.rl import RL
-from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.planner.plan import Plan
@@ -101,9 +101,7 @@ class StepBuilder:
     def _add_fields(self, rollout: Rollout, steps: Steps, *, is_inside: bool) -> None:
         """Add to the batches what the objectives read. Collective."""
         if is_inside:  # the networks have been updated since
-            found = [run_on_all_ranks(lambda: self._fields_of_journal(rollout.step))]
-            dist.broadcast_object_list(found)
-            fields = found[0]
+            fields = read_on_first_rank(lambda: read_fields(self._folder, rollout.step))
         else:
             fields = self._computed(rollout, steps)
         for batch in (batch for step in steps for batch in step):
@@ -120,9 +118,6 @@ class StepBuilder:
             names = [name for name in ("advantages", "correction", "returns") if name in steps[0][0]]
             fields |= {name: self._collected(rollout, steps, name) for name in names}
             write_on_first_rank(self._folder, lambda: write_fields(self._folder, rollout.step, fields))
-
-    def _fields_of_journal(self, step: int) -> dict[str, Tensor] | None:
-        return read_fields(self._folder, step) if self._cluster.process.is_main else None
 
     def _computed(self, rollout: Rollout, steps: Steps) -> dict[str, Tensor]:
         """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks. Collective."""

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from glm46.checkpoint.integrity import published_steps
 from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import load_text
-from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
@@ -164,7 +163,7 @@ class Reinforcement:
     def _begin(self, progress: Progress) -> None:
         """Find missing rollouts before the first step of a run, not behind its last hour. Collective."""
         steps = self._rollouts_left(progress)
-        run_on_all_ranks(lambda: self._journal.require(steps) if self.cluster.process.is_main else None)
+        read_on_first_rank(lambda: self._journal.require(steps))
 
     def _rollouts_left(self, progress: Progress) -> range:
         """First steps of this rollout and of all later ones."""
@@ -177,9 +176,7 @@ class Reinforcement:
         """The next rollout out of the groups that are on their way. Collective."""
         before = None if self._rollout is None else self._rollout.waiting
         if before is None:
-            found = [self._journal.waiting_before(first) if self.cluster.process.is_main else None]
-            dist.broadcast_object_list(found)
-            before = found[0]
+            before = read_on_first_rank(lambda: self._journal.waiting_before(first))
         if self._drawn_from < 0:
             self._update_engine(self._steps_made)
         self._ahead.begin(first, progress.prompts, before)
@@ -210,10 +207,8 @@ class Reinforcement:
     def _obtain(self, progress: Progress, first: int, *, is_inside: bool) -> Rollout | None:
         """The rollout that begins at a step; None if a stop was requested. Collective."""
         read = partial(self._journal.read, first, is_inside=is_inside, first_prompt=progress.prompts)
-        found = [run_on_all_ranks(lambda: read() if self.cluster.process.is_main else None)]
-        dist.broadcast_object_list(found)
-        if found[0] is not None:
-            return found[0]
+        if (found := read_on_first_rank(read)) is not None:
+            return found
         if first < self._config.warm_up_rollouts:
             answers = answers_of_labels(self._prompts, self.tokenizer)
             rollout = demonstrate(self._asking, self._prompts, answers, first, progress.prompts)
