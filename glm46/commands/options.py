@@ -12,6 +12,7 @@ VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
     "train": "train in this process; launch and torchrun start one for each rank",
     "ablate": "train the same run with different keys and compare them in one report",
+    "preflight": "check hosts, network, storage and the files of a run before it begins",
     "prepare": "make the shards of the sources that are missing, verify the others",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
     "benchmark": "measure speed and memory of this machine; see benchmark --help",

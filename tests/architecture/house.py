@@ -23,7 +23,7 @@ LAYERS = {
     "inference": 6,
     "training": 7, "evaluation": 7,
     "pretrain": 8, "rollout": 8, "ablation": 8,
-    "finetune": 9, "rl": 9, "benchmark": 9,
+    "finetune": 9, "rl": 9, "benchmark": 9, "preflight": 9,
     "commands": 10,
     "cli": 11,
     "__main__": 12,
@@ -32,10 +32,10 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 850, "checkpoint": 2350, "cli": 105,
-    "commands": 4420, "compat": 310, "config": 4600, "data": 2720,
+    "commands": 4700, "compat": 310, "config": 4600, "data": 2720,
     "distributed": 1000, "evaluation": 700, "files": 645, "finetune": 440, "huggingface": 2660, "inference": 1500,
     "model": 2_460, "observe": 1945, "optim": 1790, "parallelize": 1350,
-    "planner": 4690, "prepare": 1800, "pretrain": 560, "reliability": 880,
+    "planner": 4690, "preflight": 1520, "prepare": 1800, "pretrain": 560, "reliability": 880,
     "rewards": 515, "rl": 2560, "rollout": 1840,
     "training": 2530,
 }  # fmt: skip

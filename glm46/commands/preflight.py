@@ -1,0 +1,286 @@
+"""``python -m glm46 preflight``: check hosts, network, storage and the files of a run before it begins."""
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes
+from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
+from glm46.commands.rendezvous import rendezvous_options
+from glm46.commands.torchrun import End, LauncherSignals, run_ranks
+from glm46.config.check import check_config
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_config, load_config
+from glm46.config.run_config import RunConfig
+from glm46.distributed.environment import (
+    launched_rank,
+    launched_world_size,
+    set_variables,
+    share_cores,
+    variables_that_begin,
+    visible_gpus,
+)
+from glm46.planner.machine import detect_machine
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.preflight.compare import as_json, compare_hosts, host_facts, worst
+from glm46.preflight.gpu import GPU_CHECKS
+from glm46.preflight.host import HOST_CHECKS
+from glm46.preflight.monitoring import MONITORING_CHECKS
+from glm46.preflight.network import NETWORK_CHECKS
+from glm46.preflight.results import (
+    FAIL,
+    SKIP,
+    WAITS,
+    HostReport,
+    Result,
+    Rows,
+    Subject,
+    read_rows,
+    run_checks,
+    write_rows,
+)
+from glm46.preflight.storage import STORAGE_CHECKS, existing
+from glm46.reliability.stop import EXIT_HANG
+
+EXIT_FAIL = 1
+"""Exit code of a preflight with a FAIL."""
+
+_PROCESSES_WITHOUT_GPU = 2
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_")
+_CHECK_SECONDS = {False: 15.0, True: 300.0}
+_RANK_SECONDS = {False: 45, True: 300}
+"""Deadlines of each check, and of all that the ranks do: quick, full."""
+_JOIN_SECONDS = 30
+_LOG_COLUMNS = 150
+_LEAVE_SECONDS = 5.0
+_MEET_SECONDS = 60.0
+"""For the slowest host after the first one is ready."""
+
+
+def preflight_command(argv: Sequence[str]) -> int:
+    """Check the hosts of a run; returns the exit code.
+
+    Returns:
+        0 nothing fails; EXIT_FAIL something does.
+
+    Raises:
+        UserError: the config has faults, or the options and variables do not say which hosts there are.
+    """
+    arguments, overrides = parse_with_overrides(_parser(), argv)
+    if arguments.config is None and overrides:
+        raise UserError(f"command line: {overrides[0]}: overrides a key of no file; add --config FILE")
+    config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
+    if arguments.ranks_folder is not None:
+        return _run_rank(arguments, config)
+    nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    return _Host(arguments, overrides, config, nodes).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = verb_parser(
+        "preflight",
+        description=f"{VERBS['preflight'].capitalize()}.",
+        epilog="Exit code 0: nothing fails; 1: something does; 2: a mistake in options or config. On several hosts "
+        "start it as the run is started. Keys of the file can be stated again as --section.key VALUE.",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the TOML file of a run, whose needs are checked too"
+    )
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="under a minute; the default")
+    level.add_argument("--full", action="store_true", help="hash all files, larger messages, NVIDIA's diagnostic")
+    parser.add_argument("--local", action="store_true", help="this host alone, without starting ranks")
+    parser.add_argument(
+        "--nproc", type=process_count, metavar="N", help="ranks of each host; auto: one for each GPU, or two on a CPU"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, as one line of JSON")
+    parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
+    parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
+    parser.add_argument("--ranks-per-host", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+@dataclass
+class _Host:
+    """The examination of one host, and on the first one the judgement of all."""
+
+    arguments: argparse.Namespace
+    overrides: tuple[str, ...]
+    config: RunConfig | None
+    nodes: Nodes
+
+    def run(self) -> int:
+        """Examine this host, meet the others, start the ranks; returns the exit code."""
+        began, subject = time.monotonic(), self._subject()
+        report = self._examine(subject)
+        if self.arguments.local:
+            return self._show([report], [Result("ranks", SKIP, "--local starts none")], time.monotonic() - began)
+        if self.nodes.count == 1:
+            return self._show([report], self._judged([report], *self._start_ranks(subject)), time.monotonic() - began)
+        return self._meet(report, subject, began)
+
+    def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
+        """`run` on several hosts, which all return the exit code of the first."""
+        from glm46.preflight.meeting import Meeting
+
+        meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
+        found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
+        reports = [self._report_of(node, content) for node, content in enumerate(found)]
+        missing = [report.host for report, content in zip(reports, found, strict=True) if content is None]
+        missing = meeting.decide("missing", missing, self.nodes.count * _MEET_SECONDS)
+        end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), {}, {}
+        if missing == []:
+            end, rows, stages = self._start_ranks(subject)
+        every = meeting.collect("stages", stages, _MEET_SECONDS)
+        code = EXIT_FAIL
+        if self.nodes.rank == 0:
+            stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
+            group = [Result("ranks", SKIP, f"no ranks without {', '.join(missing)}")]
+            group = group if missing else self._judged(reports, end, rows, stages)
+            code = self._show(reports, group, time.monotonic() - began)
+        code = meeting.decide("code", code, _RANK_SECONDS[True])
+        meeting.collect("end", True, _LEAVE_SECONDS)
+        return EXIT_FAIL if code is None else code
+
+    def _report_of(self, node: int, content: dict[str, Any] | None) -> HostReport:
+        if content is not None:
+            return HostReport.of(content)
+        value = f"no report within {_MEET_SECONDS:.0f} s"
+        remedy = f"look at its output, and whether it reaches port {self.nodes.port} of {self.nodes.host}"
+        return HostReport(f"node {node}", [Result("host", FAIL, value, "answers", remedy)])
+
+    def _subject(self) -> Subject:
+        machine = detect_machine(visible_gpus(), nodes=self.nodes.count)
+        processes = self.arguments.nproc or self.nodes.processes or len(machine.gpus)
+        processes = processes or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+        ports = {"MASTER_PORT": self.nodes.port} if self.nodes.count > 1 else {}
+        if self.config is not None and self.config.metrics.prometheus_port is not None:
+            ports["metrics.prometheus_port"] = self.config.metrics.prometheus_port
+        return Subject(
+            machine=machine,
+            processes=processes,
+            plan=_plan_for(self.config, processes * self.nodes.count),
+            node=self.nodes.rank,
+            nodes=self.nodes.count,
+            address=self.nodes.host,
+            ports=ports,
+            variables=variables_that_begin(*_VARIABLES),
+            is_full=self.arguments.full,
+            prometheus=self.arguments.prometheus,
+        )
+
+    def _examine(self, subject: Subject) -> HostReport:
+        # Imported here: it loads torch, which a config with faults does not need.
+        from glm46.preflight.run_files import RUN_CHECKS
+
+        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | RUN_CHECKS | MONITORING_CHECKS
+        results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
+        text = dump_config(self.config) if self.config is not None else ""
+        return HostReport(socket.gethostname(), results, host_facts(subject, text))
+
+    def _start_ranks(self, subject: Subject) -> tuple[End, Rows, dict[int, str]]:
+        """Run the ranks of this host; returns their end, what they found, and where each of them was last."""
+        share_cores(subject.machine.cores, subject.processes)
+        with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+            options = ["--ranks-folder", folder, "--ranks-per-host", str(subject.processes)]
+            options += ["--full"] if self.arguments.full else []
+            options += ["--config", str(self.arguments.config), *self.overrides] if self.config is not None else []
+            nodes = replace(self.nodes, port=self.nodes.port + 1)  # the meeting has the first port
+            signals = LauncherSignals()
+            try:
+                end = run_ranks(rendezvous_options(nodes, subject.processes, 0), ["preflight", *options], signals)
+            finally:
+                signals.close()
+            stages = {int(path.name.removeprefix("rank-")): path.read_text() for path in Path(folder).glob("rank-*")}
+            return end, read_rows(Path(folder) / "rows.json"), stages
+
+    def _judged(self, reports: list[HostReport], end: End, rows: Rows, stages: dict[int, str]) -> list[Result]:
+        """The results of the ranks that are of all hosts; the others are added to the reports."""
+        for host, report in enumerate(reports):
+            report.results += rows.get(host, [])
+        group = rows.get(-1, [])
+        return [*group, _failed_ranks(stages, end)] if end.code else group
+
+    def _show(self, reports: list[HostReport], group: list[Result], seconds: float) -> int:
+        from rich.console import Console
+
+        from glm46.preflight.table import print_table
+
+        names = Counter(report.host for report in reports)
+        for node, report in enumerate(reports):
+            report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
+        compare_hosts(reports)
+        if self.arguments.json is not None:
+            self.arguments.json.write_text(as_json(reports, group, seconds) + "\n")
+        width = None if sys.stdout.isatty() else _LOG_COLUMNS
+        print_table(reports, group, seconds, Console(highlight=False, width=width))
+        every = [*group, *(result for report in reports for result in report.results)]
+        return EXIT_FAIL if worst(every) == FAIL else 0
+
+
+def _failed_ranks(stages: dict[int, str], end: End) -> Result:
+    """The result of ranks that did not come to their end: those that the others wait for."""
+    waiting = {rank for rank, stage in stages.items() if stage.endswith(WAITS) or stage == "done"}
+    behind = {rank: stage for rank, stage in sorted(stages.items()) if rank not in waiting} or stages
+    where = ", ".join(f"rank {rank} in {stage}" for rank, stage in behind.items()) or "before they began"
+    remedy = "look at the host of this rank: dmesg, GPU, network; then preflight it alone"
+    value = f"{end.cause or f'exit code {end.code}'}; {where}"
+    return Result("ranks", FAIL, value, "all come to their end", remedy)
+
+
+def _plan_for(config: RunConfig | None, world_size: int) -> Plan | None:
+    """The plan of a config on these ranks; on the fewest that its degrees allow if these do not fit."""
+    if config is None:
+        return None
+    return resolve_plan(config, None if check_config(config, world_size=world_size) else world_size)
+
+
+def _small_plan(config: RunConfig | None, world_size: int) -> Plan:
+    """The plan of a small model on these ranks, with the config's degrees where they fit it: its groups of ranks are
+    those that the run will make."""
+    kept = ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
+            "expert_parallel_degree")  # fmt: skip
+    degrees = {key: getattr(config.parallelism, key) for key in kept} if config is not None else {}
+    for parallelism in (degrees, {}):
+        small = RunConfig.model_validate_json(_SMALL_RUN).model_copy()
+        small = small.model_copy(update={"parallelism": small.parallelism.model_copy(update=parallelism)})
+        if not check_config(small, world_size=world_size):
+            break
+    return resolve_plan(small, world_size)
+
+
+_SMALL_RUN = """{
+    "job": {"dump_folder": "none"}, "model": {"flavor": "debug"},
+    "data": {"document_mask": true, "sources": [{"name": "random", "path": "none"}]},
+    "training": {"seq_len": 64, "local_batch_size": 1, "steps": 4, "mixed_precision_param": "float32"},
+    "optimizer": {"name": "AdamW", "lr": 1e-3}
+}"""
+
+
+def _run_rank(arguments: argparse.Namespace, config: RunConfig | None) -> int:
+    """Take part as one rank. Collective."""
+    from glm46.distributed.process import die_with_parent, join, leave
+    from glm46.preflight.ranks import Examination
+
+    die_with_parent()
+    deadline = threading.Timer(_RANK_SECONDS[arguments.full], os._exit, (EXIT_HANG,))
+    deadline.daemon = True
+    deadline.start()
+    (arguments.ranks_folder / f"rank-{launched_rank()}").write_text("meeting")
+    process = join(_JOIN_SECONDS)
+    examination = Examination(process, arguments.ranks_folder, arguments.ranks_per_host, is_full=arguments.full)
+    shared = None if config is None else existing(Path(config.job.dump_folder))
+    rows = examination.run(shared, _small_plan(config, launched_world_size()))
+    if process.is_main:
+        write_rows(rows, arguments.ranks_folder / "rows.json")
+    leave()
+    return 0

@@ -1,0 +1,30 @@
+"""`preflight` on two hosts of one rank each, both of which are this machine."""
+
+import json
+
+from glm46.config.loader import dump_config
+from glm46.preflight.results import FAIL
+from tests.ranks.test_launch import free_port
+
+
+def start(server, port: str, node: int, *argv: str, **variables: str):
+    environment = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    return server.start("preflights.preflight", "--nproc", "1", *argv, environment=environment)
+
+
+def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
+    config = make_config(checkpoint={"interval": 2})
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    port, options = free_port(), ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
+    first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
+    assert [first.wait(60), second.wait(60)] == [1, 1], first.output.read_text()
+    found = json.loads((tmp_path / "found.json").read_text())
+    # Other work on this machine may be a warning, and is no failure.
+    bad = [[r["check"] for r in host["results"] if r["verdict"] == FAIL] for host in found["hosts"]]
+    assert bad == [[], ["NCCL variables", "equal variables"]], first.output.read_text()
+    values = {r["check"]: r["value"] for host in found["hosts"] for r in host["results"]}
+    assert values["shared folder"].endswith("2 of 2 hosts' files seen")
+    group = {r["check"]: r["verdict"] for r in found["group"]}
+    assert FAIL not in group.values() and {"all-reduce", "all-to-all sums", "small steps"} <= set(group)
+    assert "(node 1), NCCL variables: unset it" in first.output.read_text()
+    assert list(tmp_path.glob(".preflight*")) == []
