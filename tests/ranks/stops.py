@@ -62,6 +62,12 @@ def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
     Saver._save = at("save", Saver._save)
 
 
+def catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of a signal, or blocks it until it has."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return any(int(status[mask], 16) >> (number - 1) & 1 for mask in ("SigCgt", "SigBlk"))
+
+
 def attempt(config, base: Path, moment: str, number: signal.Signals, chance: random.Random) -> dict:
     """Start the run and end it at a moment."""
     mark, log = base / "mark", base / "log"
@@ -69,7 +75,9 @@ def attempt(config, base: Path, moment: str, number: signal.Signals, chance: ran
     pause = 1000.0 if moment == "second" else chance.uniform(0.05, 0.3)
     launcher = fork_launch(base / "run.toml", log, lambda rank: hamper(rank, moment, mark, pause))
     if moment == "start":
-        time.sleep(chance.uniform(0.1, 0.8))  # before, the launcher itself is only beginning
+        while not catches(launcher, number):  # before, the launcher itself is only beginning
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.7))
     while moment not in ("start", "leave", "none") and not mark.exists() and is_alive(launcher):
         time.sleep(0.002)
     began = time.monotonic()
