@@ -1,11 +1,9 @@
 """``python -m glm46 preflight``: check hosts, network, storage and the files of a run before it begins."""
 
 import argparse
-import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes
+from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_hosts
 from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
+from glm46.commands.preflight_hosts import reach, run_nodes
+from glm46.commands.preflight_ranks import run_rank
 from glm46.commands.rendezvous import rendezvous_options
 from glm46.commands.torchrun import End, LauncherSignals, run_ranks
 from glm46.config.check import check_config
@@ -22,16 +22,15 @@ from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import (
-    launched_rank,
-    launched_world_size,
     set_variables,
     share_cores,
     variables_that_begin,
     visible_gpus,
 )
+from glm46.distributed.hostfile import read_hostfile
 from glm46.planner.machine import detect_machine
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.preflight.compare import as_json, compare_hosts, host_facts, worst
+from glm46.preflight.compare import as_json, compare_hosts, from_json, host_facts, worst
 from glm46.preflight.gpu import GPU_CHECKS
 from glm46.preflight.host import HOST_CHECKS
 from glm46.preflight.monitoring import MONITORING_CHECKS
@@ -46,10 +45,8 @@ from glm46.preflight.results import (
     Subject,
     read_rows,
     run_checks,
-    write_rows,
 )
-from glm46.preflight.storage import STORAGE_CHECKS, existing
-from glm46.reliability.stop import EXIT_HANG
+from glm46.preflight.storage import STORAGE_CHECKS
 
 EXIT_FAIL = 1
 """Exit code of a preflight with a FAIL."""
@@ -59,8 +56,8 @@ _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_")
 _CHECK_SECONDS = {False: 15.0, True: 300.0}
 _RANK_SECONDS = {False: 45, True: 300}
 """Deadlines of each check, and of all that the ranks do: quick, full."""
-_JOIN_SECONDS = 30
 _LOG_COLUMNS = 150
+_STANDARD_OUTPUT = Path("-")
 _LEAVE_SECONDS = 5.0
 _MEET_SECONDS = 60.0
 """For the slowest host after the first one is ready."""
@@ -80,7 +77,11 @@ def preflight_command(argv: Sequence[str]) -> int:
         raise UserError(f"command line: {overrides[0]}: overrides a key of no file; add --config FILE")
     config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
     if arguments.ranks_folder is not None:
-        return _run_rank(arguments, config)
+        return run_rank(arguments, config, _RANK_SECONDS[arguments.full])
+    if arguments.hostfile is not None:
+        if arguments.local:
+            raise UserError("command line: --hostfile with --local: one is many hosts, the other this one; remove one")
+        return _over_ssh(arguments, overrides)
     nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
     return _Host(arguments, overrides, config, nodes).run()
 
@@ -102,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc", type=process_count, metavar="N", help="ranks of each host; auto: one for each GPU, or two on a CPU"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, as one line of JSON")
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="start it on these hosts from here, over ssh; as that of launch"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one line of JSON; - prints it")
     parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
     parser.add_argument("--ranks-per-host", type=int, help=argparse.SUPPRESS)
@@ -123,9 +127,13 @@ class _Host:
         began, subject = time.monotonic(), self._subject()
         report = self._examine(subject)
         if self.arguments.local:
-            return self._show([report], [Result("ranks", SKIP, "--local starts none")], time.monotonic() - began)
+            return _finish(
+                self.arguments, [report], [Result("ranks", SKIP, "--local starts none")], time.monotonic() - began
+            )
         if self.nodes.count == 1:
-            return self._show([report], self._judged([report], *self._start_ranks(subject)), time.monotonic() - began)
+            return _finish(
+                self.arguments, [report], self._judged([report], *self._start_ranks(subject)), time.monotonic() - began
+            )
         return self._meet(report, subject, began)
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
@@ -146,7 +154,7 @@ class _Host:
             stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
             group = [Result("ranks", SKIP, f"no ranks without {', '.join(missing)}")]
             group = group if missing else self._judged(reports, end, rows, stages)
-            code = self._show(reports, group, time.monotonic() - began)
+            code = _finish(self.arguments, reports, group, time.monotonic() - began)
         code = meeting.decide("code", code, _RANK_SECONDS[True])
         meeting.collect("end", True, _LEAVE_SECONDS)
         return EXIT_FAIL if code is None else code
@@ -210,21 +218,55 @@ class _Host:
         group = rows.get(-1, [])
         return [*group, _failed_ranks(stages, end)] if end.code else group
 
-    def _show(self, reports: list[HostReport], group: list[Result], seconds: float) -> int:
-        from rich.console import Console
 
-        from glm46.preflight.table import print_table
+def _finish(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
+    """Compare the hosts, then `_show`."""
+    names = Counter(report.host for report in reports)
+    for node, report in enumerate(reports):
+        report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
+    compare_hosts(reports)
+    return _show(arguments, reports, group, seconds)
 
-        names = Counter(report.host for report in reports)
-        for node, report in enumerate(reports):
-            report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
-        compare_hosts(reports)
-        if self.arguments.json is not None:
-            self.arguments.json.write_text(as_json(reports, group, seconds) + "\n")
-        width = None if sys.stdout.isatty() else _LOG_COLUMNS
+
+def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
+    """Print and write all results; returns the exit code."""
+    from rich.console import Console
+
+    from glm46.preflight.table import print_table
+
+    line = as_json(reports, group, seconds)
+    if arguments.json is not None and arguments.json != _STANDARD_OUTPUT:
+        arguments.json.write_text(line + "\n")
+    width = None if sys.stdout.isatty() else _LOG_COLUMNS
+    if arguments.json == _STANDARD_OUTPUT:
+        print(line, flush=True)
+    else:
         print_table(reports, group, seconds, Console(highlight=False, width=width))
-        every = [*group, *(result for report in reports for result in report.results)]
-        return EXIT_FAIL if worst(every) == FAIL else 0
+    every = [*group, *(result for report in reports for result in report.results)]
+    return EXIT_FAIL if worst(every) == FAIL else 0
+
+
+def _over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
+    """Preflight of the hosts of a hostfile, from here; returns the exit code."""
+    began, hosts = time.monotonic(), read_hostfile(arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    reached, lost = reach(hosts)
+    options = ["--json", "-", "--nproc", str(hosts[0].slots or arguments.nproc or "auto")]
+    options += ["--full"] if arguments.full else []
+    options += ["--prometheus", arguments.prometheus] if arguments.prometheus else []
+    options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
+    reports, group = [], [Result("ranks", SKIP, "no host is reached")]
+    if reached:
+        line, output = run_nodes(reached, options, is_full=arguments.full)
+        if line is None:
+            said = "; ".join(output.strip().splitlines()[-3:]) or "nothing"
+            remedy = f"{Path.cwd()}, this checkout and {sys.executable} must be at the same places on all hosts"
+            lost.append(HostReport(reached[0].name, [Result("preflight", FAIL, said, "its results", remedy)]))
+        else:
+            reports, group, _ = from_json(line)
+            for host, report in zip(reached, reports, strict=True):
+                report.host = host.name
+    return _show(arguments, [*reports, *lost], group, time.monotonic() - began)
 
 
 def _failed_ranks(stages: dict[int, str], end: End) -> Result:
@@ -242,45 +284,3 @@ def _plan_for(config: RunConfig | None, world_size: int) -> Plan | None:
     if config is None:
         return None
     return resolve_plan(config, None if check_config(config, world_size=world_size) else world_size)
-
-
-def _small_plan(config: RunConfig | None, world_size: int) -> Plan:
-    """The plan of a small model on these ranks, with the config's degrees where they fit it: its groups of ranks are
-    those that the run will make."""
-    kept = ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
-            "expert_parallel_degree")  # fmt: skip
-    degrees = {key: getattr(config.parallelism, key) for key in kept} if config is not None else {}
-    for parallelism in (degrees, {}):
-        small = RunConfig.model_validate_json(_SMALL_RUN).model_copy()
-        small = small.model_copy(update={"parallelism": small.parallelism.model_copy(update=parallelism)})
-        if not check_config(small, world_size=world_size):
-            break
-    return resolve_plan(small, world_size)
-
-
-_SMALL_RUN = """{
-    "job": {"dump_folder": "none"}, "model": {"flavor": "debug"},
-    "data": {"document_mask": true, "sources": [{"name": "random", "path": "none"}]},
-    "training": {"seq_len": 64, "local_batch_size": 1, "steps": 4, "mixed_precision_param": "float32"},
-    "optimizer": {"name": "AdamW", "lr": 1e-3}
-}"""
-
-
-def _run_rank(arguments: argparse.Namespace, config: RunConfig | None) -> int:
-    """Take part as one rank. Collective."""
-    from glm46.distributed.process import die_with_parent, join, leave
-    from glm46.preflight.ranks import Examination
-
-    die_with_parent()
-    deadline = threading.Timer(_RANK_SECONDS[arguments.full], os._exit, (EXIT_HANG,))
-    deadline.daemon = True
-    deadline.start()
-    (arguments.ranks_folder / f"rank-{launched_rank()}").write_text("meeting")
-    process = join(_JOIN_SECONDS)
-    examination = Examination(process, arguments.ranks_folder, arguments.ranks_per_host, is_full=arguments.full)
-    shared = None if config is None else existing(Path(config.job.dump_folder))
-    rows = examination.run(shared, _small_plan(config, launched_world_size()))
-    if process.is_main:
-        write_rows(rows, arguments.ranks_folder / "rows.json")
-    leave()
-    return 0

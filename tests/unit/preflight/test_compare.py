@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from glm46.commands.preflight import _failed_ranks, _small_plan
+from glm46.commands.preflight import _failed_ranks
+from glm46.commands.preflight_ranks import small_plan
 from glm46.commands.torchrun import End
 from glm46.preflight.compare import as_json, compare_hosts, from_json, worst
 from glm46.preflight.results import FAIL, PASS, SKIP, WAITS, WARN, HostReport, Result
@@ -55,7 +56,7 @@ def test_the_rank_that_others_wait_for_is_named():
 
 
 def test_the_small_model_keeps_the_degrees_that_fit_it(make_config):
-    plan = _small_plan(make_config(parallelism={"tensor_parallel_degree": 2}), 4)
+    plan = small_plan(make_config(parallelism={"tensor_parallel_degree": 2}), 4)
     assert (plan.layout.tp, plan.layout.world_size) == (2, 4)
-    assert _small_plan(make_config(parallelism={"tensor_parallel_degree": 3}), 4).layout.tp == 1
-    assert _small_plan(None, 3).layout.world_size == 3
+    assert small_plan(make_config(parallelism={"tensor_parallel_degree": 3}), 4).layout.tp == 1
+    assert small_plan(None, 3).layout.world_size == 3

@@ -1,0 +1,58 @@
+"""One rank of ``python -m glm46 preflight``, and the small model that it trains."""
+
+import argparse
+import os
+import threading
+from pathlib import Path
+
+from glm46.config.check import check_config
+from glm46.config.run_config import RunConfig
+from glm46.distributed.environment import launched_rank, launched_world_size
+from glm46.planner.plan import Plan, resolve_plan
+from glm46.preflight.results import write_rows
+from glm46.preflight.storage import existing
+from glm46.reliability.stop import EXIT_HANG
+
+_JOIN_SECONDS = 30
+
+
+def small_plan(config: RunConfig | None, world_size: int) -> Plan:
+    """The plan of a small model on these ranks, with the config's degrees where they fit it: its groups of ranks are
+    those that the run will make."""
+    kept = ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
+            "expert_parallel_degree")  # fmt: skip
+    degrees = {key: getattr(config.parallelism, key) for key in kept} if config is not None else {}
+    for parallelism in (degrees, {}):
+        small = RunConfig.model_validate_json(_SMALL_RUN).model_copy()
+        small = small.model_copy(update={"parallelism": small.parallelism.model_copy(update=parallelism)})
+        if not check_config(small, world_size=world_size):
+            break
+    return resolve_plan(small, world_size)
+
+
+_SMALL_RUN = """{
+    "job": {"dump_folder": "none"}, "model": {"flavor": "debug"},
+    "data": {"document_mask": true, "sources": [{"name": "random", "path": "none"}]},
+    "training": {"seq_len": 64, "local_batch_size": 1, "steps": 4, "mixed_precision_param": "float32"},
+    "optimizer": {"name": "AdamW", "lr": 1e-3}
+}"""
+
+
+def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: float) -> int:
+    """Take part as one rank, for at most so many seconds; returns the exit code. Collective."""
+    from glm46.distributed.process import die_with_parent, join, leave
+    from glm46.preflight.ranks import Examination
+
+    die_with_parent()
+    deadline = threading.Timer(seconds, os._exit, (EXIT_HANG,))
+    deadline.daemon = True
+    deadline.start()
+    (arguments.ranks_folder / f"rank-{launched_rank()}").write_text("meeting")
+    process = join(_JOIN_SECONDS)
+    examination = Examination(process, arguments.ranks_folder, arguments.ranks_per_host, is_full=arguments.full)
+    shared = None if config is None else existing(Path(config.job.dump_folder))
+    rows = examination.run(shared, small_plan(config, launched_world_size()))
+    if process.is_main:
+        write_rows(rows, arguments.ranks_folder / "rows.json")
+    leave()
+    return 0

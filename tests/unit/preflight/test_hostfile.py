@@ -1,0 +1,31 @@
+"""`preflight --hostfile`: hosts that ssh does not reach are results, options that exclude each other are refused."""
+
+import os
+
+import pytest
+
+from glm46.commands.preflight import preflight_command
+from glm46.commands.preflight_hosts import reach
+from glm46.config.errors import UserError
+from glm46.distributed.hostfile import Host
+from glm46.preflight.results import FAIL
+from tests.fake_ssh import UNREACHABLE, write_ssh
+
+
+def test_a_host_that_ssh_does_not_reach_is_a_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
+    good, lost = Host(1, "localhost"), Host(2, UNREACHABLE, "me")
+    reached, reports = reach([good, lost])
+    assert reached == [good] and [report.host for report in reports] == [UNREACHABLE]
+    [found] = reports[0].results
+    assert found.verdict == FAIL and "No route to host" in found.value and f"me@{UNREACHABLE}" in found.remedy
+
+
+def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="ssh is not on PATH"):
+        reach([Host(1, "localhost")])
+    with pytest.raises(UserError, match="--hostfile with --local"):
+        preflight_command(["--hostfile", "hosts", "--local"])
+    with pytest.raises(UserError, match="add --config"):
+        preflight_command(["--job.dump_folder", "out"])
