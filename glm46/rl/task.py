@@ -2,39 +2,34 @@
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glm46.checkpoint.integrity import published_steps
 from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import load_text
-from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
+from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
-from glm46.model.routes import compact_routes
 from glm46.planner.plan import Plan
 from glm46.reliability.stop import StopRequest
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.environment import Environment
 from glm46.rewards.scorer import READ_LABELS, Scorer
-from glm46.rl.ahead import AheadSource
 from glm46.rl.asking import Asking
-from glm46.rl.drawing import InOrder, demonstrate, draw_rollout
 from glm46.rl.engines import build_engine
 from glm46.rl.journal import Journal
 from glm46.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
 from glm46.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
-from glm46.rl.prompts import Prompt, answers_of_labels, read_prompts, require_reachable_labels
+from glm46.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.rl.rollouts import Rollout
-from glm46.rl.stepping import StepBuilder, write_on_first_rank
+from glm46.rl.stepping import StepBuilder
+from glm46.rl.supply import RolloutSupply
 from glm46.rl.validation import PromptSet, answered_lines, validate_sets
 from glm46.rollout.records import SamplingRules
 from glm46.training import loop
@@ -94,29 +89,15 @@ class Reinforcement:
             seed=plan.config.debug.seed,
             environment=environment,
         )
-        self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
-        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, self._journal.folder)
-        self._ahead: AheadSource | None = None
-        steps = plan.config.rollout.max_staleness * steps_per_rollout(plan)
-        if steps and self._config.mode == "whole":
-            self._ahead = AheadSource(
-                self._asking, self._prompts, oldest=steps, version=lambda: self._drawn_from, is_stopped=self._is_stopped
-            )
-            self._asking.engine.draw_ahead(self._asking.rules, self._journal.drawn_ahead)
+        journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
+        self._supply = RolloutSupply(plan, self._asking, self._prompts, journal, self._is_stopped)
+        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, journal.folder)
         self._rollout: Rollout | None = None
         self._steps: list[list[Batch]] = []
-        self._steps_made = 0
-        self._drawn_from = -1
         self._equal_rollouts = 0
 
     def _is_stopped(self) -> bool:
         return self._stop is not None and self._stop.signal_name is not None
-
-    def _update_engine(self, version: int) -> None:
-        """Give the engine the weights after this many steps, if it has others. Collective."""
-        if version != self._drawn_from:
-            self._asking.engine.update(version)
-            self._drawn_from = version
 
     def _read(self) -> tuple[list[Prompt], list[PromptSet]]:
         config = self.plan.config
@@ -139,17 +120,15 @@ class Reinforcement:
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
         if self._rollout is None:
-            self._begin(progress)
+            self._supply.begin(progress)
         if self._config.mode != "rollout_only":  # whose weights are those of its start
-            self._steps_made = progress.step
+            self._supply.steps_made = progress.step
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
-            self._rollout = self._obtain(progress, first, is_inside=within > 0)
+            self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
             if self._rollout is None:
                 return {}
-            if self._ahead is not None and not self._rollout.is_demonstration:
-                self._go_on_ahead(first)
             progress.prompts = self._rollout.next_prompt
             is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
             self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
@@ -160,42 +139,6 @@ class Reinforcement:
             self._rollout.figures["logprob_seconds"] = time.perf_counter() - began
         return self._rollout.figures
 
-    def _begin(self, progress: Progress) -> None:
-        """Find missing rollouts before the first step of a run, not behind its last hour. Collective."""
-        steps = self._rollouts_left(progress)
-        read_on_first_rank(lambda: self._journal.require(steps))
-
-    def _rollouts_left(self, progress: Progress) -> range:
-        """First steps of this rollout and of all later ones."""
-        training, per_rollout = self.plan.config.training, steps_per_rollout(self.plan)
-        left = (self.plan.budget_tokens - progress.tokens) / (int(training.global_batch_size) * training.seq_len)
-        first = progress.step - progress.step % per_rollout
-        return range(first, progress.step + math.ceil(left), per_rollout)
-
-    def _draw_from_ahead(self, first: int, progress: Progress) -> Rollout | None:
-        """The next rollout out of the groups that are on their way. Collective."""
-        before = None if self._rollout is None else self._rollout.waiting
-        if before is None:
-            before = read_on_first_rank(lambda: self._journal.waiting_before(first))
-        if self._drawn_from < 0:
-            self._update_engine(self._steps_made)
-        self._ahead.begin(first, progress.prompts, before)
-        rollout = draw_rollout(self._asking, self._prompts, self._ahead, first, progress.prompts)
-        if rollout is not None:
-            later = min(self.plan.config.rollout.max_staleness, len(self._rollouts_left(progress)) - 1)
-            self._update_engine(self._steps_made)
-            self._ahead.hand_out(later * self._config.prompts_per_rollout)
-            rollout.next_prompt = self._ahead.next_prompt
-            rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
-        return rollout
-
-    def _go_on_ahead(self, first: int) -> None:
-        """Draw what later rollouts need, while this one trains. Collective."""
-        self._update_engine(self._steps_made)
-        if self._ahead.waiting != dict(self._rollout.waiting):  # it was read from the journal
-            self._ahead.begin(first, self._rollout.next_prompt, self._rollout.waiting)
-        self._ahead.go_on()
-
     @torch.no_grad()
     def _start_critic(self) -> None:
         """The critic begins with the policy's weights, but for its head."""
@@ -204,34 +147,12 @@ class Reinforcement:
             if name in policy:
                 tensor.copy_(policy[name])
 
-    def _obtain(self, progress: Progress, first: int, *, is_inside: bool) -> Rollout | None:
-        """The rollout that begins at a step; None if a stop was requested. Collective."""
-        read = partial(self._journal.read, first, is_inside=is_inside, first_prompt=progress.prompts)
-        if (found := read_on_first_rank(read)) is not None:
-            return found
-        if first < self._config.warm_up_rollouts:
-            answers = answers_of_labels(self._prompts, self.tokenizer)
-            rollout = demonstrate(self._asking, self._prompts, answers, first, progress.prompts)
-        elif self._ahead is not None:
-            rollout = self._draw_from_ahead(first, progress)
-        else:
-            self._update_engine(self._steps_made)
-            source = InOrder(self._asking, self._prompts, progress.prompts)
-            rollout = draw_rollout(self._asking, self._prompts, source, first, progress.prompts)
-        if rollout is not None and "routes" in rollout.arrays:
-            routes = torch.from_numpy(rollout.arrays["routes"])
-            rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self.plan.shape).numpy()
-        if rollout is not None:
-            kept = published_steps(self.plan.config.checkpoint_folder)
-            write_on_first_rank(self._journal.folder, lambda: self._journal.write(rollout, kept))
-        return rollout
-
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`; without batches if a stop was requested."""
         seq_len = self.plan.config.training.seq_len
         if self._rollout is None:
             return StepBatches([], sequences, seq_len, 0.0)
-        self._steps_made = progress.step + 1
+        self._supply.steps_made = progress.step + 1
         batches = self._steps[progress.step - self._rollout.step]
         rows = self.plan.layout.dp_degree * sum(len(batch["input_ids"]) for batch in batches)
         return StepBatches(batches, sequences, seq_len, 0.0, packed_rows=rows)
@@ -260,7 +181,7 @@ class Reinforcement:
 
     def validate(self) -> dict[str, float]:
         """See `Task.validate`: rewards and pass@k of the answers to each set of prompts."""
-        self._update_engine(self._steps_made)
+        self._supply.update_engine()
         return validate_sets(self._asking, self._sets)
 
     def describe(self) -> list[str]:
@@ -288,7 +209,8 @@ class Reinforcement:
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""
         self._stop = stop
-        self._update_engine(progress.step)
+        self._supply.steps_made = progress.step
+        self._supply.update_engine()
         prompts = self._sets[0].prompts if self._sets else self._prompts
         return answered_lines(self._asking, prompts, progress.step)
 

@@ -36,7 +36,7 @@ LINE_BUDGETS = {
     "distributed": 1000, "evaluation": 700, "files": 645, "finetune": 440, "huggingface": 2660, "inference": 1500,
     "model": 2_460, "observe": 1945, "optim": 1790, "parallelize": 1350,
     "planner": 4690, "preflight": 1520, "prepare": 1800, "pretrain": 560, "reliability": 880,
-    "rewards": 515, "rl": 2560, "rollout": 1840,
+    "rewards": 515, "rl": 2620, "rollout": 1840,
     "training": 2530,
 }  # fmt: skip
 LINE_GOAL = 17_500
