@@ -9,17 +9,20 @@ import base64
 import hashlib
 import io
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import vllm
+from vllm import envs
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 1
+REVISION = 2
 """Of these methods; the client compares it."""
 
 if vllm.__version__.split("+")[0] != VLLM_RELEASE:
@@ -36,8 +39,18 @@ def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replac
     return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts.long())
 
 
+_select_backend = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+
+def _select_backend_without_adapters(moe_config):
+    """vLLM's choice of kernels for experts. With adapters in the server it takes those of Triton, which a CPU lacks,
+    and the first request of an adapter ends the server. Those of a CPU add no adapters of experts."""
+    return _select_backend(replace(moe_config, is_lora_enabled=False))
+
+
 if not torch.cuda.is_available():
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    unquantized_fused_moe_method.select_unquantized_moe_backend = _select_backend_without_adapters
 
 
 def _check_files(folder: Path) -> int:
@@ -122,13 +135,21 @@ class Extension:
 
     def glm46_describe(self) -> dict:
         """What the client compares at its start."""
-        config = self.vllm_config
+        config, lora = self.vllm_config, self.vllm_config.lora_config
         return {
             "revision": REVISION,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "lora_rank": lora.max_lora_rank if lora and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING else 0,
+            "expert_adapters": torch.cuda.is_available(),
+            "returns_routes": bool(config.aux_output_config and config.aux_output_config.enable_return_routed_experts),
+            "dense_layers": config.model_config.hf_config.first_k_dense_replace,
         }
+
+    def glm46_check(self, folder: str) -> dict:
+        """Compare the files of a folder with its manifest, before vLLM's own calls read them."""
+        return {"version": _check_files(Path(folder))}
 
     def glm46_load(self, folder: str) -> dict:
         """Load the weights of a folder in place. After an error the weights are neither old nor new: load again."""

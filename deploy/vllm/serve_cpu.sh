@@ -7,6 +7,7 @@ folder=${1:?"usage: $0 FOLDER PORT [options]"}
 port=${2:?"usage: $0 FOLDER PORT [options]"}
 here=$(cd "$(dirname "$0")" && pwd)
 export VLLM_SERVER_DEV_MODE=1                # (*) the calls that change weights
+export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1    # (*) and adapters, with --enable-lora
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"   # (*) where glm_ext.py is
 export VLLM_ENABLE_V1_MULTIPROCESSING=0      # one process less: a third less work at the start
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_OMP_THREADS_BIND=nobind  # threads that spin on shared cores cost 30 x

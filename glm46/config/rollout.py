@@ -71,6 +71,10 @@ class Rollout(Section):
     """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""
 
+    send_adapters: Annotated[bool, Needs("kind", "vllm")] = False
+    """The servers have the base of [adapter], and each update sends the adapters alone, by vLLM's own call. Otherwise
+    each update is the base with the adapters added, which servers of any options take."""
+
     deadline_seconds: Annotated[float, _SERVED] = Field(1800.0, gt=0.0)
     """Longest time for one completion, its wait in the server included, and for one server's update. A completion that
     takes longer is aborted; what was drawn by then is kept."""

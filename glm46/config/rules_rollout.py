@@ -65,6 +65,19 @@ def servers_are_named(config: RunConfig) -> Faults:
         )
 
 
+def adapters_can_be_sent(config: RunConfig) -> Faults:
+    """There are adapters, of a kind that servers add to their weights."""
+    if config.rollout is None or not config.rollout.send_adapters:
+        return
+    if config.adapter is None or config.adapter.name != "lora":
+        has = "[adapter]: absent" if config.adapter is None else f"adapter.name = {show(config.adapter.name)}"
+        yield Fault(
+            ("rollout.send_adapters", "adapter.name"),
+            f'rollout.send_adapters = true, {has}: servers add LoRA alone; set adapter.name = "lora", or remove '
+            "rollout.send_adapters",
+        )
+
+
 def groups_split_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The ranks that draw with one model split it evenly."""
     if config.rollout is None:
@@ -218,6 +231,7 @@ ROLLOUT_RULES = (
     sections_come_together,
     policy_has_a_base,
     samples_fit_into_rows,
+    adapters_can_be_sent,
     servers_are_named,
     mode_has_what_it_does,
     rewards_have_names,

@@ -105,6 +105,11 @@ def is_of_expert(module: str) -> bool:
     return ".mlp.experts." in module
 
 
+def is_for_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the keys of an adapter_config.json that `export_adapter` writes name routed experts."""
+    return not set(_EXPERT_PROJECTIONS).isdisjoint(config["target_modules"])
+
+
 def _config(modules: Collection[str], num_layers: int) -> dict[str, Any]:
     """The keys of adapter_config.json that say which modules are adapted, by their Hugging Face names.
 

@@ -42,10 +42,13 @@ def build_engine(
         length, routes = config.training.seq_len, config.rl.routing_replay
         return LocalEngine(policy, max_length=length, mesh=mesh, routes=routes, is_stopped=is_stopped)
     dtype = getattr(torch, config.training.mixed_precision_param)
+    weights = Path(config.job.dump_folder, "rollout_weights").resolve()
+    write = write_adapters if section.send_adapters else write_policy
     return ServerEngine(
         section,
-        folder=Path(config.job.dump_folder, "rollout_weights").resolve(),
-        export=lambda folder: write_policy(policy, tokenizer, folder, dtype),
+        folder=weights,
+        base=_base(policy, Path(section.weights_folder or weights)) if section.send_adapters else None,
+        export=lambda folder: write(policy, tokenizer, folder, dtype),
         score=lambda sequences: score(policy, sequences),
         probe=list(prompts[:_PROBES]),
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
@@ -55,22 +58,34 @@ def build_engine(
 def write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write the policy as a Hugging Face folder, its adapters merged as `whole_weights` does. Collective.
 
-    Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base. A base
-    in another format than Hugging Face's is written beside the versions, once.
+    Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base.
     """
-    config = policy.plan.config
-    if config.adapter is None:
+    if policy.plan.config.adapter is None:
         write_weights(policy, tokenizer, folder, dtype)
         return
-    start, adapter = config.checkpoint, folder.with_name(f"{folder.name}-adapter")
-    base = Path(start.initial_load_path) if start.initial_load_in_hf else folder.with_name("base")
-    if not run_on_all_ranks(base.exists):
-        write_weights(policy, tokenizer, base, dtype)
+    adapter = folder.with_name(f"{folder.name}-adapter")
     if dist.get_rank() == 0 and adapter.exists():  # of a run that was killed; export begins with a collective
         shutil.rmtree(adapter)
-    scale = config.adapter.scale
-    export_adapter(adapter, policy.plan.shape, policy.parameters, scale=scale, base=str(base))
-    merge_adapter(base, adapter, folder, target=dtype)
+    write_adapters(policy, tokenizer, adapter, dtype)
+    merge_adapter(_base(policy, folder.parent), adapter, folder, target=dtype)
+
+
+def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write the adapters of the policy as a PEFT folder. Collective.
+
+    A base in another format than Hugging Face's is written beside the versions, once.
+    """
+    base = _base(policy, folder.parent)
+    if not run_on_all_ranks(base.exists):
+        write_weights(policy, tokenizer, base, dtype)
+    scale = policy.plan.config.adapter.scale
+    export_adapter(folder, policy.plan.shape, policy.parameters, scale=scale, base=str(base))
+
+
+def _base(policy: Network, versions: Path) -> Path:
+    """The Hugging Face folder of the base, in the folder of versions if the run began with another format."""
+    start = policy.plan.config.checkpoint
+    return Path(start.initial_load_path) if start.initial_load_in_hf else versions / "base"
 
 
 def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

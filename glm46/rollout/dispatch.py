@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from glm46.config.errors import UserError
-from glm46.rollout.http_calls import CallError, RefusedError
+from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_state import EngineError, ServerState
 
@@ -181,8 +181,11 @@ class Dispatch:
             return
         if isinstance(outcome, RefusedError):
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
-        self._failed_on[sent.index].append(state)
         self._waiting.appendleft([sent.index])
+        if isinstance(outcome, ForgottenError):
+            self._lose(state, str(outcome))
+            return
+        self._failed_on[sent.index].append(state)
         state.failures += 1
         reason = str(outcome)
         try:

@@ -17,6 +17,10 @@ class RefusedError(CallError):
     """The server understood the request and refuses it (4xx): another server would refuse it too."""
 
 
+class ForgottenError(CallError):
+    """The server has none of the weights that it was given: it was started again."""
+
+
 def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     """POST `body` as JSON, or GET without one, and return the JSON reply; None if it is empty.
 
@@ -28,6 +32,15 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
         RefusedError: the reply is 4xx.
         CallError: no connection, no complete reply in time, a 5xx, or a reply that is not JSON.
     """
+    content = exchange(url, path, body, seconds=seconds)
+    try:
+        return json.loads(content) if content else None
+    except ValueError:
+        raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None
+
+
+def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
+    """The reply of `call` as it is."""
     parts, end = urlsplit(url), time.monotonic() + seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=seconds)
@@ -51,7 +64,4 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     if reply.status >= 400:
         kind = RefusedError if reply.status < 500 else CallError
         raise kind(f"{path} answered {reply.status}: {content[:_LONGEST_REASON].decode(errors='replace')}")
-    try:
-        return json.loads(content) if content else None
-    except ValueError:
-        raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None
+    return content

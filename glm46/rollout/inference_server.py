@@ -44,7 +44,12 @@ class InferenceServer(Protocol):
         ...
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
-        """Take the weights of a folder: all requests pause, and go on only if the whole update has succeeded."""
+        """Take the weights of a folder, or its adapters beside the weights that it was started with: all requests
+        pause, and go on only if the whole update has succeeded.
+
+        Raises:
+            UserError: it was started without what these adapters need.
+        """
         ...
 
     def score(self, tokens: list[int], seconds: float) -> list[float]:

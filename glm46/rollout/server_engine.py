@@ -44,6 +44,7 @@ class ServerEngine:
         score: Callable[[list[list[int]]], list[list[float]]],
         probe: list[list[int]],
         padding: range,
+        base: Path | None = None,
         say: Callable[[str], None] = print,
     ):
         """
@@ -56,6 +57,8 @@ class ServerEngine:
             probe: sequences of tokens, at least one of two or more, that servers score after each update, the same in
                 the whole run.
             padding: ids of the head's padding rows.
+            base: Hugging Face folder that servers are started with, if `export` writes adapters for it alone. It may
+                be written by `export`. None: servers are started with the weights of the moment.
             say: takes a line for the log, on rank 0.
         """
         self._folder = Path(config.weights_folder or folder)
@@ -72,7 +75,7 @@ class ServerEngine:
         )
         self.background: BackgroundDrawing | None = None
         """After `draw_ahead`, on rank 0."""
-        self._newest: Path | None = None
+        self._base, self._newest = base, base
         self._is_checked = False
         self._version = -1
 
@@ -152,9 +155,9 @@ class ServerEngine:
         if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
             shutil.rmtree(path)
         self._export(path)
-        self._newest = path
+        self._newest = self._base or path
         if dist.get_rank() == 0:
-            self._launched.ensure(path)
+            self._launched.ensure(self._newest)
         expected = self._score(self._probe)
 
         def hand_over() -> bytes:

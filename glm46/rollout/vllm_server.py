@@ -1,7 +1,8 @@
-"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, and weights from a disk."""
+"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, weights or adapters from a disk."""
 
 import base64
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.rollout.http_calls import CallError, RefusedError, call
+from glm46.huggingface.peft_export import CONFIG, is_for_experts
+from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError, call, exchange
 from glm46.rollout.inference_server import QUICK_SECONDS, checked, version_of
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 
-_EXTENSION_REVISION = 1
+_EXTENSION_REVISION = 2
 """REVISION of deploy/vllm/glm_ext.py."""
 
+_ADAPTER = "glm46-version-"
+"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
+prompt for that of all adapters of a name."""
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
 
 
@@ -28,6 +33,8 @@ class VllmServer:
         """
         self.url, self.dtype, self.context = url, "", None
         self._bias = dict.fromkeys(map(str, padding), -100.0)  # vLLM's lowest
+        self._facts: dict[str, Any] = {}
+        self._model: dict[str, str] = {}  # of each request: none for the server's own weights
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -46,13 +53,15 @@ class VllmServer:
                 f"{key}: its log-probabilities ({facts['logprobs_mode']}) are those of temperature 1 only; "
                 "start it with --logprobs-mode processed_logprobs"
             )
-        if routes and facts["prefix_caching"]:
-            raise UserError(
-                f"{key}: tokens of its prefix cache meet no router, so their experts are unknown; start it with "
-                "--no-enable-prefix-caching, or turn off routing replay"
-            )
-        if routes:
+        if routes and not facts["returns_routes"]:
+            if facts["prefix_caching"]:
+                raise UserError(
+                    f"{key}: tokens of its prefix cache meet no router, so their experts are unknown; start it with "
+                    "--enable-return-routed-experts on a GPU, with --no-enable-prefix-caching on a CPU, or turn off "
+                    "routing replay"
+                )
             self._extension("glm46_record_routes")
+        self._facts = facts
         self.dtype, self.context = facts["dtype"], models["data"][0]["max_model_len"]
 
     def alive(self) -> None:
@@ -72,7 +81,7 @@ class VllmServer:
             **({"logit_bias": self._bias} if self._bias else {}),
         }
         body = {"request_id": name, "token_ids": request.prompt, "cache_salt": salt, "sampling_params": sampling}
-        reply = call(self.url, "/inference/v1/generate", body, seconds=seconds)
+        reply = self._ask(body, seconds)
         try:
             choice = reply["choices"][0]
             tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
@@ -82,9 +91,12 @@ class VllmServer:
             encoded = choice.get("routed_experts")
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+        skipped = self._facts["dense_layers"]  # in vLLM's own routes, whose rows of dense layers are 0
         if rules.routes and encoded is None:
-            encoded = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"]
-        routes = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+            encoded, skipped = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"], 0
+        routes = None
+        if encoded is not None:
+            routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)[:, skipped:]
         logprobs = [entry["logprob"] for entry in entries]
         return checked(request, rules, tokens, logprobs, choice["finish_reason"], spans, routes)
 
@@ -96,22 +108,62 @@ class VllmServer:
     def load(self, folder: Path, version: int, seconds: float) -> None:
         """See `InferenceServer.load`. After a failed load the server stays paused: the next forward would end it, or
         draw from weights that are neither old nor new, while /health says 200."""
+        is_adapter = (folder / CONFIG).is_file()
+        if is_adapter:
+            self._require_room_for_adapter(json.loads((folder / CONFIG).read_text()))
         call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # of a run that was killed
         call(self.url, "/pause?mode=keep", {}, seconds=QUICK_SECONDS)  # drops the caches too
-        try:
-            loaded = self._extension("glm46_load", str(folder.absolute()), seconds=seconds)
-        except CallError:
-            loaded = self._extension("glm46_load", str(folder.absolute()), seconds=seconds)  # a whole load repairs it
+        path = str(folder.absolute())
+        if is_adapter:
+            loaded = self._extension("glm46_check", path, seconds=seconds)
+            self._load_adapter(path, f"{_ADAPTER}{version}", seconds)
+        else:
+            try:
+                loaded = self._extension("glm46_load", path, seconds=seconds)
+            except CallError:
+                loaded = self._extension("glm46_load", path, seconds=seconds)  # a whole load repairs it
         if loaded != {"version": version}:
             raise CallError(f"loaded {loaded}, not version {version}")
         call(self.url, "/update_weight_version", {"new_version": str(version)}, seconds=QUICK_SECONDS)
         call(self.url, "/resume", {}, seconds=QUICK_SECONDS)
 
+    def _require_room_for_adapter(self, config: dict[str, Any]) -> None:
+        """Compare an adapter_config.json with the options of the server."""
+        key, rank = f"rollout.send_adapters: {self.url}", config["r"]
+        if self._facts["lora_rank"] < rank:
+            raise UserError(
+                f"{key}: takes adapters up to rank {self._facts['lora_rank']}, these have {rank}; start it with "
+                f"--enable-lora --max-lora-rank {rank}, or the next rank that vLLM knows, and with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        if is_for_experts(config) and not self._facts["expert_adapters"]:
+            raise UserError(
+                f'{key}: on a CPU vLLM ignores the adapters of experts; remove "experts" from adapter.targets, or '
+                "rollout.send_adapters"
+            )
+
+    def _load_adapter(self, path: str, name: str, seconds: float) -> None:
+        """Load an adapter by vLLM's own call, in place of the one before."""
+        for model in call(self.url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
+            if model["id"].startswith(_ADAPTER):  # the version before, or of a run that was killed
+                exchange(self.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=QUICK_SECONDS)
+        body = {"lora_name": name, "lora_path": path}
+        exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
+        self._model = {"model": name}
+
+    def _ask(self, body: dict[str, Any], seconds: float) -> Any:
+        """The reply of the endpoint of tokens, from the weights of the last `load`."""
+        try:
+            return call(self.url, "/inference/v1/generate", body | self._model, seconds=seconds)
+        except RefusedError as error:
+            if self._model and "NotFoundError" in str(error):
+                raise ForgottenError(str(error)) from None
+            raise
+
     def score(self, tokens: list[int], seconds: float) -> list[float]:
         """See `InferenceServer.score`."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": tokens, "sampling_params": sampling}
-        reply = call(self.url, "/inference/v1/generate", body, seconds=seconds)
+        reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
         try:
             places = zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
             return [place[str(token)]["logprob"] for token, place in places]

@@ -46,6 +46,11 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rollout.max_staleness", "1", "--rollout.kind", "vllm", "--rl.algorithm", "grpo"],
             ["rollout.max_staleness = 1", 'rl.correction.level = "token"', 'rl.old_policy = "rollout"'],
         ),
+        (["--rollout.send_adapters", "true"], ["rollout.send_adapters = true", "rollout.kind", "vllm"]),
+        (
+            ["--rollout.send_adapters", "true", "--rollout.kind", "vllm", "--rollout.urls", '["http://a:1"]'],
+            ["rollout.send_adapters = true", "adapter.name", "lora"],
+        ),
         (["--rl.mode", "eval_only", "--rl.validation="], ['rl.mode = "eval_only"', "[[rl.validation]]"]),
         (["--rl.mode", "train_only"], ['rl.mode = "train_only"', "rl.rollouts_folder", "rollout_only"]),
         (["--rl.mode", "rollout_only"], ['rl.mode = "rollout_only"', "rl.warm_up_rollouts = 40", "0"]),

@@ -25,7 +25,7 @@ def make_run(make_config, tmp_path, monkeypatch):
     def make(name: str, steps: int, rl: dict | None = None, rollout: dict | None = None, **tables):
         return make_config(
             job={"dump_folder": str(tmp_path / name)},
-            model=TINY | VOCABULARY,
+            model=TINY | VOCABULARY | tables.pop("model", {}),
             data={"document_mask": True, "sources": []},
             rl={
                 "algorithm": "gspo", "prompts_per_rollout": 2, "group_size": 4, "prompts": {"file": str(prompts)},

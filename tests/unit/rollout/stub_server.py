@@ -1,11 +1,15 @@
 """A server on loopback that speaks the calls of vLLM and SGLang which we use, draws from a made-up model, and fails as
 told. Not a model of either server: that is what tests/servers is for."""
 
+import base64
+import io
 import json
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import numpy as np
 
 STOP = 2
 
@@ -36,6 +40,8 @@ class StubServer:
         stale: loading answers 200 and changes nothing.
         half: loading leaves a model that is neither the old nor the new one.
         dies_after: completions after which the server ends.
+        lora_rank: largest rank of adapters, on a server that has none of its own weights loaded.
+        routes: chosen experts that each reply has.
         calls: paths in order, with the bodies.
     """
 
@@ -43,6 +49,7 @@ class StubServer:
         self.fault, self.stale, self.half, self.dies_after = "", False, False, None
         self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
         self.version, self.name, self.calls = 0, "default", []
+        self.lora_rank, self.adapters, self.routes = 0, [], None
         self.model, self.raw = logprob, 0.0
         self._aborted, self._lock = set(), threading.Lock()
         self.drawn: list[tuple] = []
@@ -59,7 +66,7 @@ class StubServer:
                 stub.calls.append((self.path, body))
                 reply = stub.answer(self.path.partition("?")[0].strip("/").replace("/", "_"), body)
                 status = reply if isinstance(reply, int) else 200
-                content = b"failed" if isinstance(reply, int) else json.dumps(reply).encode()
+                content = b"NotFoundError" if isinstance(reply, int) else json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -94,15 +101,28 @@ class StubServer:
     _pause = _resume = _reset_prefix_cache = _pause_generation = _continue_generation = _flush_cache = _health
 
     def _v1_models(self, body):
-        return {"data": [{"max_model_len": self.context}]}
+        return {"data": [{"id": "base", "max_model_len": self.context}, *({"id": name} for name in self.adapters)]}
+
+    def _v1_load_lora_adapter(self, body):
+        self.adapters.append(body["lora_name"])
+        return "" if self._load(Path(body["lora_path"])) else 500
+
+    def _v1_unload_lora_adapter(self, body):
+        self.adapters.remove(body["lora_name"])
+        return ""
 
     def _get_server_info(self, body):
         return {"dtype": self.dtype, "context_length": self.context}
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 1, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
-            return {"results": [facts]}
+            facts = {"revision": 2, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
+            return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
+        if body["method"] == "glm46_check":
+            return {
+                "results": [{"version": json.loads((Path(body["args"][0]) / "version.json").read_text())["version"]}]
+            }
         if body["method"] != "glm46_load":
             return 500
         return {"results": [{"version": self._load(Path(body["args"][0]))}]}
@@ -152,6 +172,8 @@ class StubServer:
 
     def _inference_v1_generate(self, body):
         prompt, sampling = body["token_ids"], body["sampling_params"]
+        if "model" in body and body["model"] not in self.adapters:
+            return 404
         if "prompt_logprobs" in sampling:
             places = [{str(token): {"logprob": self._model(token)}} for token in prompt[1:]]
             return {"prompt_logprobs": [None, *places], "choices": []}
@@ -168,6 +190,10 @@ class StubServer:
         span = {"start": 0, "end": len(tokens), "version": names.get(self.fault, self.name)}
         content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
         choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
+        if self.routes is not None:
+            file = io.BytesIO()
+            np.save(file, self.routes)
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return {"choices": [choice | {"weight_versions": [span]}]}
 
     def _generate(self, body):

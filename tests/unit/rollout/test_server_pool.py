@@ -3,6 +3,7 @@
 import json
 import time
 
+import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
@@ -206,6 +207,55 @@ def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, we
     with pytest.raises(UserError, match="processed_logprobs") as error:
         make_pool().update(weights(1))
     assert stubs[1].url in str(error.value) and not isinstance(error.value, EngineError)
+
+
+def adapter(weights, version, *, rank=4, modules=("q_proj",)):
+    made = weights(version)
+    (made.folder / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": modules}))
+    return made
+
+
+def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_pool, weights, stubs, lines):
+    for stub in stubs:
+        stub.lora_rank = 8
+    pool = make_pool()
+    for version in (1, 2):
+        pool.update(adapter(weights, version))
+        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        assert all(stub.adapters == [f"glm46-version-{version}"] for stub in stubs)
+    assert not any(body.get("method") == "glm46_load" for stub in stubs for _, body in stub.calls)
+    stubs[0].adapters.clear()  # it was started again
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    assert any(f"{stubs[0].url} is left out" in line for line in lines)
+    pool.update(adapter(weights, 3))
+    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 3"
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "made", "said"),
+    [
+        (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
+        (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
+        (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
+    ],
+)
+def test_server_without_room_for_the_adapters_is_refused(make_pool, weights, stubs, lora_rank, made, said):
+    for stub in stubs:
+        stub.lora_rank = lora_rank
+    with pytest.raises(UserError) as error:
+        make_pool().update(adapter(weights, 1, **made))
+    assert all(part in str(error.value) for part in ["rollout.send_adapters", *said])
+    assert "/pause?mode=keep" not in stubs[0].paths()
+
+
+def test_routes_of_vllm_itself_have_no_rows_of_dense_layers(make_pool, weights, stubs):
+    routes = np.arange(9 * 3 * 2, dtype=np.uint8).reshape(9, 3, 2)
+    for stub in stubs:
+        stub.routes = routes
+    pool = make_pool()
+    pool.update(weights(1))
+    for request, one in zip(REQUESTS, pool.generate(REQUESTS, RULES._replace(routes=True)), strict=True):
+        assert (one.routes == routes[: len(request.prompt) + len(one.tokens) - 1, 1:]).all()
 
 
 def test_routes_need_a_server_without_prefix_cache(make_pool, weights):

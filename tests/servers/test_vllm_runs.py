@@ -1,0 +1,75 @@
+"""Whole runs of reinforcement learning beside a real vLLM on a CPU."""
+
+import json
+import socket
+from pathlib import Path
+
+import torch
+
+from glm46.rl import task
+from glm46.rl.rollouts import read_rollout
+from glm46.rl.stepping import StepBuilder
+from tests.servers.policy import MARKS
+from tests.servers.test_vllm_adapters import OPTIONS
+
+pytestmark = MARKS
+MODEL = {"head_dim": 32}  # vLLM's least on a CPU
+
+
+def served(*options: str) -> dict:
+    """Keys of [rollout] of a run that starts a server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["deploy/vllm/serve_cpu.sh", "{folder}", "{port}", "--max-model-len", "64", *options]
+    return {"kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "launch": launch}
+
+
+def rows(config) -> list[dict]:
+    lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_path, monkeypatch):
+    """A trainer with other selection biases than the server agrees with it by the server's routes alone."""
+    rl = {"mode": "rollout_only", "routing_replay": True}
+    assert task.train(make_run("drawn", 1, rl, served("--no-enable-prefix-caching"), model=MODEL)) == 0
+    folder = tmp_path / "drawn" / "rollouts"
+    arrays = read_rollout(folder, 0).arrays
+    fed = arrays["prompt_lengths"].sum() + arrays["lengths"].sum() - len(arrays["lengths"])
+    assert arrays["routes"].shape == (fed, 1, 2)
+
+    build = StepBuilder.build
+
+    def biased(self, *arguments, **options):
+        for name, tensor in self._networks["policy"].weights().items():
+            if name.endswith("correction_bias"):
+                tensor.add_(torch.linspace(-1, 1, len(tensor)))
+        return build(self, *arguments, **options)
+
+    monkeypatch.setattr(StepBuilder, "build", biased)
+    mismatch = {}
+    for is_replayed in (True, False):
+        rl = {"mode": "train_only", "routing_replay": is_replayed, "rollouts_folder": str(folder)}
+        config = make_run(f"trained {is_replayed}", 1, rl, model=MODEL)
+        assert task.train(config) == 0
+        mismatch[is_replayed] = rows(config)[0]["mismatch_kl"]
+    print(mismatch)
+    assert abs(mismatch[True]) < 1e-10 and mismatch[False] > 1e-8
+
+
+def test_adapters_of_a_policy_are_trained_on_what_they_drew(make_run, tmp_path):
+    frozen = {"moe": {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}, "model": MODEL}
+    checkpoint = {"interval": 1, "keep_latest_k": 2, "async_mode": "disabled"}
+    assert task.train(make_run("base", 1, **frozen)) == 0
+    start = {"initial_load_path": str(tmp_path / "base/checkpoint/step-000001"), "initial_load_model_only": True}
+    targets = {"name": "lora", "rank": 4, "targets": ["attention", "dense", "shared_experts"]}
+    adapted = frozen | {"adapter": targets, "checkpoint": checkpoint | start, "optimizer": {"lr": 0.05}}
+    config = make_run("adapted", 3, None, served(*OPTIONS) | {"send_adapters": True}, **adapted)
+    assert task.train(config) == 0
+    found = rows(config)
+    print([row["mismatch_kl"] for row in found])
+    assert len(found) == 3 and all(abs(row["mismatch_kl"]) < 1e-9 for row in found)
+    assert [path.name for path in Path(config.job.dump_folder, "rollout_weights").iterdir() if path.is_dir()] == [
+        "base"
+    ]
