@@ -170,7 +170,8 @@ class _Host:
         machine = detect_machine(visible_gpus(), nodes=self.nodes.count)
         processes = self.arguments.nproc or self.nodes.processes or len(machine.gpus)
         processes = processes or min(_PROCESSES_WITHOUT_GPU, machine.cores)
-        ports = {"MASTER_PORT": self.nodes.port} if self.nodes.count > 1 else {}
+        first = self.nodes.port
+        ports = {"MASTER_PORT": first, "MASTER_PORT + 1": first + 1} if self.nodes.count > 1 else {}
         if self.config is not None and self.config.metrics.prometheus_port is not None:
             ports["metrics.prometheus_port"] = self.config.metrics.prometheus_port
         return Subject(
@@ -203,9 +204,12 @@ class _Host:
             options += ["--full"] if self.arguments.full else []
             options += ["--config", str(self.arguments.config), *self.overrides] if self.config is not None else []
             nodes = replace(self.nodes, port=self.nodes.port + 1)  # the meeting has the first port
+            rendezvous = rendezvous_options(nodes, subject.processes, 0)
+            # A run waits for nodes that prepare data; all of these are here.
+            rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS:.0f}"] if nodes.count > 1 else []
             signals = LauncherSignals()
             try:
-                end = run_ranks(rendezvous_options(nodes, subject.processes, 0), ["preflight", *options], signals)
+                end = run_ranks(rendezvous, ["preflight", *options], signals)
             finally:
                 signals.close()
             stages = {int(path.name.removeprefix("rank-")): path.read_text() for path in Path(folder).glob("rank-*")}

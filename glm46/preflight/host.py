@@ -137,7 +137,7 @@ def ports(subject: Subject) -> Iterator[Result]:
         except OSError as error:
             remedy = f"ss -ltnp 'sport = :{port}' shows who has it; end it, or set another {name} on all hosts"
             # The exporter takes another port if its own is in use.
-            verdict = FAIL if name == "MASTER_PORT" else WARN
+            verdict = FAIL if name.startswith("MASTER_PORT") else WARN
             yield Result(f"port {name}", verdict, f"{port}: {error.strerror}", "free", remedy)
 
 

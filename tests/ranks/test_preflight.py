@@ -1,10 +1,10 @@
 """`preflight` on two hosts of one rank each, both of which are this machine."""
 
 import json
+import os
 
 from glm46.config.loader import dump_config
 from glm46.preflight.results import FAIL
-from tests.ranks.test_launch import free_port
 
 
 def start(server, port: str, node: int, *argv: str, **variables: str):
@@ -15,7 +15,11 @@ def start(server, port: str, node: int, *argv: str, **variables: str):
 def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
     config = make_config(checkpoint={"interval": 2})
     (tmp_path / "run.toml").write_text(dump_config(config))
-    port, options = free_port(), ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
+    # Below the ports that the system gives to connections, one of which could be the next port.
+    port, options = (
+        str(20_000 + 2 * (os.getpid() % 5000)),
+        ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json")),
+    )
     first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
     assert [first.wait(60), second.wait(60)] == [1, 1], first.output.read_text()
     found = json.loads((tmp_path / "found.json").read_text())
