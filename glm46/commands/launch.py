@@ -11,18 +11,20 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.checkpoint.integrity import published_steps
 from glm46.commands.environment import describe_version
-from glm46.commands.hosts import PASSED_VARIABLES, Driver, HostNodes, host_commands
+from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
-from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts, refuse_node
-from glm46.commands.options import config_parser, parse_with_overrides, process_count
+from glm46.commands.node_client import Driver
+from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_node
+from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
-from glm46.commands.torchrun import EXIT_FAILED_RANK, EXIT_USER_ERROR, End, LauncherSignals, run_ranks
+from glm46.commands.restarts import keep_running
+from glm46.commands.torchrun import EXIT_USER_ERROR, End, LauncherSignals, run_ranks
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
@@ -32,8 +34,7 @@ from glm46.config.loader import dump_config, load_config
 from glm46.config.optimizer import state_folder_message
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import set_variables, share_cores, variables_that_begin, visible_gpus
-from glm46.distributed.hostfile import read_hostfile
+from glm46.distributed.environment import set_variables, share_cores, visible_gpus
 from glm46.files.local_disk import local_disk_fault
 from glm46.observe.tracker import tracker_fault
 from glm46.planner.layout import fixed_processes, smallest_world
@@ -42,13 +43,12 @@ from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, started_ranks
+from glm46.reliability.verdict import hung_ranks
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough for sharding and collectives to happen; more would only split the same cores further."""
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
-_FRUITLESS_STARTS = 3
-"""Starts in a row without a new checkpoint after which no other is tried."""
 
 
 def launch_command(argv: Sequence[str]) -> int:
@@ -83,44 +83,27 @@ def launch_command(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="start all nodes from here, over ssh: a host on each line, NAME slots=N, and N processes on each",
     )
-    parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # the launcher of one host
+    parser.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="train on the first N hosts of --hostfile; the others are spares, which take the place of lost ones "
+        "with --max-restarts; default: all",
+    )
+    parser.add_argument("--from-hostfile", type=int, metavar="START", help=argparse.SUPPRESS)  # of one host
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.max_restarts < 0:
         raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
-    if arguments.hostfile is not None and not arguments.from_hostfile:
-        return _launch_hosts(arguments, overrides)
+    if arguments.hostfile is None and arguments.nodes:
+        raise UserError(f"command line: --nodes {arguments.nodes}: has no effect without --hostfile; add it")
+    if arguments.hostfile is not None and arguments.from_hostfile is None:
+        return launch_hosts(arguments, overrides, _load)
     signals = LauncherSignals()
-    driver = Driver(signals) if arguments.from_hostfile else None
+    driver = None if arguments.from_hostfile is None else Driver(signals)
     try:
         return _launch(arguments, overrides, signals, driver)
     finally:
         signals.close()
-
-
-def _launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start this command on each host of the hostfile. What can be refused without them is refused first."""
-    hosts = read_hostfile(arguments.hostfile)
-    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
-    nproc = hosts[0].slots or arguments.nproc
-    config = _load(arguments, overrides, None)
-    if nproc is not None and check_config(config, world_size=nproc * len(hosts)):
-        _load(arguments, overrides, nproc * len(hosts))  # raises the faults, with their origin
-    options = [
-        "--config",
-        str(arguments.config),
-        "--nproc",
-        str(nproc or "auto"),
-        "--hostfile",
-        str(arguments.hostfile),
-    ]
-    options += ["--max-restarts", str(arguments.max_restarts), *overrides]
-    nodes = HostNodes(hosts, host_commands(hosts, variables_that_begin(*PASSED_VARIABLES), options))
-    try:
-        if faults := nodes.faults():
-            raise UserError(*faults)
-        return nodes.run()
-    finally:
-        nodes.close()
 
 
 def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
@@ -164,11 +147,18 @@ def _launch(
         known = {"versions": describe_version()}
         if ready is not None:
             digest = hashlib.sha256(dump_config(ready.plan.config).encode()).hexdigest()
-            known |= {"config": digest, "processes": counted(ready.processes, "process")}
+            known |= {"config": digest, "processes": ready.processes}
         driver.answer(faults=faults, **known)
     elif faults:
         print(*faults, sep="\n", file=sys.stderr)
-    return EXIT_USER_ERROR if ready is None else _train(ready, arguments, overrides, signals)
+    if ready is None:
+        return EXIT_USER_ERROR
+    code = _train(ready, arguments, overrides, signals)
+    if driver is not None:
+        config = ready.plan.config
+        hung = hung_ranks(Path(config.job.dump_folder)) if code == EXIT_HANG else []
+        driver.report(newest_step=max(published_steps(config.checkpoint_folder), default=0), hung_ranks=hung)
+    return code
 
 
 def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
@@ -178,6 +168,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
         UserError: something keeps this node from training the run.
     """
     config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
+    first_start = arguments.from_hostfile or 0
     config = _load(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
@@ -186,9 +177,9 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
             f"environment: MASTER_PORT = {nodes.port} with --max-restarts {max_restarts}: each start takes the next "
             f"port, and the last is {LAST_PORT}; set MASTER_PORT to at most {LAST_PORT - max_restarts}"
         )
-    require_free_port(nodes, 0)
+    require_free_port(nodes, first_start)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
-    if arguments.from_hostfile:
+    if arguments.from_hostfile is not None:
         refuse_node(nodes, nproc, len(machine.gpus))
     fault = snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)) or tracker_fault(config.metrics.tracker)
     if fault:
@@ -220,7 +211,13 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
     plan, nodes = ready.plan, ready.nodes
     share_cores(ready.machine.cores, ready.processes)
 
+    # The driver of a hostfile starts launchers anew, and counts the starts.
+    first_start, max_restarts = arguments.from_hostfile or 0, arguments.max_restarts
+    if arguments.from_hostfile is not None:
+        max_restarts = 0
+
     def start(number: int) -> End:
+        number += first_start
         require_free_port(nodes, number)
         wait_for_first(nodes, number, _report)
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
@@ -233,7 +230,7 @@ def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str
     with exporting(plan.config if nodes.rank == 0 else None) as exporter:
         if nodes.rank == 0:
             _prepare(plan)
-        code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), arguments.max_restarts)
+        code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
         exporter.ends(code)
     if code == 0 and nodes.rank == 0:
         print(describe_next(plan, ready.typed))
@@ -315,40 +312,6 @@ def describe_next(plan: Plan, start: Start) -> str:
 
 def _report(line: str) -> None:
     print(line, flush=True)
-
-
-def keep_running(start: Callable[[int], End], newest_step: Callable[[], int], max_restarts: int) -> int:
-    """Start all ranks, and restart them after a failure; returns the exit code of the last start.
-
-    Gives up after `_FRUITLESS_STARTS` starts in a row without a new checkpoint. Torchrun's own restarts are not used:
-    its restarted ranks connected to addresses of the start before and hung. Here each start has a new store and port.
-    The launchers of several nodes count the starts alike, because a failed rank ends the ranks of all nodes.
-
-    Args:
-        start: starts all ranks for the n-th time, counted from 0, and waits for their end.
-        newest_step: returns the step of the newest checkpoint, 0 if there is none.
-        max_restarts: starts after the first.
-    """
-    best, fruitless = newest_step(), 0
-    for number in range(max_restarts + 1):
-        end = start(number)
-        if end.code not in (EXIT_FAILED_RANK, EXIT_HANG) or not max_restarts:
-            return end.code
-        newest = newest_step()
-        fruitless, best = (0, newest) if newest > best else (fruitless + 1, best)
-        where = f"the checkpoint of step {newest}" if newest else "step 0, there is no checkpoint"
-        if fruitless == _FRUITLESS_STARTS:
-            print(
-                f"error: giving up after {fruitless} starts in a row without a new checkpoint; the last one: "
-                f"{end.cause.rstrip('.')}. The same command goes on from {where}; a smaller checkpoint.interval saves "
-                "more of a run that fails often.",
-                file=sys.stderr,
-            )
-            return end.code
-        if number < max_restarts:
-            print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
-    print(f"error: no restart is left of {max_restarts}; the same command goes on from {where}", file=sys.stderr)
-    return end.code
 
 
 def choose_processes(config: RunConfig, machine: Machine) -> int:

@@ -39,6 +39,8 @@ class End(NamedTuple):
     code: int
     cause: str = ""
     """Of a failure, in words."""
+    is_final: bool = False
+    """Whether another start is impossible."""
 
 
 class LauncherSignals:

@@ -1,4 +1,4 @@
-"""The sections [parallelism], [comm], [compile] and [activation_checkpoint]."""
+"""The sections [parallelism], [comm], [fault_tolerance], [compile] and [activation_checkpoint]."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -99,6 +99,14 @@ class Comm(Section):
     hang_seconds: float = Field(10.0, ge=0.0)
     """A rank without progress in a step for five times the 95th percentile of step times, and for at least this long,
     is a hang: the run writes the stacks of all ranks, names the rank and ends with exit code 76. 0 switches it off."""
+
+
+class FaultTolerance(Section):
+    """[fault_tolerance]: what a run of a hostfile does when hosts are lost."""
+
+    min_replicas: Annotated[int, Needs("parallelism.data_parallel_replicate_degree", above=1)] = Field(0, ge=0)
+    """With --max-restarts, a run that has lost hosts and has no spare goes on with fewer replicas of the model, but at
+    least this many. The samples of a step stay the same. 0: never."""
 
 
 class Compile(Section):

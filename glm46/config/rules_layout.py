@@ -69,6 +69,17 @@ def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape, 
     )
 
 
+def a_replica_can_be_lost(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """The least number of replicas is below their number."""
+    least, replicas = config.fault_tolerance.min_replicas, config.parallelism.data_parallel_replicate_degree
+    if least and least >= replicas > 1:
+        yield Fault(
+            ("fault_tolerance.min_replicas", "parallelism.data_parallel_replicate_degree"),
+            f"fault_tolerance.min_replicas = {least}: must be below parallelism.data_parallel_replicate_degree = "
+            f"{replicas}; take at most {replicas - 1}, or 0 to never go on with fewer",
+        )
+
+
 def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The global batch is a multiple of one micro-batch over all data-parallel ranks, as far as these are known."""
     local, batch = config.training.local_batch_size, config.training.global_batch_size
@@ -206,6 +217,7 @@ LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] 
     degrees_multiply_to_the_processes,
     experts_borrow_whole_ranks,
     expert_shards_are_even,
+    a_replica_can_be_lost,
     batch_divides,
     state_blocks_are_not_cut,
 )

@@ -15,7 +15,7 @@ from glm46.config.float8 import Float8
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
 from glm46.config.optimizer import LRScheduler, Optimizer
-from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, Parallelism
+from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, FaultTolerance, Parallelism
 from glm46.config.profiling import Profiling
 from glm46.config.rl import RL
 from glm46.config.rollout import Rollout
@@ -66,6 +66,7 @@ class RunConfig(Section):
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
     comm: Comm = Field(default_factory=Comm)
+    fault_tolerance: FaultTolerance = Field(default_factory=FaultTolerance)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     validation: Validation = Field(default_factory=Validation)
     inference: Inference = Field(default_factory=Inference)

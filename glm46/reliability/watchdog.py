@@ -26,6 +26,7 @@ from glm46.compat import clone_store
 from glm46.distributed.process import Process
 from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
 from glm46.reliability.stop import EXIT_HANG
+from glm46.reliability.verdict import remove_verdict, write_verdict
 
 _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
@@ -74,6 +75,8 @@ class Watchdog:
         if not shortest_seconds:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        if process.is_main:
+            remove_verdict(folder)
         self._stacks = (folder / f"stacks-rank{process.rank}.txt").open("w")
         # Runs in C, without the interpreter: works even if a thread never releases it.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
@@ -214,9 +217,12 @@ class Watchdog:
         speaker = min(answers)
         if rank == speaker:
             hosts = {rank: host for rank, (host, _) in processes.items()}
-            text = describe_hang(answers, find_culprits(answers, size), hosts, stalled_seconds, str(self._folder))
+            culprits = find_culprits(answers, size)
+            text = describe_hang(answers, culprits, hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
+            if found or size == 1:  # without the store, a rank cannot know which other rank hung
+                _within(_CALL_SECONDS, write_verdict, self._folder, culprits, hosts, self._step)
         if self._store is not None:
             _within(_CALL_SECONDS, self._store.set, _REPORTED, "1")
             _kill_hung([processes[hung] for hung in processes.keys() - answers.keys()])

@@ -15,6 +15,7 @@ from glm46.observe.heartbeat import Heartbeat
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import StopRequest
+from glm46.reliability.verdict import HANG_FOLDER
 from glm46.reliability.watchdog import Watchdog
 from glm46.training import resume
 from glm46.training.loop import RollbackNeeded, train
@@ -54,7 +55,7 @@ def run(
     with writing(dump_folder):
         watchdog = Watchdog(
             process,
-            dump_folder / "hang",
+            dump_folder / HANG_FOLDER,
             shortest_seconds=config.comm.hang_seconds,
             start_seconds=config.comm.init_timeout_seconds,
         )

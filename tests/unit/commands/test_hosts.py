@@ -1,5 +1,6 @@
 """The ssh clients of a hostfile's nodes, with a small program in place of the launcher; real ones: tests/ranks."""
 
+import json
 import os
 import shlex
 import signal
@@ -12,20 +13,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from glm46.commands import hosts
-from glm46.commands.hosts import HostNodes, host_commands
+from glm46.commands import hosts, node_client
+from glm46.commands.hosts import HostNodes, describe_nodes, host_commands
 from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.ranks.interrupts import MARK, left_behind
 
 ROOT = Path(__file__).parents[3]
-GOOD = {"versions": "glm46 1, torch 2", "config": "a", "processes": "1 process", "faults": []}
+GOOD = {"versions": "glm46 1, torch 2", "config": "a", "processes": 1, "faults": []}
 # With the real ends of the connection: `Driver`, and the signals of a launcher that has no ranks.
 NODE = """
 import signal, sys, time
 from types import SimpleNamespace
-from glm46.commands.hosts import Driver
+from glm46.commands.node_client import Driver
 from glm46.commands.torchrun import LauncherSignals
 if {deaf}:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -34,14 +35,19 @@ driver.answer(**{answer})
 print("works", flush=True)
 time.sleep({seconds})
 print("is done")
+driver.report(**{end})
 sys.exit({code})
 """
 
 
-def node(code: int = 0, *, seconds: float = 0.0, deaf: bool = False, **answer) -> str:
-    """The command of a node that answers, works for a time and exits."""
-    text = NODE.format(code=code, seconds=seconds, deaf=deaf, answer={**GOOD, **answer})
+def node(code: int = 0, *, seconds: float = 0.0, deaf: bool = False, end: dict | None = None, **answer) -> str:
+    """The command of a node that answers, works for a time, reports and exits."""
+    text = NODE.format(code=code, seconds=seconds, deaf=deaf, answer={**GOOD, **answer}, end=end or {})
     return f"PYTHONPATH={ROOT} exec {sys.executable} -c {shlex.quote(text)}"
+
+
+def shown(nodes: HostNodes) -> list[str]:
+    return [f"{describe_nodes(names)}: {fault}" for fault, names in nodes.faults().items()]
 
 
 @pytest.fixture
@@ -51,10 +57,11 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
 
     @contextmanager
-    def start(*commands: str, names=("a", "b", "c")):
+    def start(*commands: str, names=("a", "b", "c"), restarts=False):
         marked = [f"export {MARK}={mark}; {command}" for command in commands]
-        nodes = HostNodes([Host(i + 1, name) for i, name in enumerate(names[: len(commands)])], marked)
+        nodes = HostNodes(restarts=restarts)
         try:
+            nodes.connect([Host(i + 1, name) for i, name in enumerate(names[: len(commands)])], marked)
             yield nodes
         finally:
             nodes.close()
@@ -71,7 +78,7 @@ def test_every_fault_is_named_once_before_any_node_starts(cluster, capsys):
     names = ["a", UNREACHABLE, "c", "d", "e", "f", "g", "h"]
     commands = [node(faults=["no space"]), node(), "cd /nowhere && exec true", *[node(**old, faults=["no space"])] * 5]
     with cluster(*commands, names=names) as nodes:
-        faults = nodes.faults()
+        faults = shown(nodes)
     assert len(faults) == 4
     assert faults[0] == "a, d, e, f and 2 other nodes: no space"
     assert faults[1].startswith(
@@ -90,24 +97,25 @@ def test_every_fault_is_named_once_before_any_node_starts(cluster, capsys):
     ("answer", "words"),
     [
         ({"config": "b"}, "b: its config file differs from that of a"),
-        ({"processes": "4 processes"}, "b: would start 4 processes, and a 1 process; state slots=N"),
+        ({"processes": 4}, "b: would start 4 processes, and a 1; state slots=N"),
     ],
 )
 def test_nodes_that_differ_are_refused(answer, words, cluster):
     with cluster(node(), node(**answer)) as nodes:
-        (fault,) = nodes.faults()
+        (fault,) = shown(nodes)
     assert fault.startswith(words)
 
 
 def test_a_node_that_does_not_answer_is_named(cluster, monkeypatch):
-    monkeypatch.setattr(hosts, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(node_client, "ANSWER_SECONDS", 1.0)
     with cluster(node(), "echo hello; cat >/dev/null") as nodes:  # ends with its input
-        assert nodes.faults() == ["b: no answer within 1 s; see what `ssh b true` does"]
+        assert shown(nodes) == ["b: no answer within 1 s; see what `ssh -o BatchMode=yes b true` does"]
 
 
 def test_output_has_the_name_of_its_node_and_good_ends_are_waited_for(cluster, capfd):
     with cluster(node(), node(seconds=0.5)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         assert nodes.run() == 0
     lines = capfd.readouterr().out.splitlines()
     assert sorted(lines) == sorted(f"{name}: {said}" for name in "ab" for said in ("Welcome!", "works", "is done"))
@@ -118,7 +126,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, c
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
     began = time.monotonic()
     with cluster(node(seconds=100), node(7), node(seconds=100, deaf=True)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         assert nodes.run() == 7
     assert time.monotonic() - began < 30
     said = capfd.readouterr()
@@ -128,24 +136,38 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, c
 
 def test_a_stopped_node_does_not_hide_a_failure(cluster):
     with cluster(node(75), node(1, seconds=1.0)) as nodes:
-        assert (nodes.faults(), nodes.run()) == ([], 1)
+        assert (nodes.faults(), nodes.run()) == ({}, 1)
     with cluster(node(75), node(0, seconds=0.5)) as nodes:
-        assert (nodes.faults(), nodes.run()) == ([], 75)
+        assert (nodes.faults(), nodes.run()) == ({}, 75)
 
 
 def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, capfd):
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         threading.Timer(0.5, nodes._nodes[1].disconnect).start()
         assert nodes.run() == 1
     assert "error: b: the connection was lost; all nodes are stopped" in capfd.readouterr().err
 
 
+def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(cluster, monkeypatch, capfd):
+    """One node has answered before training and never again, as after a cut of its network."""
+    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 1.0)
+    line = "glm46-node: " + json.dumps({**GOOD, "newest_step": 8})
+    silent = f"echo {shlex.quote(line)}; exec sleep 4"
+    failed = node(76, seconds=0.3, end={"newest_step": 12, "hung_ranks": [1]})
+    with cluster(failed, silent, node(seconds=100, deaf=True), restarts=True) as nodes:
+        assert nodes.faults() == {}
+        assert nodes.run() == 76
+        assert [host.name for host in nodes.lost_hosts()] == ["b"] and nodes.disconnected_hosts() == []
+        assert (nodes.newest_step, nodes.hung_ranks) == (12, {1})
+    assert "c: killed: the other nodes have ended" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_reaches_the_launchers(number, cluster, capfd):
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
         assert nodes.run() == (130 if number == signal.SIGINT else 75)
     said = capfd.readouterr().out
@@ -156,7 +178,7 @@ def test_nodes_that_do_not_end_after_a_signal_are_killed(cluster, monkeypatch):
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
     monkeypatch.setattr(hosts, "SAVE_SECONDS", 0.5)
     with cluster(node(seconds=100, deaf=True)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         assert nodes.run() == 128 + signal.SIGKILL
 
@@ -168,14 +190,14 @@ def test_a_closed_output_stops_all_nodes(cluster, monkeypatch):
     monkeypatch.setattr(hosts, "print", closed, raising=False)
     monkeypatch.setattr(hosts, "os", SimpleNamespace(**vars(os) | {"dup2": lambda *_: None}))
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
-        assert nodes.faults() == []
+        assert nodes.faults() == {}
         assert nodes.run() == 141
 
 
 def test_a_missing_ssh_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="ssh is not on PATH; install the OpenSSH client"):
-        HostNodes([Host(1, "a")], ["true"])
+        HostNodes().connect([Host(1, "a")], ["true"])
 
 
 def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, monkeypatch):
@@ -187,6 +209,6 @@ def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, mon
         place, _, words = command.partition(" && exec ")
         assert shlex.split(place) == ["cd", str(folder)]
         settings = ["MASTER_ADDR=a", "NCCL_DEBUG=x y", "NNODES=2", f"NODE_RANK={rank}"]
-        program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile"]
+        program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile", "0"]
         assert shlex.split(words) == ["env", *settings, *program]
     assert "MASTER_ADDR=ib0" in host_commands([Host(1, "a")], {"MASTER_ADDR": "ib0"}, [])[0]

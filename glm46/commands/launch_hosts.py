@@ -1,0 +1,186 @@
+"""``launch --hostfile``: the launchers of all hosts, again on others after a host was lost."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from glm46.commands.hosts import LATE_SECONDS, PASSED_VARIABLES, HostNodes, describe_nodes, host_commands
+from glm46.commands.nodes import VARIABLES, refuse_hosts
+from glm46.commands.restarts import keep_running
+from glm46.commands.spares import Places, fewer_replicas
+from glm46.commands.torchrun import EXIT_FAILED_RANK, End
+from glm46.config.check import check_config
+from glm46.config.command_line import replace_overrides
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.run_config import RunConfig
+from glm46.distributed.environment import set_variables, variables_that_begin
+from glm46.distributed.hostfile import Host, read_hostfile
+from glm46.reliability.stop import EXIT_HANG, code_before_training
+
+_ADVICE = (
+    "the same command goes on from the newest checkpoint when the hostfile names enough hosts. Hosts beyond --nodes "
+    "are spares; with fault_tolerance.min_replicas a run goes on with fewer replicas"
+)
+
+Load = Callable[[argparse.Namespace, Sequence[str], int | None], RunConfig]
+
+
+def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: Load) -> int:
+    """Start this command on hosts of the hostfile. What can be refused without them is refused first.
+
+    Args:
+        arguments: of the verb ``launch``.
+        load: reads the config, with overrides and for a number of processes.
+
+    Returns:
+        0, or the exit code of the node that failed first in the last start.
+
+    Raises:
+        UserError: hostfile or config have faults, or hosts cannot train it.
+    """
+    hosts = read_hostfile(arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    count = arguments.nodes or len(hosts)
+    if count > len(hosts):
+        raise UserError(
+            f"command line: --nodes {count}: {arguments.hostfile} has {len(hosts)} hosts; add hosts, or state at most "
+            "that number"
+        )
+    nproc = hosts[0].slots or arguments.nproc
+    config = load(arguments, overrides, None)
+    if nproc is not None and check_config(config, world_size=nproc * count):
+        load(arguments, overrides, nproc * count)  # raises the faults, with their origin
+    starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
+    state_file(arguments.hostfile).unlink(missing_ok=True)
+    try:
+        return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts)
+    finally:
+        starts.nodes.close()
+
+
+class _Starts:
+    """One start of all nodes after another, each on the hosts that are left."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        overrides: Sequence[str],
+        load: Load,
+        places: Places,
+        processes: int | None,
+    ):
+        self._arguments, self._overrides, self._load, self._places = arguments, overrides, load, places
+        self._processes = processes
+        """Of each node; None until the first nodes have answered, if they choose the number."""
+        self._full = self._count = len(places.training)
+        self._replicas: dict[str, str] = {}
+        self._code, self._lost = EXIT_FAILED_RANK, list[str]()
+        self.nodes = HostNodes(restarts=arguments.max_restarts > 0)
+
+    def start(self, number: int) -> End:
+        """Start all nodes for the n-th time, counted from 0, and wait for their end."""
+        while True:
+            if len(self._places.training) < self._count and not self._use_fewer_replicas():
+                cause = f"{len(self._places.training)} hosts are left of {self._count}"
+                print(f"error: {cause}, and no spare; {_ADVICE}", file=sys.stderr)
+                return End(self._code, cause, is_final=True)
+            unfit, why = self._connect(number)
+            if not unfit:
+                break
+            self._remove(unfit, why)
+        training = list(self._places.training)
+        self._code = self.nodes.run()
+        self._write_state()
+        if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):
+            return End(code_before_training(self.nodes.signal_number))
+        if self._code in (EXIT_FAILED_RANK, EXIT_HANG) and self._arguments.max_restarts:
+            self._sort_out(training)
+        return End(self._code, f"a node ended with exit code {self._code}")
+
+    def _connect(self, number: int) -> tuple[list[Host], str]:
+        """Connect to the hosts that are to train.
+
+        Returns:
+            The hosts that cannot train, and why; none if all can.
+
+        Raises:
+            UserError: hosts cannot train, and others would not help.
+        """
+        training = self._places.training
+        overrides = replace_overrides(self._overrides, self._replicas) if self._replicas else self._overrides
+        options = ["--config", str(self._arguments.config), "--nproc", str(self._processes or "auto")]
+        options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
+        variables = variables_that_begin(*PASSED_VARIABLES)
+        self.nodes.connect(training, host_commands(training, variables, [*options, *overrides], number))
+        faults = self.nodes.faults(late_seconds=LATE_SECONDS if number else float("inf"))
+        if not faults:
+            self._processes = self._processes or self.nodes.processes()
+            return [], ""
+        texts = [f"{describe_nodes(nodes)}: {fault}" for fault, nodes in faults.items()]
+        # At the first start a fault that a launcher has found is one of the config or the installation.
+        found = {node for nodes in faults.values() for node in nodes}
+        is_replaceable = number > 0 or bool(self._places.spares) and not any(node.answer for node in found)
+        if not is_replaceable or len(found) == len(training):
+            raise UserError(*texts)
+        return [node.host for node in found], "; ".join(texts)
+
+    def _sort_out(self, training: Sequence[Host]) -> None:
+        """Replace the hosts that were lost, and those that may have caused the failure, after a start on `training`."""
+        if lost := self.nodes.lost_hosts():
+            self._remove(lost, "no answer after another node had failed")
+        hung = [training[rank // self._processes] for rank in self.nodes.hung_ranks]
+        suspects = list(dict.fromkeys([*self.nodes.disconnected_hosts(), *hung]))
+        for host in self._places.exchange([host for host in suspects if host not in lost]):
+            print(f"{host.name} changes its place with a spare host", file=sys.stderr, flush=True)
+
+    def _remove(self, hosts: Sequence[Host], why: str) -> None:
+        """Train on these hosts no more."""
+        before = len(self._places.spares)
+        self._places.remove(hosts)
+        names = " ".join(host.name for host in hosts)
+        replaced = counted(before - len(self._places.spares), "spare host")
+        print(f"without {names} from now on, {replaced} in place: {why}", file=sys.stderr, flush=True)
+        self._lost += [host.name for host in hosts]
+        self._write_state()
+
+    def _write_state(self) -> None:
+        with suppress(OSError):
+            state_file(self._arguments.hostfile).write_text(
+                f"newest_step={self.nodes.newest_step}\nlost_hosts={shlex.quote(' '.join(self._lost))}\n"
+            )
+
+    def _use_fewer_replicas(self) -> bool:
+        """Choose fewer replicas of the model, as the config allows; False if too few hosts are left."""
+        if self._processes is None:
+            return False
+        config = self._load(self._arguments, self._overrides, None)
+
+        def accepts(values: dict[str, str], processes: int) -> bool:
+            if processes % self._processes:
+                return False
+            try:
+                self._load(self._arguments, replace_overrides(self._overrides, values), processes)
+            except UserError:
+                return False
+            return True
+
+        left = len(self._places.training) * self._processes
+        found = fewer_replicas(config, self._full * self._processes, left, accepts)
+        if found is None:
+            return False
+        self._replicas, processes = found
+        self._count = processes // self._processes
+        self._places.keep(self._count)
+        replicas = self._replicas["parallelism.data_parallel_replicate_degree"]
+        names = " ".join(host.name for host in self._places.training)
+        print(f"goes on with {counted(int(replicas), 'replica')} of the model, on {names}", file=sys.stderr, flush=True)
+        return True
+
+
+def state_file(hostfile: Path) -> Path:
+    """The file that tells a job script what the last start has left, as variables of a shell."""
+    return hostfile.with_name(f"{hostfile.name}.state")
