@@ -1,0 +1,133 @@
+"""Reinforcement learning on samples that a server draws ahead of training, killed by kill -9 and started again.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/stale_rollouts.py
+
+Two ranks train a small GLM for ten steps, two for each rollout, on a server that draws from their weights, with samples
+that are up to two rollouts old. The run dies in its sixth step, two rollouts behind its checkpoint, and while it waits
+for its fourth rollout; each time all groups of two rollouts are drawn and wait on the disk. Prints one JSON object.
+"""
+
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from glm46.rl import task
+from glm46.rl.rollouts import FOLDER, read_rollout, rollout_steps
+from glm46.rollout.background import BackgroundDrawing
+from glm46.rollout.first_rank import unpack
+from glm46.training import loop
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import TINY, small_config
+from tests.unit.rollout.policy_server import PolicyServer
+
+STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 4, 2
+MOMENTS = ("update", "rollout", "")
+"""At which a run dies, one after another; the last one ends by itself."""
+
+
+def serve(port: int) -> None:
+    torch.set_num_threads(1)
+    PolicyServer(port=port)
+    threading.Event().wait()
+
+
+def finished_groups(folder: Path) -> dict[int, list]:
+    """When each group on the disk that is drawn to its end was written, in ns, and tokens and log-probabilities of its
+    samples."""
+    found = {}
+    for path in folder.glob("ahead/*/*.npz"):
+        completions = unpack(path.read_bytes())
+        if all(one.finish != "abort" for one in completions):
+            samples = [[one.tokens, one.logprobs] for one in completions]
+            found[int(path.stem.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
+    return found
+
+
+def work(rank: int, config, moment: str, seen: Path) -> int:
+    """Train; die at a moment, when all groups that are handed out are finished."""
+    torch.set_num_threads(1)
+    calls = 0
+
+    def fatal(number, original):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if rank == 0 and calls == number:
+                while len(groups := finished_groups(Path(config.job.dump_folder) / FOLDER)) < STALENESS * PROMPTS:
+                    time.sleep(0.01)
+                seen.write_text(json.dumps(groups))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+
+        return call
+
+    if moment == "update":
+        loop.train_step = fatal(6, loop.train_step)
+    elif moment == "rollout":  # it reads the third rollout from the journal, and waits for the fourth
+        BackgroundDrawing.take = fatal(1, BackgroundDrawing.take)
+    return task.train(config)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        base, codes, kept = Path(name), [], {}
+        prompts = base / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        server = start_ranks(1, base / "log-server", lambda _: serve(port))
+        config = small_config(
+            base, base / "run",
+            model=TINY | {
+                "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
+                "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
+            },
+            data={"document_mask": True, "sources": []},
+            rl={
+                "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
+                "prompts": {"file": str(prompts)},
+                "rewards": [{"name": "tests.ranks.brightness:brightness"}],
+            },
+            rollout={
+                "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "max_staleness": STALENESS,
+                "restart_seconds": 30.0,
+            },
+            training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
+            moe={"sequence_aux_loss_weight": 0.0},
+            checkpoint={"interval": 3, "async_mode": "disabled"},
+        )  # fmt: skip
+        folder = base / "run" / FOLDER
+        for moment in MOMENTS:
+            seen, log = base / f"seen-{moment}", base / f"log-{moment}-"
+            started = start_ranks(2, log, lambda rank, moment=moment, seen=seen: work(rank, config, moment, seen))
+            codes.append(await_ranks(started, 90, patience=5))
+            if not moment and any(codes[-1]):
+                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+            kept[moment] = json.loads(seen.read_text()) if seen.exists() else {}
+        os.kill(server[0], signal.SIGKILL)
+
+        used, ages, waiting = {}, [], []
+        for step in rollout_steps(folder):
+            rollout = read_rollout(folder, step)
+            ages += (step - rollout.arrays["versions"]).tolist()
+            waiting = [number for number, _ in rollout.waiting]
+            for i, number in enumerate(rollout.arrays["groups"].tolist()):
+                logprobs = rollout.arrays["logprobs"][slice(*rollout.bounds(i))]
+                used.setdefault(number, []).append([rollout.completion(i).tolist(), logprobs.tolist()])
+        lines = map(json.loads, (base / "run" / "metrics.jsonl").read_text().splitlines())
+        steps = [row["step"] for row in lines if "loss" in row]
+        print(
+            json.dumps({"codes": codes, "kept": kept, "used": used, "ages": ages, "waiting": waiting, "steps": steps})
+        )
+
+
+if __name__ == "__main__":
+    main()
