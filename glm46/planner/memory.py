@@ -345,8 +345,9 @@ class _Step:
         return sum(counts[part.index] * len(part.blocks) for part in parts) * kept + gathered
 
     def _loss(self, micro_batches: int) -> float:
-        """The gradients of the head's weight, of the main model and each depth."""
-        if self._config.adapter is not None:
+        """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,
+        computes them in backward."""
+        if self._config.adapter is not None or self._config.preference is not None:
             return 0.0
         heads = 1 + self._shape.num_nextn_predict_layers
         return micro_batches * heads * self._head_elements() * self._width

@@ -22,7 +22,7 @@ from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
 from glm46.planner.stages import bubble
 from glm46.planner.target_cluster import TargetCluster, groups
 from glm46.planner.timeline import Order, Timeline, simulate
-from glm46.planner.traffic import MUON, Traffic, step_traffic
+from glm46.planner.traffic import MUON, Traffic, reference_traffic, step_traffic
 
 OrderOf = Callable[[Parallelism, int], Order]
 """The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
@@ -174,7 +174,12 @@ def step_time(
         parts["critic"] = critics * sum(parts.values())
     if forwards:  # from stage to stage without an order of its own
         forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
-        parts["passes without gradient"] = forwards * (micro_batches + layout.pp - 1) * forward
+        computed = forwards * (micro_batches + layout.pp - 1) * forward
+        gathered = max(
+            sum(roofline.traffic(each) for each in of_rank if each.axis in _OVERLAPPED)
+            for of_rank in reference_traffic(plan, stage_index, micro_batches)
+        )
+        parts["passes without gradient"] = computed + gathered - min(roofline.overlap * gathered, computed)
     tokens = sequences * stage.seq_len
     flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
     seconds = sum(parts.values())

@@ -6,12 +6,11 @@ It follows the code call by call: `parallelize/`, `distributed/collectives.py`, 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
 from glm46.config.float8_layers import linear_layers
-from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
 from glm46.planner.activations import FP32, INDEX, attended_keys
 from glm46.planner.layout import Layout
@@ -82,11 +81,21 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
         stage_index: of `Plan.text_stages`.
         micro_batches: of the step; absent: those of the largest step of the stage.
     """
-    stage = plan.text_stages[stage_index]
-    count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
-    step = _Step(plan, stage.shape, stage.seq_len, count)
-    parts = parts_of_ranks(plan)
+    step, parts = _Step(plan, stage_index, micro_batches), parts_of_ranks(plan)
     return [[*_merged(step.of_rank(rank, of_rank)), *_of_muon(plan, of_rank)] for rank, of_rank in enumerate(parts)]
+
+
+def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
+    """As `step_traffic`, of the forward passes of the reference of [finetune.preference], which precede the step: of
+    the policy without its adapters, or of a frozen network. Nothing without that section."""
+    if plan.config.preference is None:
+        return [[] for _ in range(plan.layout.pp)]
+    step = _Step(plan, stage_index, micro_batches, has_backward=False)
+    parts = [
+        [part if part.adapters is not None else replace(part, adapters=((),) * len(part.blocks)) for part in of_rank]
+        for of_rank in parts_of_ranks(plan)
+    ]
+    return [_merged(step.of_evaluation(rank, of_rank)) for rank, of_rank in enumerate(parts)]
 
 
 def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
@@ -116,14 +125,16 @@ class _Runs(NamedTuple):
 
 
 class _Step:
-    """One optimizer step of a plan in one stage of text."""
+    """One optimizer step of a plan in one stage of text, or forward passes over its micro-batches."""
 
-    def __init__(self, plan: Plan, shape: ModelShape, length: int, micro_batches: int):
-        self._plan, self._shape, self._length, self._micro_batches = plan, shape, length, micro_batches
+    def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True):
+        stage = plan.text_stages[stage_index]
+        self._plan, self._shape, self._length, self._has_backward = plan, stage.shape, stage.seq_len, has_backward
+        self._micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
         self._layout: Layout = plan.layout
         training = plan.config.training
-        self._rows = training.local_batch_size
-        self._mode = plan.config.activation_checkpoint.mode
+        self._rows, length, shape = training.local_batch_size, stage.seq_len, stage.shape
+        self._mode = plan.config.activation_checkpoint.mode if has_backward else "none"
         self._width = int(WIDTHS[training.mixed_precision_param])
         self._reduce = int(WIDTHS[training.mixed_precision_reduce])
         self._master = int(WIDTHS[training.dtype])
@@ -148,34 +159,51 @@ class _Step:
             yield from self._norms(part)
         yield from self._step_sums(parts)
 
+    def of_evaluation(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
+        """All calls of forward passes without gradient."""
+        for part in parts:
+            yield from self._fsdp(part)
+            for call in self._of_micro_batch(rank, part):
+                yield call._replace(calls=call.calls * self._micro_batches)
+
     def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
         layout = self._layout
         for index, block in enumerate(part.blocks):
             # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
-            runs = _Runs(self._forwards, 1) if index >= part.backward_from else _Runs(1, 0)
-            is_first = part.adapters is not None and not part.index and index == part.backward_from
+            has_backward = self._has_backward and index >= part.backward_from
+            runs = _Runs(self._forwards, 1) if has_backward else _Runs(1, 0)
+            is_first = has_backward and part.adapters is not None and not part.index and index == part.backward_from
             if layout.cp > 1:
                 yield from self._keys(runs)
             if layout.tp > 1:
                 yield from self._around_block(block, runs, is_first)
                 yield from self._key_heads(runs)
             if block != "dense":
-                yield from self._balance()
+                yield from self._balance() if self._has_backward else ()
                 if layout.ep > 1:
                     yield from self._tokens_to_experts(block, runs)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
-            size = (1 + self._depths) * self._rows * self._length * INDEX
-            yield _Call("cp", "all_gather", layout.cp, "predictions", 1, size)
+            yield from self._whole_rows()
         yield from self._pipeline(rank, part)
+
+    def _whole_rows(self) -> Iterator[_Call]:
+        """What is summed over whole rows: accepted drafts, or the halves of pairs."""
+        cp, tokens = self._layout.cp, self._rows * self._length
+        if self._plan.config.preference is None:
+            yield _Call("cp", "all_gather", cp, "predictions", 1, (1 + self._depths) * tokens * INDEX)
+            return
+        yield _Call("cp", "all_gather", cp, "log-probabilities", 1, tokens * FP32)
+        # Three sums of as many halves as a row has tokens, at most; and their gradients.
+        yield _Call("cp", "all_reduce", cp, "sums of pairs", 2 * self._has_backward, 3 * 2 * tokens * _FP64)
 
     def _fsdp(self, part: StagePart) -> Iterator[_Call]:
         """Weights in the compute type and gradients in the reduce type, both padded to equal shards."""
         layout, count = self._layout, self._micro_batches
         policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
         # The first block with a backward prefetches the one before it, as all blocks do.
-        forward_only = part.prefixes[: max(part.backward_from - 1, 0)]
+        forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self._has_backward else part.prefixes
         for unit in fsdp_units(part, self._shape, layout):
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
@@ -183,7 +211,9 @@ class _Step:
             in_fp8 = self._gathered_in_fp8(unit)
             frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
             gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
-            if is_piped:
+            if not self._has_backward:
+                gathers, reduces = (count if frees else 1), 0  # released after the last one
+            elif is_piped:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1
@@ -258,11 +288,14 @@ class _Step:
     def _vocabulary(self, part: StagePart) -> Iterator[_Call]:
         """Embedding and head, each for the main model and every prediction depth."""
         tp, calls = self._layout.tp, 1 + self._depths
-        for name, has in (("embeddings", part.has_embedding), ("rows of the sequence for the head", part.has_head)):
-            if has:
-                has_gradient = part.adapters is None or name != "embeddings"
-                yield _Call("tp", "all_gather", tp, name, calls * has_gradient, self._hidden * tp)
-                yield _Call("tp", "reduce_scatter", tp, name, calls, self._hidden * tp)
+        if part.has_embedding:
+            has_gradient = self._has_backward and part.adapters is None
+            yield _Call("tp", "all_gather", tp, "embeddings", calls * has_gradient, self._hidden * tp)
+            yield _Call("tp", "reduce_scatter", tp, "embeddings", calls, self._hidden * tp)
+        if part.has_head:
+            name = "rows of the sequence for the head"
+            yield _Call("tp", "all_gather", tp, name, calls, self._hidden * tp)
+            yield _Call("tp", "reduce_scatter", tp, name, calls * self._has_backward, self._hidden * tp)
         if part.has_head:
             tokens = self._tokens * tp
             for start in range(0, tokens, LOSS_CHUNK_TOKENS):
@@ -314,7 +347,7 @@ class _Step:
         """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
         parallelism, pp = self._plan.config.parallelism, self._layout.pp
         borders = ((part.index + 1, "hidden states"), (part.index - 1, "gradients of hidden states"))
-        for other, what in borders:
+        for other, what in borders[: 1 + self._has_backward]:
             if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank:
                 yield _Call("pp", "send", pp, what, 1, self._hidden)
                 if self._depths:
@@ -336,7 +369,9 @@ class _Step:
                 yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
         yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
         # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
-        sums = (1 + 2 * self._depths + 3) * _FP64
+        # Of pairs loss, correct order, and two sums of each half.
+        own = 1 + 2 * self._depths if self._plan.config.preference is None else 6
+        sums = (own + 3) * _FP64
         routers = self._shape.num_hidden_layers - self._shape.first_k_dense_replace + self._depths
         counts = routers * (self._shape.n_routed_experts + 1) * INDEX
         for what, size in (("sums of the step", sums), ("tokens of each expert", counts)):

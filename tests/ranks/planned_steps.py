@@ -11,6 +11,7 @@ import resource
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,9 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
+from glm46.data.pairs import BEGIN
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process
+from glm46.finetune.preference_loss import split_pairs
+from glm46.finetune.preferences import Preferences
 from glm46.model.router import Router
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.planner import activations
@@ -42,7 +46,7 @@ from glm46.training.step import train_step
 from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
-from tests.ranks.sharded_layouts import build_job, schedule_here
+from tests.ranks.sharded_layouts import Job, build_job, schedule_here
 
 SHAPE = {
     "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 240, "vocab_size": 516, "intermediate_size": 100,
@@ -73,6 +77,8 @@ class Case(NamedTuple):
     optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
     adapter: dict[str, Any] | None = None
+    pairs: bool = False
+    """DPO: a step is the passes of the reference and the training of the policy."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
     most_gathered: int = activations.MOST_GATHERED_BYTES
 
@@ -88,6 +94,8 @@ class Case(NamedTuple):
         if self.adapter is not None:
             model, optimizer = model | {"num_nextn_predict_layers": 0}, {"name": "AdamW"} | optimizer
             moe, adapted = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}, {"adapter": self.adapter}
+        if self.pairs:
+            model, adapted = model | {"num_nextn_predict_layers": 0}, adapted | {"finetune": {"preference": {}}}
         return RunConfig.model_validate(adapted | {
             "model": model,
             "parallelism": parallelism,
@@ -202,6 +210,10 @@ CASES = {
     ),
     "dora": Case(4, adapter=DORA, dtype=BF16),
     "dora-whole-experts-full": Case(6, adapter=DORA, experts_over=6, checkpointing="full", micro_batches=2),
+    "dpo": Case(4, pairs=True, micro_batches=2, dtype=BF16),
+    "dpo-tp-whole-experts-full": Case(6, pairs=True, tensor=2, experts_over=6, checkpointing="full"),
+    "dpo-pp-ep": Case(8, pairs=True, pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
+    "dpo-cp-ep-lora": Case(8, pairs=True, adapter=LORA, context=2, experts_over=2, micro_batches=2),
     "dora-pp-tp-ep": Case(8, adapter=DORA, pipeline=2, tensor=2, experts_over=2, dtype=BF16, micro_batches=4),
 }  # fmt: skip
 """By name; the ranks of a case are the first one of some pipeline ranks."""
@@ -370,14 +382,24 @@ def ranks_of_axes(layout: Layout, key_heads: int, rank: int) -> dict[str, tuple[
 
 
 def make_batch(plan: Plan) -> dict[str, Tensor]:
-    """One micro-batch of a rank, without padding."""
+    """One micro-batch of a rank, without padding. Token 0 begins the halves of pairs."""
     rows, length = plan.config.training.local_batch_size, plan.config.training.seq_len
-    ids = torch.arange(rows * length).view(rows, length) % plan.shape.vocab_size
+    ids = torch.arange(rows * length).view(rows, length) % (length // 2)
     ahead = ids.unsqueeze(1).expand(-1, plan.shape.num_nextn_predict_layers, -1).contiguous()
     return {
         "input_ids": ids, "positions": torch.arange(length).expand(rows, -1).contiguous(), "labels": ids,
         "document_ids": torch.zeros(rows, length, dtype=torch.int32), "mtp_input_ids": ahead, "mtp_labels": ahead,
     }  # fmt: skip
+
+
+def with_pairs(job: Job) -> tuple[Job, Preferences]:
+    """The same network as the policy of DPO, beside its reference."""
+    text = SimpleNamespace(
+        plan=job.plan, cluster=job.cluster, network=job.network, networks=job.networks,
+        tokenizer=SimpleNamespace(special={BEGIN: 0}),
+    )  # fmt: skip
+    learner = Preferences(text, job.plan.config.preference)
+    return job._replace(networks=learner.networks, objectives=learner.objectives), learner
 
 
 def spread_evenly(router: Router, choice_TE: Tensor) -> Tensor:
@@ -393,16 +415,22 @@ def measure(name: str) -> dict:
     rank = int(pipeline_rank) * (case.ranks // case.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
     job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")))
-    batches = [make_batch(job.plan) for _ in range(case.micro_batches)]
+    batches, complete = [make_batch(job.plan) for _ in range(case.micro_batches)], lambda batches: batches
+    if case.pairs:
+        job, learner = with_pairs(job)
+        batches, complete = [split_pairs(batch, 0) for batch in batches], learner.complete
     norm = Magnitudes._norm  # of the rows that the other ranks have, it would be zero
     nonzero_norms = mock.patch.object(Magnitudes, "_norm", lambda *tensors: norm(*tensors).clamp_min_(1.0))
     totals, network = count_step(job, batches), job.network
     with CountedTraffic(), nonzero_norms:  # receives finite numbers
         network.loaded(new_adapters=True)
     most = mock.patch.object(activations, "MOST_GATHERED_BYTES", case.most_gathered)
-    evenly, memory = mock.patch.object(Router, "select", spread_evenly), LiveMemory(network.models)
+    evenly, memory = (
+        mock.patch.object(Router, "select", spread_evenly),
+        LiveMemory([m for one in job.networks.values() for m in one.models]),
+    )
     with evenly, most, nonzero_norms, CountedTraffic() as traffic, memory:
-        train_step(job, batches, totals, 0, 1.0)
+        train_step(job, complete(batches), totals, 0, 1.0)
     axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank), {}
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
@@ -417,7 +445,7 @@ def measure(name: str) -> dict:
             for (kind, ranks), calls in traffic.calls.items()
             if len(ranks) > 1
         },
-        "weights": _sizes(map(local_tensor, network.weights().values())),
+        "weights": _sizes(local_tensor(each) for one in job.networks.values() for each in one.weights().values()),
         "gradients": _sizes(local_tensor(parameter.grad) for parameter in network.parameters.values()),
         "whole_gradients": memory.gradients,
         "states": _sizes(map(local_tensor, states.values())),

@@ -12,7 +12,7 @@ from glm46.planner.activations import Frozen, layer_bytes
 from glm46.planner.memory import WIDTHS, rank_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import parts_of_ranks
-from glm46.planner.traffic import MUON, step_traffic
+from glm46.planner.traffic import MUON, reference_traffic, step_traffic
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
 from tests.ranks.server import ROOT
 
@@ -36,7 +36,7 @@ def test_planned_traffic_is_what_a_step_sends(measured):
     """Call by call and byte by byte."""
     plan, rank, row = measured
     planned = {}
-    for traffic in step_traffic(plan)[rank]:
+    for traffic in (*reference_traffic(plan)[rank], *step_traffic(plan)[rank]):
         sums = planned.setdefault(f"{traffic.kind} over {row['axes'][traffic.axis]}", Counter())
         sums.update(calls=traffic.calls, nbytes=traffic.nbytes)
     planned, found = {key: [sums["calls"], sums["nbytes"]] for key, sums in planned.items()}, dict(row["traffic"])

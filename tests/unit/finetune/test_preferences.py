@@ -91,6 +91,35 @@ def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, ki
 
 
 @pytest.mark.slow
+def test_a_policy_and_its_reference_in_host_memory_train_as_on_the_device(start, tmp_path):
+    """Muon's states, and the weights of both networks."""
+    steps = {}
+    for name, offload in (("device", False), ("host", True)):
+        optimizer = {"name": "Muon", "lr": 2e-3, "ns_dtype": "float32", "state_offload": "cpu" if offload else "none"}
+        training = {"steps": 4, "seq_len": 128, "global_batch_size": 2, "parameter_offload": offload}
+        assert train(tuned(start, tmp_path / name, "full", optimizer=optimizer, training=training)) == 0
+        steps[name] = contents(tmp_path / name / "checkpoint/step-000004")
+    rows = rows_of(tmp_path / "host", "loss")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[-1]["loss"] < 0.4
+    assert steps["device"].keys() == steps["host"].keys()
+    assert all(torch.equal(tensor, steps["host"][name]) for name, tensor in steps["device"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float8", [
+    {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"},
+    {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True},
+], ids=["rowwise", "gathered"])  # fmt: skip
+def test_a_policy_and_its_reference_in_float8_begin_equal(start, tmp_path, float8):
+    """Both round alike; a reference in another precision would begin with a margin."""
+    config = tuned(start, tmp_path / "out", "full", float8=float8 | {"emulate": True})
+    assert train(config) == 0
+    rows = rows_of(tmp_path / "out", "loss")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert rows[-1]["loss"] < 0.1 and rows[-1]["reward_accuracy"] > 0.9
+
+
+@pytest.mark.slow
 def test_another_reference_is_refused_with_what_changed(start, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(start / "base/checkpoint/step-000002", base / "step-000002")
