@@ -54,7 +54,8 @@ def test_a_preference_adds_a_forward_of_its_reference():
         tasks = (FineTune(preference=preference) for preference in (None, Preference()))
         sft, dpo = (predicted(config.model_copy(update={"finetune": task}), world=8) for task in tasks)
         added = dpo.parts.pop("passes without gradient")
-        assert dpo.parts == sft.parts and dpo.model_flops == sft.model_flops
+        # The step adds up a few more numbers over all ranks.
+        assert dpo.parts == pytest.approx(sft.parts, rel=1e-4) and dpo.model_flops == sft.model_flops
         computed = sum(sft.parts[name] for name in ("products", "experts", "attention", "memory"))
         if parallelism:  # stages are not equal, and the last one waits for the others
             assert 0 < added < sft.seconds
