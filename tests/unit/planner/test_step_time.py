@@ -60,7 +60,9 @@ def test_a_preference_adds_a_forward_of_its_reference():
         if parallelism:  # stages are not equal, and the last one waits for the others
             assert 0 < added < sft.seconds
         else:
-            assert 0.3 < added / computed < 0.45  # one forward; forward and backward are three
+            # One forward, of which forward and backward are three, and its gathers, which no other work hides here.
+            waited = sft.parts["waiting for weights and gradients"]
+            assert 0.3 * computed + 0.1 * waited < added < 0.35 * (computed + waited)
 
 
 def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a_critic():
