@@ -4,8 +4,8 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,27 +15,28 @@ from typing import Any, NamedTuple
 import tomli
 
 from glm46.checkpoint.integrity import META
-from glm46.commands.model_options import add_model_options, load_model
-from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.commands.evaluate_options import PICTURE, RESULTS, evaluate_parser, row_lengths, stated_sources
+from glm46.commands.model_options import load_model
 from glm46.commands.ranks import joined, on_all_ranks, start_ranks
 from glm46.config.errors import UserError
-from glm46.config.faults import nearest
 from glm46.config.validation import validate_table
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.tokenizer import Tokenizer
+from glm46.distributed.environment import launched_rank, launched_world_size
+from glm46.evaluation.answers import Answers
 from glm46.evaluation.loss import Loss
 from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position
 from glm46.evaluation.report import draw, table
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import TASKS, Measure
+from glm46.evaluation.standard import StandardTasks, find_tasks, run_tasks
 from glm46.files.progress import tokens_progress
 from glm46.inference.loading import Loaded
 from glm46.planner.curriculum import plan_stages
 
-_LENGTHS = (1024, 2048, 4096)
-"""Of a model whose training is unknown."""
-_RESULTS, _PICTURE = "evaluation.json", "evaluation.png"
+_TASKS_SECONDS = 3600
+"""Longest time in which rank 0 reads the tasks of lm-eval and their data, while the others wait."""
 
 
 class _Training(NamedTuple):
@@ -55,12 +56,13 @@ def evaluate_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: an option is out of range, a folder cannot be used, or the text has no rows of these lengths.
     """
-    arguments = _parser().parse_args(list(argv))
-    sources = _stated_sources(arguments)
+    arguments = evaluate_parser().parse_args(list(argv))
+    sources = stated_sources(arguments)
     code = start_ranks("evaluate", argv, arguments)
     if code is not None:
         return code
-    with joined():
+    is_standard = not set(arguments.tasks) <= set(TASKS)
+    with joined(_TASKS_SECONDS) if is_standard else joined():
         _evaluate(arguments, sources)
     return 0
 
@@ -81,6 +83,8 @@ def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
         ) as advance:
             for task, measure in work.measures.items():
                 found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance)
+        if work.has_standard:
+            found["standard"] = on_all_ranks(lambda: _standard(work))
     finally:
         results.save(found)
     if not is_first:
@@ -88,6 +92,20 @@ def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
     for task, result in found.items():
         print("\n".join(table(task, result, training.window)), end="\n\n")
     _show(arguments, found, training.window)
+
+
+def _standard(work: "_Work") -> dict[str, Any] | None:
+    """The result of standard tasks on rank 0; on other ranks None. Collective."""
+    answers = Answers(work.loaded, work.results)
+    if work.standard is None:
+        return answers.follow()
+    from glm46.evaluation.lm_eval_model import LmEvalModel
+
+    model, tokenizer, _ = work.loaded
+    try:
+        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, model.shape.max_position_embeddings))
+    finally:
+        answers.end()
 
 
 class _Work(NamedTuple):
@@ -98,90 +116,48 @@ class _Work(NamedTuple):
     measures: dict[str, Measure]
     results: Results
     """With a file on rank 0."""
+    has_standard: bool
+    standard: StandardTasks | None
+    """On rank 0."""
 
 
 def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     """The model, the measures and earlier results. Collective."""
+    standard = _find_standard(arguments)
     loaded = load_model(arguments, drafts=False)
     model, tokenizer, mesh = loaded
     training = _training(arguments.checkpoint)
+    if set(arguments.tasks).isdisjoint(TASKS):
+        sources, training = {}, training._replace(sources={})
     try:
         manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
     except UserError as error:
         raise error if sources else UserError(*(f"{fault}; or give --data" for fault in error.faults)) from error
     for manifest in manifests.values():
         manifest.require_tokenizer(tokenizer.fingerprint)
-    lengths = _lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
+    lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
     measures = _measures(arguments, manifests, tokenizer, training, lengths)
     text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity = {"text": _digest(text), "dtype": dtype}
-    return _Work(loaded, training, measures, _open_results(arguments, identity, keeps=mesh.rank == 0))
+    results = _open_results(arguments, identity, keeps=mesh.rank == 0)
+    return _Work(loaded, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
 
 
-def _parser() -> VerbParser:
-    parser = verb_parser(
-        "evaluate",
-        description="Measures a model on held-out text: its loss, its loss by position in long documents, and whether "
-        "it finds a sentence in long text.",
+def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
+    """The tasks of lm-eval, on rank 0; None on others, or if there are none."""
+    names = [name for name in arguments.tasks if name not in TASKS]
+    if not names:
+        for option in ("task_folder", "fewshot", "limit", "run_code"):
+            if getattr(arguments, option) not in (None, [], False):
+                option = option.replace("_", "-")
+                raise UserError(f"--{option}: belongs to tasks of lm-eval; name some with --tasks")
+        return None
+    if launched_world_size() is not None and launched_rank() != 0:
+        return None
+    return find_tasks(
+        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code
     )
-    add_model_options(parser)
-    parser.add_argument(
-        "--tasks", type=_tasks, default=TASKS, metavar="NAMES", help=f"with commas, of {','.join(TASKS)}; default: all"
-    )
-    parser.add_argument(
-        "--data", type=Path, action="append", default=[], metavar="FOLDER",
-        help="a source that prepare has made; again for more; default: the sources of the checkpoint's config",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", type=_list_of(positive), metavar="N,N,…",
-        help="tokens of a row; default: once, twice and four times the training.seq_len of the checkpoint",
-    )  # fmt: skip
-    parser.add_argument(
-        "--depths", type=_list_of(_share), default=(0.0, 0.25, 0.5, 0.75, 1.0), metavar="X,X,…",
-        help="places of the needle, from 0, the begin of the text, to 1; default: 0,0.25,0.5,0.75,1",
-    )  # fmt: skip
-    parser.add_argument(
-        "--samples", type=positive, default=32, metavar="N",
-        help="most rows of each source (loss), documents (position), and rows of each length and depth (needle); "
-        "default: 32",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="another one takes other documents and needles")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER",
-        help=f"write {_RESULTS} and {_PICTURE}; a call with the same folder computes only what is missing",
-    )  # fmt: skip
-    return parser
-
-
-def _tasks(text: str) -> tuple[str, ...]:
-    for name in text.split(","):
-        if name not in TASKS:
-            near = nearest(name, TASKS, 0.5)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(TASKS)}"
-            raise argparse.ArgumentTypeError(f"{name!r}: unknown task; {hint}")
-    return tuple(dict.fromkeys(text.split(",")))
-
-
-def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Type of an option: values with commas between them."""
-    return lambda text: tuple(one(part) for part in text.split(","))
-
-
-def _share(text: str) -> float:
-    with suppress(ValueError):
-        if 0.0 <= float(text) <= 1.0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected numbers between 0 and 1")
-
-
-def _stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
-    if arguments.model and not arguments.data:
-        raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
-    sources = {folder.absolute().name: folder for folder in arguments.data}
-    if len(sources) < len(arguments.data):
-        raise UserError(f"--data {' --data '.join(map(str, arguments.data))}: two folders of one name; rename one")
-    return sources
 
 
 def _training(checkpoint: Path | None) -> _Training:
@@ -196,17 +172,6 @@ def _training(checkpoint: Path | None) -> _Training:
         document_mask=config.data.document_mask,
         sources={source.name: Path(source.path) for source in config.data.sources},
     )
-
-
-def _lengths(stated: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
-    too_long = [length for length in stated or () if length > positions]
-    if too_long:
-        raise UserError(
-            f"--lengths {','.join(map(str, too_long))}: the model has {positions} positions (max_position_embeddings); "
-            "take at most that"
-        )
-    usual = _LENGTHS if window is None else (window, 2 * window, 4 * window)
-    return stated or tuple(length for length in usual if length <= positions) or (positions,)
 
 
 def _measures(
@@ -246,7 +211,7 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {arguments.output}: {error.strerror}; give a folder that can be written") from error
-    return Results(arguments.output / _RESULTS, identity)
+    return Results(arguments.output / RESULTS, identity)
 
 
 def _held_out_hashes(manifest: Manifest) -> list[str]:
@@ -261,13 +226,13 @@ def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int |
     """Print the files that were written, and draw the picture."""
     if arguments.output is None:
         return
-    print(arguments.output / _RESULTS)
+    print(arguments.output / RESULTS)
     if not found.keys() & {"position", "needle"}:
         return
     if find_spec("matplotlib") is None:
-        print(f"no {_PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+        print(f"no {PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
         return
-    picture = arguments.output / _PICTURE
+    picture = arguments.output / PICTURE
     try:
         draw(found, str(arguments.model or arguments.checkpoint), window, picture)
     except OSError as error:

@@ -78,13 +78,13 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def joined(timeout_seconds: int = _JOIN_SECONDS) -> Iterator[None]:
     """The process group of the ranks, if this process is one of them."""
     if launched_world_size() is None:
         yield
         return
     die_with_parent()
-    join(_JOIN_SECONDS)
+    join(timeout_seconds)
     try:
         yield
     finally:

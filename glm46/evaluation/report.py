@@ -18,6 +18,8 @@ def table(task: str, result: Result, window: int | None) -> list[str]:
     """Lines of the result of a task; ``window`` as for `draw`."""
     if task == "position":
         return _position_table(result, window)
+    if task == "standard":
+        return _standard_table(result)
     return _loss_table(result) if task == "loss" else _needle_table(result)
 
 
@@ -57,6 +59,19 @@ def _needle_table(result: Result) -> list[str]:
         mean, loss = (result["columns"][f"{column}/{length}"] for column in ("needle", "needle_loss"))
         exact = "".join(f"{row[depth]['exact']:>12.2f}" for depth in depths)
         lines.append(f"  {length:<8,}{exact}{mean:>8.2f}{loss:>13.4f}")
+    return lines
+
+
+def _standard_table(result: Result) -> list[str]:
+    lines = [
+        "Tasks of lm-eval",
+        f"  {'task':<32}{'metric':<28}{'examples':>9}{'documents':>11}{'value':>10}{'error':>9}",
+    ]
+    for one in result["figures"]:
+        metric = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
+        examples, documents = (" " if one[name] is None else one[name] for name in ("examples", "documents"))
+        error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
+        lines.append(f"  {one['task']:<32}{metric:<28}{examples:>9}{documents:>11}{one['value']:>10.4f}{error:>9}")
     return lines
 
 

@@ -28,6 +28,12 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
 
 
+def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that are no part of a text: transformers leaves them out on request."""
+    names = GLM_SPECIAL_TOKENS[:_NUM_CONTROL_TOKENS]
+    return frozenset(token_id for name, token_id in tokenizer.special.items() if name in names)
+
+
 def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
     """File name -> content: the ``tokenizer.json`` that was loaded, or one made from a rank file, and the files that
     belong to it.

@@ -139,6 +139,11 @@ class CachedCore:
         for cache in (self.keys, self.values):
             cache[target, :, :length] = cache[source, :, :length]
 
+    def arrange(self, sources: Sequence[int], length: int) -> None:
+        """Copy the first slots of these rows to the first rows."""
+        for cache in (self.keys, self.values):
+            cache[: len(sources), :, :length] = cache[list(sources), :, :length]  # the right side is a copy
+
     @staticmethod
     def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
         cache_BTKC = cache_BTKC[: slots.rows]

@@ -126,6 +126,11 @@ class Decoder:
         if self._routes is not None:
             self._routes[target, :length] = self._routes[source, :length]
 
+    def arrange(self, sources: Sequence[int], length: int) -> None:
+        """Give the first rows the keys and values of the first tokens of these rows."""
+        for core in (*self._main, *self._mtp):
+            core.arrange(sources, length)
+
     def routes(self, row: int, length: int) -> Tensor | None:
         """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if
         they are not recorded."""

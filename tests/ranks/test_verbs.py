@@ -19,6 +19,11 @@ LAYOUTS = {
     "tensor, expert": ("--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"),
     "pipeline": ("--pipeline-parallel-degree", "2"),
 }
+FOUR_RANKS = {
+    "data": (),
+    "tensor, expert": ("--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"),
+    "pipeline, expert": ("--pipeline-parallel-degree", "2", "--expert-parallel-degree", "2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +69,19 @@ def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
     said = started.output.read_text()
     assert "exit codes [2, 2]" in said
     assert said.count("--expert-parallel-degree 4") == 1 and "2 processes" in said and "choose another" in said
+
+
+def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path):
+    pytest.importorskip("lm_eval", reason="not installed; pip install glm46[eval]")
+    tasks = ["evaluate", "--model", folders[1], "--limit", "6", "--tasks"]
+    tasks.append("glm46_next_line,glm46_documentation,glm46_rest_of_line")
+    printed(*tasks, "--output", str(tmp_path / "one"))
+    wanted = json.loads((tmp_path / "one" / "evaluation.json").read_text())["rows"]
+    for name, degrees in FOUR_RANKS.items():
+        output = tmp_path / name
+        server.text("verbs.verb", *tasks, "--output", str(output), *degrees, ranks=4, seconds=120)
+        found = json.loads((output / "evaluation.json").read_text())["rows"]
+        assert found.keys() == wanted.keys() and len(found) >= 6 * (4 + 1 + 1), name
+        for key, row in wanted.items():
+            # Tokens are equal; log-probabilities are FP32 sums in another order.
+            assert found[key] == (row if key.startswith("text") else pytest.approx(row, rel=1e-5)), (name, key)

@@ -1,0 +1,116 @@
+"""The options of ``python -m glm46 evaluate``."""
+
+import argparse
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from glm46.commands.model_options import add_model_options
+from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.config.errors import UserError
+from glm46.evaluation.rows import TASKS
+
+_LENGTHS = (1024, 2048, 4096)
+"""Of a model whose training is unknown."""
+RESULTS, PICTURE = "evaluation.json", "evaluation.png"
+
+
+def evaluate_parser() -> VerbParser:
+    """The parser of the verb."""
+    parser = verb_parser(
+        "evaluate",
+        description="Measures a model on held-out text: its loss, its loss by position in long documents, and whether "
+        "it finds a sentence in long text.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--tasks", type=_tasks, default=TASKS, metavar="NAMES",
+        help=f"with commas: {','.join(TASKS)}, which are the default, tasks of lm-eval such as gsm8k, and task files",
+    )  # fmt: skip
+    parser.add_argument(
+        "--task-folder", type=Path, action="append", default=[], metavar="FOLDER",
+        help="of your own task files in lm-eval's format; again for more",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fewshot", type=_count, metavar="N", help="examples before a question of lm-eval; default: as the task says"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="most documents of a task of lm-eval; default: all")
+    parser.add_argument(
+        "--run-code", action="store_true", help="allow tasks that run what the model writes, such as humaneval"
+    )
+    parser.add_argument(
+        "--data", type=Path, action="append", default=[], metavar="FOLDER",
+        help="a source that prepare has made; again for more; default: the sources of the checkpoint's config",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=_list_of(positive), metavar="N,N,…",
+        help="tokens of a row; default: once, twice and four times the training.seq_len of the checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
+        "--depths", type=_list_of(_share), default=(0.0, 0.25, 0.5, 0.75, 1.0), metavar="X,X,…",
+        help="places of the needle, from 0, the begin of the text, to 1; default: 0,0.25,0.5,0.75,1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples", type=positive, default=32, metavar="N",
+        help="most rows of each source (loss), documents (position), and rows of each length and depth (needle); "
+        "default: 32",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="another one takes other documents and needles")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER",
+        help=f"write {RESULTS} and {PICTURE}; a call with the same folder computes only what is missing",
+    )  # fmt: skip
+    return parser
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+def _count(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 on")
+
+
+def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """Type of an option: values with commas between them."""
+    return lambda text: tuple(one(part) for part in text.split(","))
+
+
+def _share(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 <= float(text) <= 1.0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected numbers between 0 and 1")
+
+
+def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The folders of ``--data`` by their names. Raises UserError if one is missing, or two have one name."""
+    if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
+        raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
+    sources = {folder.absolute().name: folder for folder in arguments.data}
+    if len(sources) < len(arguments.data):
+        raise UserError(f"--data {' --data '.join(map(str, arguments.data))}: two folders of one name; rename one")
+    return sources
+
+
+def row_lengths(stated: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
+    """Lengths of rows, the stated or the usual ones.
+
+    Args:
+        window: longest sequence of the training, if it is known.
+        positions: of the model.
+
+    Raises:
+        UserError: a stated one is longer than the model's positions.
+    """
+    too_long = [length for length in stated or () if length > positions]
+    if too_long:
+        raise UserError(
+            f"--lengths {','.join(map(str, too_long))}: the model has {positions} positions (max_position_embeddings); "
+            "take at most that"
+        )
+    usual = _LENGTHS if window is None else (window, 2 * window, 4 * window)
+    return stated or tuple(length for length in usual if length <= positions) or (positions,)

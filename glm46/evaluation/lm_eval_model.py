@@ -1,0 +1,123 @@
+"""Our models as models of lm-eval (EleutherAI's lm-evaluation-harness), which this module needs.
+
+Texts become tokens as in lm-eval's own backend `hf`, and requests are truncated and cut nowhere else: what it gives for
+the folder of a model is what this gives for the model.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from glm46.config.errors import UserError
+from glm46.data.tokenizer import END_OF_TEXT, Tokenizer
+from glm46.evaluation.answers import Answers, Prompt
+from glm46.files.progress import tokens_progress
+from glm46.inference.sampling import Sampling
+from glm46.inference.scoring import Request
+
+_MAX_NEW_TOKENS = 256
+"""Of a task that names no number; as in lm-eval."""
+
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+
+
+class LmEvalModel(TemplateLM):
+    """What lm-eval's tasks ask. It takes all requests, on rank 0.
+
+    Args:
+        positions: tokens that the model reads at most.
+    """
+
+    def __init__(self, answers: Answers, tokenizer: Tokenizer, positions: int):
+        super().__init__()
+        self._answers, self._tokenizer, self._positions = answers, tokenizer, positions
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Token ids of ordinary text."""
+        return self._tokenizer.encode(string).tolist()
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether greedy decoding writes it.
+
+        Raises:
+            UserError: a request has more tokens than the model's positions.
+        """
+        self._tasks = [request.task_name for request in requests]
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: object) -> list[tuple[float, bool]]:
+        found = [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        for request, task in zip(found, self._tasks, strict=True):
+            self._require_room(task, len(request.inputs), "lower --fewshot, or leave it out")
+        return [tuple(one) for one in self._scores(found)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Log-probability of each text, in windows as long as the model's positions."""
+        parts, owners = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self._positions, context_len=1
+            )
+            for context, continuation in map(make_disjoint_window, windows):
+                parts.append(Request(tuple(context), tuple(continuation)))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, found in zip(owners, self._scores(parts), strict=True):
+            sums[owner] += found.logprob
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """The text after each context, up to a stop sequence.
+
+        Raises:
+            UserError: a context and its new tokens have more tokens than the model's positions, or a task wants a kind
+                of sampling that there is not.
+        """
+        prompts, repeats = [], {}
+        for request in requests:
+            context, stated = request.args
+            options = normalize_gen_kwargs(stated, _MAX_NEW_TOKENS)
+            if unknown := [name for name in options if name not in _KNOWN]:
+                raise UserError(
+                    f"--tasks {request.task_name}: generation_kwargs.{unknown[0]} is not supported; there are "
+                    f"{', '.join(sorted(_KNOWN))}"
+                )
+            tokens, until = tuple(self.tok_encode(context)), options.get("until") or []
+            most = options["max_gen_toks"]
+            self._require_room(request.task_name, len(tokens) + most, "lower --fewshot, or max_gen_toks of the task")
+            sampling = Sampling(
+                *(options.get(name) or default for name, default in
+                  (("temperature", 0.0), ("top_k", None), ("top_p", 1.0), ("min_p", 0.0)))
+            )  # fmt: skip
+            # A text asked for again is another sample.
+            seed = repeats[context] = repeats.get(context, -1) + 1
+            ends = [until] if isinstance(until, str) else until
+            ends = tuple(end for end in (*ends, END_OF_TEXT) if end)
+            prompts.append(
+                Prompt(tokens or (self.eot_token_id,), most, ends, sampling, 0 if sampling.is_greedy else seed)
+            )
+        total = sum(prompt.max_new_tokens for prompt in prompts)
+        with tokens_progress("writing", total, partial(print, file=sys.stderr)) as advance:
+            return self._answers.texts(prompts, advance)
+
+    def _scores(self, requests: Sequence[Request]):
+        total = sum(len(request.inputs) for request in requests)
+        with tokens_progress("scoring", total, partial(print, file=sys.stderr)) as advance:
+            return self._answers.scores(requests, advance)
+
+    def _require_room(self, task: str, tokens: int, remedy: str) -> None:
+        if tokens > self._positions:
+            raise UserError(
+                f"--tasks {task}: a request has {tokens} tokens, the model {self._positions} positions "
+                f"(max_position_embeddings); {remedy}"
+            )

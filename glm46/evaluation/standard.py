@@ -1,0 +1,133 @@
+"""Standard tasks, those of lm-eval and the user's own in its format, on our models."""
+
+import logging
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm46.config.errors import UserError
+from glm46.config.faults import nearest
+from glm46.evaluation.rows import TASKS
+
+if TYPE_CHECKING:
+    from lm_eval.tasks.manager import TaskDict
+
+    from glm46.evaluation.lm_eval_model import LmEvalModel
+
+FOLDER = Path(__file__).with_name("tasks")
+"""Our own task files."""
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+_FEWSHOT_SEED = 1234
+"""Decides the examples before a question; as in lm-eval, so that its numbers can be compared."""
+
+
+@dataclass(frozen=True)
+class StandardTasks:
+    """Tasks that are ready to run: their data is there."""
+
+    loaded: "TaskDict"
+    limit: int | None
+    """Most documents of a task."""
+
+
+def find_tasks(
+    names: Sequence[str], folders: Sequence[Path], *, fewshot: int | None, limit: int | None, run_code: bool
+) -> StandardTasks:
+    """Find tasks by name or file, and load their data.
+
+    Args:
+        folders: of the user's task files.
+        fewshot: examples before a question; None: as each task says.
+        limit: most documents of a task.
+        run_code: take tasks that run what the model writes.
+
+    Raises:
+        UserError: lm-eval is not installed, a file or folder is missing, a name is not known, or a task cannot be
+            loaded.
+    """
+    faults = [f"--tasks {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
+    faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
+    if faults:
+        raise UserError(*(f"{fault}; correct the path" for fault in faults))
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        near = nearest(names[0], TASKS, 0.5)
+        hint = f"did you mean {near}? " if near else f"there are {', '.join(TASKS)}; "
+        raise UserError(
+            f"--tasks {names[0]}: unknown task; {hint}other tasks need lm-eval: pip install glm46[eval]"
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn of are refused
+    paths = [str(folder) for folder in (FOLDER, *folders)]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    wanted = [name for name in names if not _is_file(name)]
+    if not set(wanted) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=paths)  # reads more than 10,000 files
+    known = [*TASKS, *manager.all_tasks]
+    unknown = [(name, nearest(name, known, 0.5)) for name in wanted if name not in manager.all_tasks]
+    if unknown:
+        raise UserError(
+            *(
+                f"--tasks {name}: unknown task; "
+                + (f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those of lm-eval")
+                for name, near in unknown
+            )
+        )
+    try:
+        loaded = manager.load([*names])
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        kind = f"{type(error).__name__}: {_one_line(error)}"
+        raise UserError(
+            f"--tasks {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
+        ) from error
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and not run_code:
+            raise UserError(
+                f"--tasks {name}: runs code that the model writes, on this machine; allow it with --run-code"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
+        stated = task.get_config("num_fewshot")
+        if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
+            task.set_config(key="num_fewshot", value=fewshot or 0)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    return StandardTasks(loaded, limit)
+
+
+def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
+    """The result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
+
+    Raises:
+        UserError: see `LmEvalModel`.
+    """
+    from lm_eval import evaluate
+
+    random.seed(0)  # as lm-eval's own command
+    found = evaluate(model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True)
+    figures = []
+    for task, metrics in (found["results"] | found.get("groups", {})).items():
+        documents, examples = found["n-samples"].get(task, {}).get("effective"), found["n-shot"].get(task)
+        for key, value in metrics.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            figure = {"task": task, "metric": metric, "filter": kept, "examples": examples, "documents": documents}
+            error = metrics.get(f"{metric}_stderr,{kept}")
+            figures.append(
+                figure | {"value": value, "standard_error": error if isinstance(error, (int, float)) else None}
+            )
+    return {"figures": figures, "columns": {f"{one['task']}/{one['metric']}": one["value"] for one in figures}}
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(_SUFFIXES) or "/" in name
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]
