@@ -149,7 +149,7 @@ def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypa
     "arguments, words",
     [
         (["--tasks", "needl"], ("--tasks", "needl", "needle")),
-        (["--tasks", "chess"], ("--tasks", "chess", "position")),
+        (["--tasks", "chess"], ("--tasks", "chess", "unknown task")),
         (["--lengths", "0"], ("--lengths", "0")),
         (["--lengths", "64,x"], ("--lengths", "x")),
         (["--lengths", "64,9999"], ("--lengths 9999", "2048", "max_position_embeddings")),
