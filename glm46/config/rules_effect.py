@@ -61,13 +61,14 @@ def _idle_keys(root: Section, section: Section, prefix: tuple[str | int, ...]) -
 
 
 def _find(root: Section, section: Section, key: str) -> list[Any]:
-    """The values of a key: of this section if it has the field, else of the root."""
+    """The values of a key: of this section if it has the field, else of the root; none if its table is absent."""
     first, *parts = key.replace("[]", "").split(".")
     places: list[Any] = [getattr(section if first in type(section).model_fields else root, first)]
     if first == "model":  # keys that the table does not set come from the preset
         places = [resolve_shape(place) for place in places if place.flavor in PRESETS]
     for part in parts:
         entries = [entry for place in places for entry in (place if isinstance(place, tuple) else (place,))]
+        entries = [entry for entry in entries if entry is not None]
         places = [getattr(entry, part) for entry in entries]
     return places
 

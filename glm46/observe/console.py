@@ -28,7 +28,7 @@ def short_number(value: float) -> str:
 
 def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
     """Time until the last token at the speed of this row; "?" if the speed is unknown."""
-    speed = row.get("tokens_per_second")
+    speed = row.get("budget_tokens_per_second", row.get("tokens_per_second"))
     if not speed:
         return "?"
     return duration((total_tokens - (row.get("tokens") or 0)) / speed)

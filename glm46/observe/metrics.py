@@ -92,6 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("z_loss_weight", "1", "optimizer", "Weight of the router z-loss."),
     Metric("tokens_per_second", "tokens/s", "speed", "Tokens per second over all ranks since the previous row."),
     Metric("tokens_per_second_per_device", "tokens/s", "speed", "The same, divided by the number of ranks."),
+    Metric("budget_tokens_per_second", "tokens/s", "speed", "Tokens of training.tokens per second, if others."),
     Metric("tflops_per_device", "TFLOP/s", "speed", "FLOPs of the model, without recomputation, per second and rank."),
     Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak; on a CPU over a measured peak."),
     Metric("step_seconds", "s", "speed", "Mean duration of a step since the previous row."),

@@ -25,15 +25,23 @@ class ThroughputMeter:
         self._restart()
 
     def _restart(self) -> None:
-        self._tokens = self._steps = 0
+        self._tokens = self._budget_tokens = self._steps = 0
         self._flops = 0.0
         self._excluded_seconds = self._data_seconds = 0.0
         self._start = self._clock()
 
-    def add_step(self, tokens: int, data_seconds: float, flops: float) -> None:
-        """Count a finished step: tokens over all ranks, wait for the loader in seconds, and FLOPs of forward and
-        backward over all ranks."""
+    def add_step(self, tokens: int, data_seconds: float, flops: float, budget_tokens: int) -> None:
+        """Count a finished step.
+
+        Args:
+            tokens: computed over all ranks.
+            data_seconds: wait for the loader.
+            flops: of forward and backward over all ranks.
+            budget_tokens: what the step takes of ``training.tokens``: others than `tokens` where rows hold several
+                samples.
+        """
         self._tokens += tokens
+        self._budget_tokens += budget_tokens
         self._flops += flops
         self._steps += 1
         self._data_seconds += data_seconds
@@ -62,6 +70,8 @@ class ThroughputMeter:
             "step_seconds": seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
         }
+        if self._budget_tokens != self._tokens:
+            row["budget_tokens_per_second"] = self._budget_tokens / seconds
         if self._peak_flops is not None:
             row["mfu"] = flops / self._peak_flops
         self._restart()

@@ -265,6 +265,10 @@ def test_plain_lines_are_aligned():
     assert short.index("tokens/s") == long.index("tokens/s")
 
 
+def test_the_time_left_is_that_of_the_budget():
+    assert "  2s left" in train_line(_row(1, budget_tokens_per_second=250.0), 600)
+
+
 def test_figures_of_ranks_are_three_on_the_console():
     spread = {"memory_peak_gib/min": 9.0, "memory_peak_gib/mean": 60.25, "memory_peak_gib/max": 100.0}
     assert "GiB   9.0/ 60.2/100.0  10s left" in train_line(_row(1, **spread), 600)
