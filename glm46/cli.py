@@ -76,7 +76,8 @@ def _run(argv: list[str]) -> int:
         parser.error("the verb must be the first argument")
     if argv[0] not in _WORK_IN_ANY_ENVIRONMENT and not _asks_for_help(argv) and (unfit := unfit_packages()):
         raise UserError(describe_unfit(unfit))
-    return resolve_name(f"glm46.commands.{argv[0]}:{argv[0]}_command")(argv[1:])
+    verb = argv[0].replace("-", "_")
+    return resolve_name(f"glm46.commands.{verb}:{verb}_command")(argv[1:])
 
 
 def _list_of_verbs() -> argparse.ArgumentParser:

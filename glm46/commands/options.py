@@ -24,10 +24,12 @@ VERBS = {
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
     "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",
+    "serve-config": "check a folder and print the commands of vLLM and SGLang that serve it",
     "schema": "print the JSON schema of the TOML file",
     "init": "write the shipped TOML files and their schema",
 }
-"""Help of each verb. The function of the verb ``plan`` is `glm46.commands.plan.plan_command`, and so on."""
+"""Help of each verb. The function of the verb ``serve-config`` is `serve_config_command` in
+`glm46.commands.serve_config`, and so on."""
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -79,6 +81,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Type of an option: a number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number greater than 0")
+    return value
 
 
 def process_count(text: str) -> int | None:

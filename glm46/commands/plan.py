@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm46.commands.options import (
+    above_zero,
     config_parser,
     parse_with_overrides,
     positive,
@@ -54,14 +55,14 @@ def plan_command(argv: Sequence[str]) -> int:
         "--gpus-per-node", type=positive, default=GPUS_PER_NODE, metavar="N", help=f"default {GPUS_PER_NODE}"
     )
     parser.add_argument(
-        "--network", type=_above_zero, default=NETWORK_GBITS, metavar="GBIT",
+        "--network", type=above_zero, default=NETWORK_GBITS, metavar="GBIT",
         help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
     )  # fmt: skip
     parser.add_argument(
-        "--storage", type=_above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
+        "--storage", type=above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
-    parser.add_argument("--price", type=_above_zero, metavar="DOLLARS", help="of one GPU for one hour")
+    parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     _add_measured(parser)
     parser.add_argument(
         "--document-tokens", type=positive, metavar="N",
@@ -144,17 +145,6 @@ def _order(parallelism: Parallelism, micro_batches: int) -> Order:
     from glm46.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
 
     return pipeline_order(parallelism, micro_batches)
-
-
-def _above_zero(text: str) -> float:
-    """Type of an option: a number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number greater than 0")
-    return value
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:

@@ -102,7 +102,7 @@ def raise_for_template(tokenizer: Tokenizer) -> None:
         UserError: a marker is missing, or the template fails or renders a probe in another way.
     """
     raise_for_markers(tokenizer)
-    found = _template_beside(tokenizer_file(tokenizer.path))
+    found = template_beside(tokenizer_file(tokenizer.path))
     if found is None:
         return
     file, template = found
@@ -121,7 +121,12 @@ def raise_for_template(tokenizer: Tokenizer) -> None:
             )
 
 
-def _template_beside(file: Path) -> tuple[Path, str] | None:
+def template_beside(file: Path) -> tuple[Path, str] | None:
+    """The chat template that belongs to a ``tokenizer.json``, and its file; None if there is none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     beside, config = file.with_name(TEMPLATE_FILE), file.with_name(CONFIG_FILE)
     if file.suffix != ".json":
         return None

@@ -20,7 +20,7 @@ LAYERS = {
     "model": 3, "data": 3, "optim": 3, "observe": 3,
     "prepare": 4, "parallelize": 4, "checkpoint": 4, "reliability": 4,
     "huggingface": 5, "rewards": 5,
-    "inference": 6,
+    "inference": 6, "serving": 6,
     "training": 7, "evaluation": 7,
     "pretrain": 8, "rollout": 8, "ablation": 8,
     "finetune": 9, "rl": 9, "benchmark": 9, "preflight": 9,
@@ -32,11 +32,11 @@ LAYERS = {
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 850, "checkpoint": 2350, "cli": 105,
-    "commands": 5297, "compat": 310, "config": 4630, "data": 2720,
+    "commands": 5340, "compat": 310, "config": 4630, "data": 2720,
     "distributed": 1000, "evaluation": 1150, "files": 645, "finetune": 440, "huggingface": 2720, "inference": 1685,
     "model": 2_460, "observe": 1945, "optim": 1790, "parallelize": 1350,
-    "planner": 4720, "preflight": 1520, "prepare": 1800, "pretrain": 560, "reliability": 925,
-    "rewards": 515, "rl": 2620, "rollout": 1900,
+    "planner": 4860, "preflight": 1520, "prepare": 1800, "pretrain": 560, "reliability": 925,
+    "rewards": 515, "rl": 2620, "rollout": 1900, "serving": 550,
     "training": 2530,
 }  # fmt: skip
 LINE_GOAL = 17_500

@@ -17,7 +17,7 @@ DOCUMENTS = (
 )
 FOLDERS = "glm46|docs|tests|scripts|train_configs"
 VERBS = {
-    path.stem
+    path.stem.replace("_", "-")
     for path in (ROOT / "glm46" / "commands").glob("*.py")
     if f"def {path.stem}_command(" in path.read_text(encoding="utf-8")
 }

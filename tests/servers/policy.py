@@ -19,7 +19,7 @@ from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.rollout.records import Request, SamplingRules
 from glm46.rollout.server_engine import ServerEngine
-from tests.servers.vllm_process import VllmProcess, reason_to_skip
+from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
 MARKS = [pytest.mark.servers, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
@@ -81,7 +81,8 @@ class Policy:
 
     def serve(self, *options: str) -> VllmProcess:
         log = self.folder / f"server-{time.monotonic_ns()}.log"
-        self.server = VllmProcess(self.folder / "start", self.port, log, *options)
+        command = [SCRIPT, self.folder / "start", str(self.port), "--max-model-len", "512", "--max-num-seqs", "16"]
+        self.server = VllmProcess([*command, *options], self.port, log)
         return self.server
 
     def on_disk(self) -> Transformer:

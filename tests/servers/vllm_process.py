@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from glm46.rollout.http_calls import CallError, call
 
 PYTHON = "GLM46_VLLM_PYTHON"
-_SCRIPT = Path(__file__).parents[2] / "deploy/vllm/serve_cpu.sh"
+SCRIPT = Path(__file__).parents[2] / "deploy/vllm/serve_cpu.sh"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 _START_SECONDS = 180
 
 
@@ -32,13 +35,13 @@ def _end_with_parent() -> None:
 class VllmProcess:
     """Starts at once; `wait` returns when it answers. It ends with the thread that makes it."""
 
-    def __init__(self, folder: Path, port: int, log: Path, *options: str):
+    def __init__(self, command: Sequence[str | Path], port: int, log: Path, variables: Mapping[str, str] = EMPTY):
         self.url, self._log = f"http://127.0.0.1:{port}", log
         cache = {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(log.parent / "cache"))}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [_SCRIPT, str(folder), str(port), "--max-model-len", "512", "--max-num-seqs", "16", *options],
-                env=os.environ | cache,
+                list(command),
+                env=os.environ | cache | dict(variables),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

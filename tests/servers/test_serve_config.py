@@ -1,0 +1,105 @@
+"""A real vLLM takes the commands of `serve-config`, and the client of deploy/ talks to it: `pytest -m servers`."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.cli import main
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.data.chat import chat_prompt
+from glm46.data.conversation import Message
+from glm46.data.tokenizer import load_tokenizer
+from glm46.huggingface.config_json import config_of
+from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.inference.generation import continue_tokens
+from glm46.model.init import fill_parameter
+from glm46.model.transformer import Transformer
+from scripts.measure_alerts import free_ports
+from tests.servers.vllm_process import PYTHON, VllmProcess, reason_to_skip
+
+_REASON = reason_to_skip()
+pytestmark = [pytest.mark.servers, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+ROOT = Path(__file__).parents[2]
+# What a CPU needs beside the written command; see deploy/vllm/serve_cpu.sh.
+ON_A_CPU = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", "67108864"]
+ON_A_CPU += ["--distributed-executor-backend", "uni", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048"]
+QUESTION = "What is a list?"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables with which the program `vllm` starts on a CPU."""
+    # The CPU build is a package of another name, and the program looks for its own.
+    info = tmp_path_factory.mktemp("packages")
+    (info / "vllm-0.32.0+cpu.dist-info").mkdir()
+    (info / "vllm-0.32.0+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return {
+        "PYTHONPATH": str(info), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = Transformer(resolve_shape(Model(flavor="debug"))).eval()
+    with torch.no_grad():
+        for name, tensor in made.state_dict().items():
+            places = [torch.arange(size) for size in tensor.shape]
+            fill_parameter(tensor, places, tensor.shape, seed=0, name=name, std=0.02)
+        made.lm_head.weight.mul_(6)  # an initial model finds all tokens about equally likely
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    tokenizer, path = load_tokenizer("builtin"), tmp_path_factory.mktemp("models") / "mine"
+    config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
+    files = files_beside_weights(tokenizer, max_length=model.shape.max_position_embeddings)
+    options = ExportOptions(dtype=torch.float32, other_files=files)
+    export_weights(path, model.shape, config, model.state_dict(), options=options)
+    return path
+
+
+def test_written_script_serves_and_the_client_gets_our_answer(model, folder, environment, tmp_path, capfd):
+    port, bin_folder = free_ports(1)[0], Path(os.environ[PYTHON]).parent
+    words = ["--model", str(folder), "--gpus", "1", "--port", str(port), "--environment", str(bin_folder.parent)]
+    assert main(["serve-config", *words, "--context", "512", "--output", str(tmp_path / "deploy")]) == 0
+    command = [tmp_path / "deploy/vllm.sh", *ON_A_CPU]
+    server = VllmProcess(command, port, tmp_path / "server.log", environment)
+    try:
+        print(f"vLLM answers after {server.wait():.1f} s")
+        found = subprocess.run(
+            [os.environ[PYTHON], ROOT / "deploy/chat_client.py", "--url", f"{server.url}/v1", "--model", "mine",
+             "--max-tokens", "24", "--temperature", "0", "--no-thinking", QUESTION],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    finally:
+        server.kill()
+    assert found.returncode == 0, found.stderr
+    tokenizer = load_tokenizer("builtin")
+    ours = continue_tokens(
+        model, chat_prompt(tokenizer, [Message("user", QUESTION)], thinking=False), max_new_tokens=24, temperature=0.0,
+        stop=frozenset(stop_ids(tokenizer)), vocab_size=tokenizer.vocab_size, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert len(ours) > 8 and found.stdout.strip() == tokenizer.decode(ours).strip()
+
+
+def test_vllm_knows_every_option_of_the_commands(folder, environment, capsys):
+    words = ["--model", str(folder), "--gpus", "16", "--first-node", "127.0.0.1", "--speculative"]
+    words += ["--gpus-per-node", "4", "--tensor-parallel-degree", "4", "--kv-cache-dtype", "fp8"]
+    assert main(["serve-config", *words]) == 0
+    commands = capsys.readouterr().out.partition("# sglang")[0]
+    program = Path(os.environ[PYTHON]).with_name("vllm")
+    told = subprocess.run(
+        [program, "serve", "--help=all"], capture_output=True, text=True, env=os.environ | environment
+    )
+    assert told.returncode == 0, told.stderr
+    options = set(re.findall(r"(?<=\s)--[a-z-]+", commands))
+    assert len(options) > 15 and options - set(re.findall(r"--[a-z-]+", told.stdout)) == set()
