@@ -61,7 +61,7 @@ def find_tasks(
         near = nearest(names[0], TASKS, 0.5)
         hint = f"did you mean {near}? " if near else f"there are {', '.join(TASKS)}; "
         raise UserError(
-            f"--tasks {names[0]}: unknown task; {hint}other tasks need lm-eval: pip install glm46[eval]"
+            f"--tasks {names[0]}: unknown task; {hint}other tasks need lm-eval: pip install '.[eval]'"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn of are refused
     paths = [str(folder) for folder in (FOLDER, *folders)]

@@ -72,7 +72,7 @@ def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
 
 
 def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path):
-    pytest.importorskip("lm_eval", reason="not installed; pip install glm46[eval]")
+    pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
     tasks = ["evaluate", "--model", folders[1], "--limit", "6", "--tasks"]
     tasks.append("glm46_next_line,glm46_documentation,glm46_rest_of_line")
     printed(*tasks, "--output", str(tmp_path / "one"))

@@ -11,7 +11,7 @@ from glm46.evaluation.standard import FOLDER
 from glm46.pretrain.task import train
 from tests.small_run import small_config
 
-pytest.importorskip("lm_eval", reason="not installed; pip install glm46[eval]")
+pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
 NAMES = ["glm46_next_line", "glm46_documentation", "glm46_rest_of_line"]
 
 
