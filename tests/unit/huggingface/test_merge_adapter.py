@@ -42,11 +42,12 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr("glm46.huggingface.merge_adapter._MOST_ELEMENTS", MOST_ELEMENTS)
 
 
-def base_folder(folder, shape=SHAPE, dtype=torch.bfloat16, fp8=None):
-    """A folder in several files, and its weights as a reader gets them, in FP32 by our names."""
+def base_folder(folder, shape=SHAPE, dtype=torch.bfloat16, fp8=None, weights=None):
+    """A folder in several files, of random or of these weights, and what a reader gets, in FP32 by our names."""
     generator = torch.Generator().manual_seed(5)
     names = HFNames(shape, repeat_shared=True)
-    weights = {name: torch.randn(entry.shape, generator=generator) * 0.1 for name, entry in names.entries.items()}
+    if weights is None:
+        weights = {name: torch.randn(entry.shape, generator=generator) * 0.1 for name, entry in names.entries.items()}
     options = ExportOptions(
         dtype=dtype, scheme=fp8, repeat_shared=True, max_file_bytes=30_000, other_files={"tokenizer.json": b"{}"}
     )
@@ -192,6 +193,25 @@ def test_an_fp8_base_becomes_a_plain_folder(target, tmp_path):
         assert (found[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
     untouched = "layers.0.self_attn.q_proj.weight"
     assert torch.equal(found[untouched], weights[untouched])  # scales of powers of two are exact in BF16
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.slow
+def test_a_merge_into_an_fp8_base_is_that_into_the_dequantised_one(scheme, tmp_path, monkeypatch):
+    """To the bit, each weight that the adapter changes, in FP32."""
+    # The pieces of FP8 and of other matrices differ, and so would the last bit of their products.
+    monkeypatch.setattr("glm46.huggingface.merge_adapter._MOST_ELEMENTS", 2**20)
+    base, weights = base_folder(tmp_path / "base", WIDE, fp8=SCHEMES[scheme])
+    plain, _ = base_folder(tmp_path / "plain", WIDE, torch.float32, weights=weights)
+    merges = []
+    for folder in (base, plain):
+        adapter, output = tmp_path / f"{folder.name}_adapter", tmp_path / f"{folder.name}_merged"
+        adapter_folder(adapter, folder, WIDE, rank=4, scale=0.7)
+        changed = merge_adapter(folder, adapter, output, target=torch.float32)
+        merges.append({name: value for name, value in stored(output).items() if name in changed})
+    ours, expected = merges
+    assert set(ours) == set(expected) and len(ours) > 20
+    assert all(same(ours[name], expected[name]) for name in ours)
 
 
 def test_a_plain_base_becomes_fp8(tmp_path):
