@@ -43,8 +43,9 @@ def test_help_lists_the_verbs_and_each_verb_is_one_module(capsys):
     assert end.value.code == 0
     for verb, meaning in VERBS.items():
         assert f"    {verb}" in printed and " ".join(meaning.split()[:3]) in printed
-        source = (ROOT / "glm46" / "commands" / f"{verb}.py").read_text(encoding="utf-8")
-        assert f"\ndef {verb}_command(argv: Sequence[str]) -> int:" in source
+        module = verb.replace("-", "_")
+        source = (ROOT / "glm46" / "commands" / f"{module}.py").read_text(encoding="utf-8")
+        assert f"\ndef {module}_command(argv: Sequence[str]) -> int:" in source
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian", "--config", DEBUG], ["--training.steps", "3", "train"]])
