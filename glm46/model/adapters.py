@@ -90,7 +90,9 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.scale, low_TR, unscaled_TO = scale, None, None
         if a_RI is not None:
             low_TR = F.linear(x_TI, a_RI).mul_(scale)
-            y_TO.addmm_(low_TR, b_OR.t())
+            # In place, but not in a graph: torch 2.11 compiles wrong gradients of an output that was changed in place.
+            add = y_TO.addmm if torch.compiler.is_compiling() else y_TO.addmm_
+            y_TO = add(low_TR, b_OR.t())
         if excess_O is not None:
             unscaled_TO = y_TO if bias_O is None else y_TO - bias_O
             y_TO = torch.addcmul(y_TO, unscaled_TO, excess_O.to(y_TO.dtype))
