@@ -126,7 +126,9 @@ def _run_some(count: int, names: list[str], work: Callable[[list[str]], None], s
         rows = {json.loads(line)["name"]: line for line in texts[0].splitlines() if line.startswith("{")}
         failed = next((name for name in some if name not in rows), some[-1] if any(codes) else None)
         if failed is not None:
-            rows[failed] = json.dumps({"name": failed, "failed": f"exit codes {codes}\n" + "\n".join(texts)})
+            # The ends of all ranks: a rank that lost its neighbour says less than the one that failed first.
+            ends = "\n".join(text[-7500 // count :] for text in texts)
+            rows[failed] = json.dumps({"name": failed, "failed": f"exit codes {codes}\n{ends}"})
         sys.stdout.flush()
         os.write(1, "".join(f"{row}\n" for row in rows.values()).encode())  # whole: the other half writes here, too
         remaining = [name for name in remaining if name not in rows]
