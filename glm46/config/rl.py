@@ -81,6 +81,11 @@ class Correction(Section):
     veto: float = Field(0.0, ge=0.0, lt=1.0)
     """A sample with a token whose w is below this leaves the loss; 0: no sample does."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether w of a resolved section changes the loss."""
+        return self.level != "none" or self.reject_level != "none" or self.veto > 0
+
 
 class Reference(Section):
     """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
@@ -152,8 +157,9 @@ class RL(Section):
     Absent: that of the preset."""
 
     old_policy: Literal["trainer", "rollout"] | None = None
-    """Log-probabilities that the ratio divides by: computed by the trainer before the first step of a rollout, or
-    those of the engine, which spares this forward pass. Absent: that of the preset."""
+    """Log-probabilities that the ratio divides by. trainer: computed before the first step of a rollout, or by the
+    forward pass of that step if it is the only one and neither [rl.correction] nor a penalty in the reward reads them.
+    rollout: those of the engine. Absent: that of the preset."""
 
     routing_replay: bool = False
     """The policy computes log-probabilities and gradients with the experts that the engine chose for each token, as
@@ -221,6 +227,14 @@ class RL(Section):
     def has_critic(self) -> bool:
         """Whether a resolved section needs a critic."""
         return self.advantage == "gae"
+
+    def is_on_policy(self, samples_per_step: int) -> bool:
+        """Whether a resolved section's old policy is the one that is trained: there is one step of each rollout, and
+        nothing before it reads the old log-probabilities. The ratio is then 1, with its gradient, and the step's own
+        forward pass has them."""
+        is_in_reward = self.kl.weight > 0 and self.kl.where == "reward"
+        is_one_step = self.samples_per_rollout == samples_per_step
+        return is_one_step and self.old_policy == "trainer" and not (self.correction.is_used or is_in_reward)
 
     def resolved(self) -> "RL":
         """The same section with every absent key of the preset filled in."""

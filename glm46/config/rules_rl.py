@@ -109,14 +109,13 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
         return
     rl, stated = config.rl.resolved(), config.rl.correction
     of = rl.correction
-    is_used = of.level != "none" or of.reject_level != "none" or of.veto > 0
-    if is_used and rl.old_policy == "rollout":
+    if of.is_used and rl.old_policy == "rollout":
         yield Fault(
             ("rl.old_policy", "rl.correction"),
             f"{_value(config.rl, 'old_policy')}: then no weights are left for [rl.correction], all would be 1; set "
             'rl.old_policy = "trainer", or rl.correction.level = "none" and no rejection',
         )
-    if not is_used and rl.old_policy == "trainer" and config.rollout is not None and config.rollout.max_staleness:
+    if not of.is_used and rl.old_policy == "trainer" and config.rollout is not None and config.rollout.max_staleness:
         yield Fault(
             ("rollout.max_staleness", "rl.correction.level", "rl.old_policy"),
             f"rollout.max_staleness = {config.rollout.max_staleness}: samples come from older weights, and "

@@ -63,9 +63,9 @@ def prepare_fields(
     Args:
         steps: for each optimizer step this rank's micro-batches, whole rows on the CPU: ``labels``, ``sample``,
             ``rollout_logprobs``, and what networks computed before the first update: ``old_logprobs`` (which
-            old_policy = "rollout" sets here), ``reference_logprobs`` and ``old_values`` where `RL.has_reference` and
-            `RL.has_critic` say so. A sample is in one row. No value depends on how samples lie in rows, micro-batches
-            and ranks.
+            old_policy = "rollout" sets here, and nothing reads under `RL.is_on_policy`), ``reference_logprobs`` and
+            ``old_values`` where `RL.has_reference` and `RL.has_critic` say so. A sample is in one row. No value depends
+            on how samples lie in rows, micro-batches and ranks.
         of_steps: for each step the rewards of its samples; groups may lie in several steps.
         config: resolved.
         longest: most tokens of a completion, for the overlong penalty.
@@ -161,6 +161,8 @@ def _advantages(
 def _write_correction(tokens: _Tokens, config: RL, sum_replicas: SumOverReplicas) -> None:
     """Add ``correction`` to the batches of one optimizer step: the factor of each token's policy loss."""
     of = config.correction
+    if not of.is_used:
+        return tokens.write("correction", torch.ones(len(tokens.sample)))
     log_ratio = tokens.read("old_logprobs") - tokens.read("rollout_logprobs")
     weights = torch.ones_like(log_ratio)
     if of.level != "none":

@@ -61,17 +61,21 @@ class PolicyGradient:
     `count_targets` for multi-token prediction. ``form`` is also the one that old log-probabilities are computed with.
     """
 
-    def __init__(self, network: Network, config: RL, temperature: float):
+    def __init__(self, network: Network, config: RL, temperature: float, *, is_on_policy: bool = False):
         """
         Args:
             network: the policy.
             config: resolved.
             temperature: at which the samples were drawn.
+            is_on_policy: see `RL.is_on_policy`; batches need no ``old_logprobs``.
         """
+        self._is_on_policy = is_on_policy
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
-        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "old_logprobs", "advantages", "correction")
+        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "advantages", "correction")
+        if not is_on_policy:
+            self.fields += ("old_logprobs",)
         if config.has_reference:
             self.fields += ("reference_logprobs",)
         self._own_fields = self.fields
@@ -86,6 +90,7 @@ class PolicyGradient:
     def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""
         sequence = self._network.cluster.meshes.sequence
+        batch = self._with_old(batch, output.logprobs)
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
         losses, _ = self._token_losses(output.logprobs, batch, totals["samples"], sum_parts)
@@ -98,6 +103,9 @@ class PolicyGradient:
         for depth_loss, targets in zip(output.mtp_losses, depths, strict=False):
             loss = loss + mtp_weight / len(depths) * depth_loss / max(targets, 1)
         return loss
+
+    def _with_old(self, batch: Batch, logprobs: Tensor) -> Batch:
+        return batch | {"old_logprobs": logprobs.detach()} if self._is_on_policy else batch
 
     def _token_losses(
         self, logprobs: Tensor, batch: Batch, samples: int, sum_parts: Callable[[Tensor], Tensor]
@@ -157,6 +165,7 @@ class PolicyGradient:
         samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self._own_fields, "rollout_logprobs")
         batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
+        batch = self._with_old(batch, logprobs)
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
         is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
         figures = {

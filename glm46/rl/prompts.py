@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[l
     return [[*tokenizer.encode(f"\n{text}").tolist(), tokenizer.special["<|user|>"]] for text in texts]
 
 
+@lru_cache(maxsize=1 << 14)  # each sample of a group asks, three times
 def prompt_at(number: int, count: int, seed: int) -> int:
     """The index of the prompt that is handed out as this number: each of ``count`` once in each pass, in an order that
     seed and pass decide."""

@@ -128,7 +128,8 @@ class StepBuilder:
             wanted["reference_logprobs"] = (holder, form, "logprobs")
         if self._config.has_critic:
             wanted["old_values"] = ("critic", summed_loss, "values")
-        if self._config.old_policy == "trainer" or rollout.is_demonstration:
+        is_on_policy = self._config.is_on_policy(int(self._plan.config.training.global_batch_size))
+        if (self._config.old_policy == "trainer" and not is_on_policy) or rollout.is_demonstration:
             wanted["old_logprobs"] = ("policy", form, "logprobs")
         fields = {}
         for name, (of, form, column) in wanted.items():

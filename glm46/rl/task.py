@@ -66,7 +66,12 @@ class Reinforcement:
                 lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns)
             )
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
-        policy = PolicyGradient(self.networks["policy"], self._config, plan.config.rollout.temperature)
+        policy = PolicyGradient(
+            self.networks["policy"],
+            self._config,
+            plan.config.rollout.temperature,
+            is_on_policy=self._config.is_on_policy(int(plan.config.training.global_batch_size)),
+        )
         self.objectives = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
             self.networks["reference"] = build_network(reference_plan(plan), cluster, trainable=False)

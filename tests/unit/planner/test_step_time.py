@@ -66,15 +66,19 @@ def test_a_preference_adds_a_forward_of_its_reference():
 
 
 def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a_critic():
-    tasks = {name: RL(prompts_per_rollout=1, **keys) for name, keys in {
+    tasks = {name: RL.model_validate({"prompts_per_rollout": 2} | keys) for name, keys in {
         "grpo": {"algorithm": "grpo"}, "ppo": {"algorithm": "ppo"},
         "all": {"algorithm": "ppo", "kl": {"weight": 0.1}}, "none": {"algorithm": "tv", "kl": {"weight": 0.0}},
+        "one step": {"algorithm": "grpo", "prompts_per_rollout": 1},
     }.items()}  # fmt: skip
-    steps = {name: predicted(run().model_copy(update={"rl": task}), world=8).parts for name, task in tasks.items()}
+    config = run(global_batch_size=8)
+    steps = {name: predicted(config.model_copy(update={"rl": task}), world=8).parts for name, task in tasks.items()}
     passes = {name: parts.pop("passes without gradient", 0.0) for name, parts in steps.items()}
     once = passes["grpo"]
-    assert once > 0 and passes == pytest.approx({"grpo": once, "ppo": 2 * once, "all": 3 * once, "none": 0.0})
-    assert steps["grpo"] == steps["none"]
+    assert once > 0 and passes == pytest.approx(
+        {"grpo": once, "ppo": 2 * once, "all": 3 * once, "none": 0.0, "one step": 0.0}
+    )
+    assert steps["grpo"] == steps["none"] == steps["one step"]
     critic = steps["ppo"].pop("critic")
     assert steps["ppo"] == steps["grpo"] and critic == pytest.approx(sum(steps["ppo"].values()))
 

@@ -44,10 +44,15 @@ def prepared(
 
 
 def policy_step(
-    batches: list[dict[str, Tensor]], config: RL, seq_len: int, entropy: Tensor | None = None
+    batches: list[dict[str, Tensor]],
+    config: RL,
+    seq_len: int,
+    entropy: Tensor | None = None,
+    *,
+    is_on_policy: bool = False,
 ) -> tuple[Tensor, dict[str, float], list[Tensor]]:
     """Loss, metrics and gradients of the log-probabilities ``new`` of each batch."""
-    objective = PolicyGradient(network(seq_len), config, temperature=1.0)
+    objective = PolicyGradient(network(seq_len), config, temperature=1.0, is_on_policy=is_on_policy)
     totals, sums, parts, gradients = objective.count(batches), objective.empty_sums(), [], []
     for batch in batches:
         new = batch["new"].clone().requires_grad_()
