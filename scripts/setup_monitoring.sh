@@ -139,7 +139,7 @@ install_file() {
 
 write_files() {
     local deploy=$root/deploy/monitoring name
-    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,data/{prometheus,alertmanager,grafana},dashboards} \
+    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,data/{prometheus,alertmanager,grafana},dashboards,consoles} \
         "$folder"/provisioning/{datasources,dashboards}
     sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
         "$deploy/prometheus.yml" | install_file prometheus.yml
@@ -150,6 +150,12 @@ write_files() {
         [ -z "$webhook" ] || printf '    webhook_configs: [{url: "%s"}]\n' "$webhook"
     } | install_file alertmanager.yml
     for name in "$deploy"/dashboards/*.json; do install_file "dashboards/$(basename "$name")" <"$name"; done
+    # Prometheus reads {{ in a console as a command of its template.
+    {
+        sed '/^DASHBOARDS$/,$d' "$deploy/console.html"
+        for name in "$folder"/dashboards/*.json; do sed 's/{{/[[/g' "$name" && echo ,; done
+        sed '1,/^DASHBOARDS$/d' "$deploy/console.html"
+    } | install_file consoles/glm46.html
     sed "s#http://127.0.0.1:9090#http://$reach:${port[prometheus]}#" "$deploy/grafana/datasource.yml" |
         install_file provisioning/datasources/datasource.yml
     sed "s#/var/lib/grafana/dashboards#$folder/dashboards#" "$deploy/grafana/dashboards.yml" |
@@ -179,7 +185,8 @@ find_programs() {
 
 start_all() {
     start prometheus --config.file=prometheus.yml --storage.tsdb.path=data/prometheus \
-        --web.listen-address="$bind:${port[prometheus]}"
+        --web.console.templates=consoles --web.listen-address="$bind:${port[prometheus]}"
+    [ -n "$dry" ] || echo "dashboards: http://$reach:${port[prometheus]}/consoles/glm46.html"
     if [ -n "${program_of[alertmanager]}" ]; then
         start alertmanager --config.file=alertmanager.yml --storage.path=data/alertmanager \
             --web.listen-address="$bind:${port[alertmanager]}" --cluster.listen-address=
@@ -203,8 +210,7 @@ start_all() {
     if [ -n "${program_of[grafana]}" ]; then
         start_grafana
     else
-        echo "grafana: not found (Debian has no package), so dashboards are not shown: Prometheus draws graphs at" \
-            "http://$reach:${port[prometheus]}/graph; a Grafana of your own reads $folder/provisioning" >&2
+        echo "grafana: not found (Debian has no package); a Grafana of your own reads $folder/provisioning" >&2
     fi
 }
 

@@ -149,6 +149,10 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         subprocess.run(["kill", "-HUP", pids["prometheus.pid"].strip()], check=True)
         wait_for_answers(ports["prometheus"], QUERIES, seconds=40)
         assert ask(ports["prometheus"], "training_step")[0]["metric"]["run"] == "run"
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['prometheus']}/consoles/glm46.html", timeout=5) as answer:
+            pages = answer.read().decode().partition("const dashboards = [")[2].partition("];")[0].strip(", \n")
+        # Both are commands of templates: for Prometheus in a console, for Grafana in a legend.
+        assert {page["uid"]: page for page in json.loads(f"[{pages}]".replace("[[", "{{"))} == by_uid(PAGES)
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
         for port in ports.values():
             assert not {word for word in listening if word.endswith(f":{port}")} - {f"127.0.0.1:{port}"}
@@ -163,6 +167,10 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
     assert not list((state / "run").iterdir())
+
+
+def by_uid(pages: dict) -> dict:
+    return {page["uid"]: page for page in pages.values()}
 
 
 def ask(port: int, query: str) -> list[dict]:
