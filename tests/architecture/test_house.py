@@ -187,7 +187,7 @@ def tracked_texts() -> dict[str, str]:
     for name in filter(None, listed.stdout.decode().split("\0")):
         path = ROOT / name
         if path.is_file() and path.suffix != ".tiktoken":
-            texts[name] = path.read_text(encoding="utf-8")
+            texts[name] = path.read_text(encoding="utf-8", errors="replace")  # a picture, too
     return texts
 
 
