@@ -207,6 +207,7 @@ _LAYOUTS = {
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, key_heads=1, schedule="ZBVZeroBubble", micro_batches=4),
         Layout(adapter="lora"), Layout(replicate=2, experts_over=2, adapter="lora"),
+        Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
