@@ -163,7 +163,7 @@ def expert_ranks_are_aligned(config: RunConfig, adapter: Adapter, shape: ModelSh
         yield Fault(
             (f"adapter.{key}", "training.mixed_precision_param"),
             f"adapter.{key} = {rank}: must be a multiple of {entries} for experts in {dtype}; take "
-            f"{-(-rank // entries) * entries}, or set adapter.expert_rank",
+            f"{-(-rank // entries) * entries}" + (", or set adapter.expert_rank" if key == "rank" else ""),
         )
 
 

@@ -273,7 +273,8 @@ def _raise_for_order(messages: list[Message]) -> None:
             open_call = last is not None and bool(last.tool_calls)
             early = message.role == "assistant" and not user_spoke
             if before not in _MAY_FOLLOW[message.role] or open_call or early:
-                raise BadConversation("roles out of order", f"{message.role} behind {before}, message {index}")
+                place = f"behind {before}" if before else "at the beginning"
+                raise BadConversation("roles out of order", f"{message.role} {place}, message {index}")
             unanswered = len(message.tool_calls)
         user_spoke |= message.role == "user"
         last = message

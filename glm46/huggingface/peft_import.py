@@ -67,9 +67,12 @@ def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> No
         values, found = getattr(product, kind), product.lora_A.shape[0]
         if kind != "magnitude":
             if found < rank or product.lora_B[:, rank:].any():  # the file pads lower ranks with zeros
-                key = "expert_rank" if is_stacked else "rank"
+                # Names no weight: all adapters of a kind have the same fault, which is shown once.
+                what, key = "", "adapter.rank"
+                if is_stacked:
+                    what, key = " of experts", "adapter.expert_rank, or without it adapter.rank,"
                 raise UserError(
-                    f"{adapter.folder}: {weight} has rank {found}, but adapter.{key} = {rank}; set it to {found}"
+                    f"{adapter.folder}: adapters{what} have rank {found}, but {key} = {rank}; set it to {found}"
                 )
             values = values[:rank] if kind == "lora_A" else values[:, :rank]
         for dim, index in enumerate(held[1:] if is_stacked else held):

@@ -155,8 +155,10 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
     if not sum(split.documents for split in splits.values()):
+        why = "; ".join(tally.skipped()) or "all are empty"
         raise UserError(
-            f"{recipe.name}: no documents remain of {len(files)} files; {tally.summary() or 'all are empty'}"
+            f"{recipe.name}: no documents remain of {len(files)} files; {why}; "
+            f'mend them, or change format = "{recipe.format}" or what else the recipe leaves out'
         )
     if not splits["train"].documents:
         raise UserError(

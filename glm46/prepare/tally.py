@@ -39,14 +39,20 @@ class Tally:
             for reason, (number, places) in table.items():
                 self.count(getattr(self, name), reason, places, number)
 
+    def skipped(self) -> list[str]:
+        """A line for each reason why a document was left out."""
+        return ["skipped, " + line for table in (self.bad, self.filtered) for line in _lines(table)]
+
     def summary(self) -> str:
-        """The tables, one line each reason."""
-        lines = [
-            f"{state}{reason}: {number}" + (f", such as {named(places)}" if places else "")
-            for state, table in (("skipped, ", self.bad), ("skipped, ", self.filtered), ("", self.noted))
-            for reason, (number, places) in table.items()
-        ]
-        return "\n".join(lines)
+        """All tables, one line each reason."""
+        return "\n".join([*self.skipped(), *_lines(self.noted)])
+
+
+def _lines(table: dict[str, list]) -> list[str]:
+    return [
+        f"{reason}: {number}" + (f", such as {named(places)}" if places else "")
+        for reason, (number, places) in table.items()
+    ]
 
 
 def named(places: Sequence[str]) -> str:

@@ -117,7 +117,9 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
     """Args: keys: what the keys of the folder and of its kind begin with."""
     key = f"{keys}_path = {str(path)!r}"
     if not path.is_dir():
-        raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder")
+        is_of_run = path.parent.name == ("huggingface" if in_hf else "checkpoint")
+        run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
+        raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder{run}")
     if in_hf:
         # imports torch, which the other checks do not need
         from glm46.huggingface.import_weights import check_folder, check_fp8_folder

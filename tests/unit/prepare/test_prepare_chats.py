@@ -200,7 +200,7 @@ def test_without_any_target_the_run_is_refused(here):
     row = chat(0)
     row["messages"] = [message | {"weight": 0} for message in row["messages"]]
     write(here / "in" / "a.jsonl", [row])
-    with pytest.raises(UserError, match="no documents remain.*no target: 1"):
+    with pytest.raises(UserError, match="no documents remain.*no target: 1.*change format"):
         prepare(here)
 
 
