@@ -16,6 +16,9 @@ from glm46.data.conversation import Message
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.merge_adapter import merge_adapter
+from glm46.huggingface.names import HFNames
+from glm46.huggingface.peft_export import export_adapter, is_adaptable
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.inference.generation import continue_tokens
 from glm46.model.init import fill_parameter
@@ -30,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 ON_A_CPU = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", "67108864"]
 ON_A_CPU += ["--distributed-executor-backend", "uni", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048"]
 QUESTION = "What is a list?"
+RANK, SCALE = 8, 2.0
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +63,27 @@ def model():
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    tokenizer, path = load_tokenizer("builtin"), tmp_path_factory.mktemp("models") / "mine"
+    """LoRA of all targets, merged. The adapters are added to `model` too, by the formula."""
+    tokenizer, root = load_tokenizer("builtin"), tmp_path_factory.mktemp("models")
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=model.shape.max_position_embeddings)
     options = ExportOptions(dtype=torch.float32, other_files=files)
-    export_weights(path, model.shape, config, model.state_dict(), options=options)
-    return path
+    export_weights(root / "base", model.shape, config, model.state_dict(), options=options)
+    adapters, generator = {}, torch.Generator().manual_seed(0)
+    for name, entry in HFNames(model.shape, repeat_shared=False).entries.items():
+        if is_adaptable(entry):
+            weight = model.get_parameter(name)
+            *experts, outputs, inputs = weight.shape
+            a = torch.randn((*experts, RANK, inputs), generator=generator) / inputs**0.5
+            b = torch.randn((*experts, outputs, RANK), generator=generator) * 0.02
+            with torch.no_grad():
+                weight += SCALE * b @ a
+            names = [name.removesuffix(".weight") + ("_" if experts else ".") + kind for kind in ("lora_A", "lora_B")]
+            adapters |= dict(zip(names, (a, b), strict=True))
+    assert any(".experts." in name for name in adapters)
+    export_adapter(root / "adapter", model.shape, adapters, scale=SCALE, base=str(root / "base"))
+    merge_adapter(root / "base", root / "adapter", root / "mine")
+    return root / "mine"
 
 
 def test_written_script_serves_and_the_client_gets_our_answer(model, folder, environment, tmp_path, capfd):
