@@ -67,12 +67,10 @@ def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> No
         values, found = getattr(product, kind), product.lora_A.shape[0]
         if kind != "magnitude":
             if found < rank or product.lora_B[:, rank:].any():  # the file pads lower ranks with zeros
-                # Names no weight: all adapters of a kind have the same fault, which is shown once.
-                what, key = "", "adapter.rank"
-                if is_stacked:
-                    what, key = " of experts", "adapter.expert_rank, or without it adapter.rank,"
+                of, key = (f" of experts.{weight.split('.')[-1]}", "expert_rank") if is_stacked else ("", "rank")
+                # Names no layer: all layers have the same fault, which is shown once.
                 raise UserError(
-                    f"{adapter.folder}: adapters{what} have rank {found}, but {key} = {rank}; set it to {found}"
+                    f"{adapter.folder}: adapters{of} have rank {found}, but adapter.{key} = {rank}; set it to {found}"
                 )
             values = values[:rank] if kind == "lora_A" else values[:, :rank]
         for dim, index in enumerate(held[1:] if is_stacked else held):
