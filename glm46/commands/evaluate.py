@@ -23,6 +23,7 @@ from glm46.config.validation import validate_table
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.environment import launched_rank, launched_world_size
+from glm46.evaluation.against import Against, compare
 from glm46.evaluation.answers import Answers
 from glm46.evaluation.loss import Loss
 from glm46.evaluation.needle import Needle
@@ -82,7 +83,10 @@ def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
             else nullcontext(lambda _: None)
         ) as advance:
             for task, measure in work.measures.items():
-                found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance)
+                score = partial(compare, work.other) if task == "against" else None
+                found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance, score)
+        if work.other is not None:
+            found["against"]["other"] = str(arguments.against)
         if work.has_standard:
             found["standard"] = on_all_ranks(lambda: _standard(work))
     finally:
@@ -112,6 +116,8 @@ class _Work(NamedTuple):
     """What is to be computed."""
 
     loaded: Loaded
+    other: Loaded | None
+    """Of ``--against``."""
     training: _Training
     measures: dict[str, Measure]
     results: Results
@@ -137,11 +143,29 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
         manifest.require_tokenizer(tokenizer.fingerprint)
     lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
     measures = _measures(arguments, manifests, tokenizer, training, lengths)
+    other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
+    if other is not None:
+        measures["against"] = Against(measures["loss"], _digest(_files([arguments.against])))
     text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity = {"text": _digest(text), "dtype": dtype}
     results = _open_results(arguments, identity, keeps=mesh.rank == 0)
-    return _Work(loaded, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
+    return _Work(loaded, other, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
+
+
+def _other(arguments: argparse.Namespace, loaded: Loaded, length: int) -> Loaded:
+    """The model of ``--against``, on the same ranks. Collective. Raises UserError if it cannot be compared."""
+    stated = vars(arguments) | {"model": arguments.against, "checkpoint": None, "adapter": None}
+    other = load_model(argparse.Namespace(**stated), drafts=False)
+    known, found = ((one.tokenizer.fingerprint, one.model.shape.vocab_size) for one in (loaded, other))
+    if found != known:
+        raise UserError(f"--against {arguments.against}: has another tokenizer or vocab_size; give one with the same")
+    if length > (positions := other.model.shape.max_position_embeddings):
+        raise UserError(
+            f"--against {arguments.against}: has {positions} positions (max_position_embeddings), but rows of loss "
+            f"have {length} tokens; give a model with at least as many"
+        )
+    return other
 
 
 def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
@@ -201,8 +225,7 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed. Without ``keeps`` no
     file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
-    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
-    digest = _digest([(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files])
+    digest = _digest(_files(folders))
     names = " + ".join(str(folder.absolute()) for folder in folders)
     identity |= {"model": f"{names} {digest}", "seed": arguments.seed}
     if arguments.output is None or not keeps:
@@ -212,6 +235,12 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     except OSError as error:
         raise UserError(f"--output {arguments.output}: {error.strerror}; give a folder that can be written") from error
     return Results(arguments.output / RESULTS, identity)
+
+
+def _files(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file."""
+    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
+    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
 
 
 def _held_out_hashes(manifest: Manifest) -> list[str]:

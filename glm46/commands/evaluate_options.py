@@ -56,6 +56,10 @@ def evaluate_parser() -> VerbParser:
         help="most rows of each source (loss), documents (position), and rows of each length and depth (needle); "
         "default: 32",
     )  # fmt: skip
+    parser.add_argument(
+        "--against", type=Path, metavar="FOLDER",
+        help="compare with this Hugging Face or step folder on the rows of loss: top-1 agreement, KL divergence, loss",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="another one takes other documents and needles")
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER",
@@ -87,7 +91,10 @@ def _share(text: str) -> float:
 
 
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The folders of ``--data`` by their names. Raises UserError if one is missing, or two have one name."""
+    """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or ``--against``
+    has no rows."""
+    if arguments.against is not None and "loss" not in arguments.tasks:
+        raise UserError(f"--against {arguments.against}: compares on the rows of loss; add loss to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
     sources = {folder.absolute().name: folder for folder in arguments.data}

@@ -52,7 +52,8 @@ class Loss:
         self.width = len(_SUMS)
         self._token_bytes = tokenizer.token_bytes()
         self._layout = BatchLayout(length, 0, 1, 0, 1, document_mask)
-        self._keys: dict[str, list[str]] = {}
+        self.keys: dict[str, list[str]] = {}
+        """Keys of the rows of each source."""
         self.rows = []
         for name, manifest in manifests.items():
             held_out(manifest)
@@ -61,7 +62,7 @@ class Loss:
                 Row(f"loss/{length}/{name}/{row}", length, partial(self._row, source, manifest.eos_id, row))
                 for row in order[:samples]
             ]
-            self._keys[name] = [row.key for row in rows]
+            self.keys[name] = [row.key for row in rows]
             self.rows += rows
 
     def _row(self, source: ConcatenatedRows | PackedRows, eos_id: int, row: int) -> Batch:
@@ -78,6 +79,6 @@ class Loss:
         """``sources``: the `Sums` of each."""
         sources = {
             name: dict(zip(_SUMS, map(sum, zip(*(figures[key] for key in keys), strict=True)), strict=True))
-            for name, keys in self._keys.items()
+            for name, keys in self.keys.items()
         }
         return {"sources": sources, "columns": loss_columns(sources)}

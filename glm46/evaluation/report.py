@@ -20,6 +20,8 @@ def table(task: str, result: Result, window: int | None) -> list[str]:
         return _position_table(result, window)
     if task == "standard":
         return _standard_table(result)
+    if task == "against":
+        return _against_table(result)
     return _loss_table(result) if task == "loss" else _needle_table(result)
 
 
@@ -29,6 +31,24 @@ def _loss_table(result: Result) -> list[str]:
     for suffix, count in (targets | {"": sum(targets.values())}).items():
         loss, bits = (result["columns"][f"{column}{suffix}"] for column in ("loss", "bits_per_byte"))
         lines.append(f"  {suffix[1:] or 'all':<24}{loss:>16.4f}{bits:>16.4f}{count:>12,.0f}")
+    return lines
+
+
+def _against_table(result: Result) -> list[str]:
+    lines = [
+        f"Against {result['other']}",
+        f"  {'source':<24}{'nats per token':>16}{'difference':>13}{'KL divergence':>15}{'same top-1':>12}"
+        f"{'calibration errors':>20}{'targets':>12}",
+    ]
+    names = ("loss", "loss_difference", "kl", "same_top1", "calibration_error", "other_calibration_error")
+    for name, targets in (result["targets"] | {"": sum(result["targets"].values())}).items():
+        loss, difference, kl, same, error, other_error = (
+            result["columns"][f"{column}/{name}" if name else column] for column in names
+        )
+        lines.append(
+            f"  {name or 'all':<24}{loss:>16.4f}{difference:>+13.5f}{kl:>15.6f}{same:>12.4f}"
+            f"{f'{error:.4f} {other_error:.4f}':>20}{targets:>12,}"
+        )
     return lines
 
 

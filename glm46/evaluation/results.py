@@ -26,12 +26,16 @@ from glm46.evaluation.rows import (
 from glm46.files.durable import replace_durably
 from glm46.inference.loading import Loaded
 from glm46.inference.model_mesh import ModelMesh
-from glm46.model.cross_entropy import token_logprobs
+from glm46.model.cross_entropy import HeadForm, HeadOutput, token_logprobs
 from glm46.model.transformer import Transformer
 
 _TOKENS_AT_ONCE = 8192
 """Tokens of a batch of short rows."""
 _SECONDS_BETWEEN_SAVES = 10.0
+
+Score = Callable[[Transformer, ModelMesh, Batch, bool], tuple[Tensor, ...] | None]
+"""(model, mesh, batch, document_mask) -> values of each position, [B, S] with padding; None on stages without the head.
+Collective over the ranks in step."""
 
 
 class Results:
@@ -91,7 +95,12 @@ class Results:
 
 @torch.inference_mode()
 def measure_rows(
-    loaded: Loaded, measure: Measure, results: Results, document_mask: bool, advance: Callable[[int], None]
+    loaded: Loaded,
+    measure: Measure,
+    results: Results,
+    document_mask: bool,
+    advance: Callable[[int], None],
+    score: Score | None = None,
 ) -> dict[str, Any]:
     """Compute the rows that are missing, and return the result of the measure. Collective over all ranks.
 
@@ -99,13 +108,15 @@ def measure_rows(
         results: with the same rows on all ranks.
         document_mask: attend only within documents.
         advance: called with the number of tokens just computed.
+        score: computes what the measure takes of each position; default: log-probabilities of the labels and most
+            likely tokens.
     """
     mesh = loaded.mesh
     for rows in equal_lengths(results.missing(measure), _TOKENS_AT_ONCE, mesh.layout.dp_degree):
         places, mine = share_of_rows(rows, mesh.row_group, mesh.layout.dp_degree)
         batch = build_batch(mine)
         found = torch.zeros(len(rows), measure.width, dtype=torch.float64)
-        scores = _score(loaded.model, mesh, batch, document_mask)
+        scores = (score or _score)(loaded.model, mesh, batch, document_mask)
         if scores is not None and mesh.is_source:
             figures = row_figures(measure, batch, *(values[:, : rows[0].length] for values in scores))
             for place, of_row in zip(places, figures, strict=False):
@@ -119,8 +130,15 @@ def measure_rows(
 
 
 def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
-    """Log-probabilities of the labels and most likely tokens, [B, S] with padding, without logits of a whole row; None
-    on stages without the head. Collective over the ranks in step."""
+    output = run_rows(model, mesh, batch, document_mask, token_logprobs)
+    return None if output is None else (output.logprobs, output.predictions)
+
+
+def run_rows(
+    model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm
+) -> HeadOutput | None:
+    """The output head's result [B, S] for rows with padding, without logits of a whole row; None on stages without the
+    head. Collective over the ranks in step."""
     weight, whole = local_tensor(next(model.parameters())), padded(batch, mesh.layout.tp)
     ids = whole["document_ids"]
     inputs = {name: whole[name].to(weight.device) for name in ("input_ids", "positions", "labels")}
@@ -132,8 +150,8 @@ def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: boo
         size = (rows, length // mesh.layout.tp, model.shape.hidden_size)
         inputs["hidden"] = torch.empty(size, dtype=weight.dtype, device=weight.device)
         mesh.receive(inputs["hidden"])
-    output = model(**inputs, is_real=(ids >= 0).to(weight.device), form=token_logprobs)
+    output = model(**inputs, is_real=(ids >= 0).to(weight.device), form=form)
     if not mesh.is_last:
         mesh.send(output.hidden)
         return None
-    return output.logprobs, output.predictions[0]
+    return HeadOutput(output.predictions[0], logprobs=output.logprobs)

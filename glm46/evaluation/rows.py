@@ -94,9 +94,11 @@ def share_of_rows(rows: Sequence[Row], rank: int, ranks: int) -> tuple[range, li
     return places, [rows[place] for place in places] + [rows[-1]] * (share - len(places))
 
 
-def row_figures(measure: Measure, batch: Batch, logprobs_BS: Tensor, predictions_BS: Tensor) -> list[list[float]]:
-    """The figures of each row of a batch, from the log-probabilities of its labels and the most likely tokens."""
-    values = (batch["labels"].numpy(), logprobs_BS.double().cpu().numpy(), predictions_BS.cpu().numpy())
+def row_figures(measure: Measure, batch: Batch, *scores_BS: Tensor) -> list[list[float]]:
+    """The figures of each row of a batch, from what the measure takes of each position beside the label: usually the
+    log-probabilities of the labels and the most likely tokens."""
+    wide = (scores.double() if scores.is_floating_point() else scores for scores in scores_BS)
+    values = (batch["labels"].numpy(), *(scores.cpu().numpy() for scores in wide))
     return [measure.figures(*of_row) for of_row in zip(*values, strict=True)]
 
 

@@ -48,17 +48,16 @@ def columns(folder: Path) -> dict[str, float]:
 def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
     step, exported = folders
     text = printed(*GENERATE, "--model", exported)
-    printed(*EVALUATE, "--checkpoint", step, "--output", str(tmp_path / "one"))
+    evaluate = [*EVALUATE, "--checkpoint", step, "--against", exported, "--output"]
+    printed(*evaluate, str(tmp_path / "one"))
     wanted = columns(tmp_path / "one")
     for name, degrees in LAYOUTS.items():
         said = server.text("verbs.verb", *GENERATE, "--model", exported, *degrees, ranks=2, seconds=120)
         assert " ".join(text.split()) in " ".join(said.split()), name  # a text may hold ends of lines of any kind
         output = tmp_path / name
-        server.text(
-            "verbs.verb", *EVALUATE, "--checkpoint", step, "--output", str(output), *degrees, ranks=2, seconds=120
-        )
-        # FP32 sums in another order.
-        assert columns(output) == pytest.approx(wanted, rel=1e-5), name
+        server.text("verbs.verb", *evaluate, str(output), *degrees, ranks=2, seconds=120)
+        # FP32 sums in another order; differences of two models by the size of what is subtracted, losses of about 9.
+        assert columns(output) == pytest.approx(wanted, rel=1e-5, abs=1e-6), name
 
 
 def test_a_degree_that_does_not_fit_is_refused_once(server, folders):

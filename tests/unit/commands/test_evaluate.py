@@ -115,6 +115,35 @@ def test_a_hugging_face_folder_gives_the_same_numbers_from_stated_text(trained, 
     assert all(hf[name] == pytest.approx(value, rel=1e-3) for name, value in step.items())
 
 
+def test_a_step_is_compared_with_its_export_in_table_and_json(trained, tmp_path, monkeypatch, capsys):
+    exported = str(next(trained.rglob("config.json")).parent)
+    command = ["evaluate", "--checkpoint", step_of(trained), "--tasks", "loss", "--output", str(tmp_path), "--against"]
+    assert main([*command, exported]) == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())["results"]
+    numbers, loss = found["against"]["columns"], found["loss"]["columns"]
+    assert numbers["loss"] == pytest.approx(loss["loss"], rel=1e-6)  # sums of FP32 in chunks of other sizes
+    assert numbers["loss"] != numbers["other_loss"] == pytest.approx(numbers["loss"], rel=1e-3)  # BF16 weights
+    assert 0 < numbers["kl"] < 1e-3 and 0.9 < numbers["same_top1"] <= 1
+    said = capsys.readouterr().out
+    assert f"Against {exported}" in said and "KL divergence" in said and f"{numbers['kl']:.6f}" in said
+    keys = count_rows(monkeypatch)
+    assert main([*command, step_of(trained)]) == 0  # another one: its rows are missing, those of loss are not
+    assert keys and all(key.startswith("against/") for key in keys)
+    numbers = json.loads((tmp_path / "evaluation.json").read_text())["results"]["against"]["columns"]
+    assert numbers["kl"] == numbers["loss_difference"] == 0 and numbers["same_top1"] == 1
+
+
+def test_a_model_of_fewer_positions_than_the_rows_is_not_compared(trained, tmp_path, capsys):
+    exported = next(trained.rglob("config.json")).parent
+    command = ["evaluate", "--checkpoint", step_of(trained), "--tasks", "loss", "--against", str(tmp_path / "short")]
+    shutil.copytree(exported, tmp_path / "short")
+    config = json.loads((exported / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "--against" in said and "8 positions" in said and "at least as many" in said
+
+
 def test_the_picture_is_drawn_and_its_absence_is_explained(trained, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path)]
@@ -157,6 +186,8 @@ def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypa
         (["--samples", "0"], ("--samples", "0")),
         (["--lengths", "20"], ("needle", "20", "at least")),
         (["--lengths", "2000", "--tasks", "position"], ("position", "2000", "longest")),
+        (["--tasks", "needle", "--against", "b"], ("--against b", "loss", "--tasks")),
+        (["--tasks", "loss", "--against", "nowhere"], ("nowhere", "no such folder")),
         (["--data", "nowhere"], ("nowhere", "prepare")),
         (["--data", "a/text", "--data", "b/text"], ("--data", "a/text", "b/text", "rename")),
     ],
