@@ -248,8 +248,9 @@ class CountedTraffic(TorchDispatchMode):
         out = function(*arguments, **keywords or {})
         name = function.name().split(".")[0]
         self._receive(name, arguments, out)
-        is_vote = name == "c10d::send" and arguments[0][0].dtype == torch.int32
-        if name in self.KINDS and not is_vote:
+        # Once in a run: votes of pipeline stages, and before torch 2.13 a number that opens each connection.
+        is_start = name == "c10d::send" and (arguments[0][0].dtype == torch.int32 or arguments[0][0].numel() == 1)
+        if name in self.KINDS and not is_start:
             sides = [arguments[0], arguments[1] if len(arguments) > 1 else (), out if "functional" in name else ()]
             sizes = [sum(x.nbytes for x in tree_leaves(side) if isinstance(x, Tensor)) for side in sides]
             key = self.KINDS[name], self._ranks(arguments)
@@ -342,10 +343,10 @@ class LiveMemory(TorchDispatchMode):
 
 
 def fsdp_parameters(models: list[nn.Module]) -> list[Any]:
-    """What FSDP2 has of each parameter."""
-    modules = (module for model in models for module in model.modules() if isinstance(module, FSDPModule))
-    groups = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    """What FSDP2 has of each parameter. A module has one group of parameters in torch 2.11, a list of them later."""
+    states = (m._get_fsdp_state() for model in models for m in model.modules() if isinstance(m, FSDPModule))
+    groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
+    return [parameter for of_state in groups for group in of_state if group for parameter in group.fsdp_params]
 
 
 def _sizes(tensors: Iterator[Tensor]) -> int:
