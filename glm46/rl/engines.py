@@ -1,7 +1,8 @@
 """The engine that [rollout] names, for the policy of a run."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,19 +10,23 @@ import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.local_tensor import local_tensor
 from glm46.huggingface.merge_adapter import merge_adapter
 from glm46.huggingface.peft_export import export_adapter
 from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import token_logprobs
 from glm46.planner.layout import generation_layout
+from glm46.planner.parameters import named_rows
 from glm46.rl.packing import empty_batch
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Engine
-from glm46.rollout.server_engine import ServerEngine
+from glm46.rollout.server_engine import ServedPolicy, ServerEngine
 from glm46.training.hf_weights import write_weights
 from glm46.training.network import Batch, Network
 
 _PROBES = 4
+_ADDED = 0.05
+"""To the numbers of adapters, for the check of the start."""
 
 
 def build_engine(
@@ -48,8 +53,11 @@ def build_engine(
         section,
         folder=weights,
         base=_base(policy, Path(section.weights_folder or weights)) if section.send_adapters else None,
-        export=lambda folder: write(policy, tokenizer, folder, dtype),
-        score=lambda sequences: score(policy, sequences),
+        policy=ServedPolicy(
+            export=lambda folder: write(policy, tokenizer, folder, dtype),
+            score=lambda sequences: score(policy, sequences),
+            changed=lambda: changed(policy),
+        ),
         probe=list(prompts[:_PROBES]),
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
     )
@@ -86,6 +94,26 @@ def _base(policy: Network, versions: Path) -> Path:
     """The Hugging Face folder of the base, in the folder of versions if the run began with another format."""
     start = policy.plan.config.checkpoint
     return Path(start.initial_load_path) if start.initial_load_in_hf else versions / "base"
+
+
+@contextmanager
+def changed(policy: Network) -> Iterator[None]:
+    """While it is open, the first tensor of each kind has the other sign: attention, experts, routers, norms, head and
+    so on; of a policy with adapters, which alone are exported anew, all adapters are other ones. Then all are what they
+    were, bit for bit."""
+    shape = policy.plan.shape.model_copy(update={"num_nextn_predict_layers": 0})
+    kinds = {row.group: name for name, row in reversed(named_rows(shape).items()) if row.optimizer is not None}
+    has_adapters, weights = policy.plan.config.adapter is not None, policy.weights()
+    names = policy.parameters if has_adapters else weights.keys() & set(kinds.values())
+    before = {name: local_tensor(weights[name]).clone() for name in names}
+    for name in names:
+        tensor = local_tensor(weights[name])
+        tensor.add_(_ADDED) if has_adapters else tensor.neg_()  # adapters begin at 0
+    try:
+        yield
+    finally:
+        for name, tensor in before.items():
+            local_tensor(weights[name]).copy_(tensor)
 
 
 def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

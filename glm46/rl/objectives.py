@@ -94,7 +94,9 @@ class PolicyGradient:
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
         losses, _ = self._token_losses(output.logprobs, batch, totals["samples"], sum_parts)
-        figures = {"loss": losses.loss, "entropy": output.entropy, "kl": self._penalty(output.logprobs, batch)}
+        # Without a weight its gradient is zeros, which cost a second tensor as large as the logits.
+        entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
+        figures = {"loss": losses.loss, "entropy": entropy, "kl": self._penalty(output.logprobs, batch)}
         loss = self._total({name: self._reduced(value, batch).sum() for name, value in figures.items()}, totals)
         if clock < self._config.critic.warmup_tokens:
             loss = loss * 0.0

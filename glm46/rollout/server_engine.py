@@ -4,8 +4,10 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -18,7 +20,7 @@ from glm46.rollout.first_rank import pack, run_on_first_rank, unpack
 from glm46.rollout.launched_servers import LaunchedServers
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_pool import ServerPool
-from glm46.rollout.server_state import EngineError, Weights
+from glm46.rollout.server_state import CHANGED, EngineError, Weights
 from glm46.rollout.sglang_server import SglangServer
 from glm46.rollout.vllm_server import VllmServer
 
@@ -32,6 +34,17 @@ _USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
+class ServedPolicy(NamedTuple):
+    """The policy as the ranks that train have it; what uses it is collective."""
+
+    export: Callable[[Path], None]
+    """Writes it as a Hugging Face folder under a new path."""
+    score: Callable[[list[list[int]]], list[list[float]]]
+    """Its log-probability, at temperature 1, of each token but the first of sequences."""
+    changed: Callable[[], AbstractContextManager[None]]
+    """While it is open, a tensor of each kind has other values."""
+
+
 class ServerEngine:
     """See `Engine`. Rank 0 talks to the servers; all ranks get the completions."""
 
@@ -40,8 +53,7 @@ class ServerEngine:
         config: Rollout,
         *,
         folder: Path,
-        export: Callable[[Path], None],
-        score: Callable[[list[list[int]]], list[list[float]]],
+        policy: ServedPolicy,
         probe: list[list[int]],
         padding: range,
         base: Path | None = None,
@@ -50,19 +62,16 @@ class ServerEngine:
         """
         Args:
             folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
-            ranks
-                and all servers see under this path.
-            export: writes the policy as a Hugging Face folder under a new path. Collective.
-            score: the policy's log-probability, at temperature 1, of each token but the first of sequences. Collective.
+                ranks and all servers see under this path.
             probe: sequences of tokens, at least one of two or more, that servers score after each update, the same in
                 the whole run.
             padding: ids of the head's padding rows.
-            base: Hugging Face folder that servers are started with, if `export` writes adapters for it alone. It may
-                be written by `export`. None: servers are started with the weights of the moment.
+            base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
+                may be written by the first export. None: servers are started with the weights of the moment.
             say: takes a line for the log, on rank 0.
         """
         self._folder = Path(config.weights_folder or folder)
-        self._export, self._score, self._say = export, score, say
+        self._policy, self._say = policy, say
         self._probe = [tokens[:_LONGEST] for tokens in probe if len(tokens) > 1]
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
@@ -124,7 +133,7 @@ class ServerEngine:
         if self._is_checked or not drawn:
             return
         self._is_checked, drawn = True, drawn[:_CHECKED]
-        scores = self._score([prompt + tokens for prompt, tokens, _ in drawn])
+        scores = self._policy.score([prompt + tokens for prompt, tokens, _ in drawn])
         gaps = [
             ours - theirs
             for (_, tokens, logprobs), row in zip(drawn, scores, strict=True)
@@ -147,20 +156,29 @@ class ServerEngine:
         """Write the policy to the disk, have all servers load it, and compare their log-probabilities of the probe with
         the trainer's. Collective.
 
+        The first time a policy with a changed tensor of each kind comes before: steps of training are smaller than the
+        tolerance of the probe, and a server that loads nothing, or not all, may have been started with these weights.
+
         Raises:
-            EngineError: no server has these weights now.
+            EngineError: no server has these weights now, or one did not take the changes.
             UserError: the disk is full, or at the first update: a server runs with other options than needed.
         """
-        path = self._folder / f"version-{version:08d}"
+        if self._version < 0:
+            with self._policy.changed():
+                self._hand_over(CHANGED, self._folder / "version-check")
+        self._hand_over(version, self._folder / f"version-{version:08d}")
+        self._version = version
+
+    def _hand_over(self, version: int, path: Path) -> None:
         if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
             shutil.rmtree(path)
-        self._export(path)
+        self._policy.export(path)
         self._newest = self._base or path
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        expected = self._score(self._probe)
+        expected = self._policy.score(self._probe)
 
-        def hand_over() -> bytes:
+        def load() -> bytes:
             names = sorted(path.iterdir())
             with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
                 records = list(threads.map(hash_file, names))
@@ -171,8 +189,7 @@ class ServerEngine:
             self._remove(but=path)  # a server that comes back loads the newest one
             return b""
 
-        run_on_first_rank(lambda: self._alone(hand_over))
-        self._version = version
+        run_on_first_rank(lambda: self._alone(load))
 
     def close(self) -> None:
         """Remove the weights from the disk, and end the servers that this run has started."""

@@ -12,7 +12,7 @@ from glm46.rollout.dispatch import Dispatch
 from glm46.rollout.http_calls import CallError
 from glm46.rollout.inference_server import InferenceServer
 from glm46.rollout.records import Completion, Request, SamplingRules
-from glm46.rollout.server_state import EngineError, ServerState, Weights
+from glm46.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
 
 _RESTART_TICK_SECONDS = 2.0
 
@@ -44,7 +44,8 @@ class ServerPool:
         self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
 
     def update(self, weights: Weights) -> None:
-        """Load new weights into all servers that answer, those that were lost too.
+        """Load new weights into all servers that answer, those that were lost too. After `CHANGED` ones no server draws
+        before the next update.
 
         Raises:
             EngineError: none took them.
@@ -52,6 +53,9 @@ class ServerPool:
         self._weights = weights
         self._join(self._states)
         self.ready()
+        if weights.version == CHANGED:
+            for state in self._drawing():
+                state.lost = NEVER_JOINED
 
     def generate(
         self,
@@ -121,7 +125,7 @@ class ServerPool:
 
         with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
             for state, reason in zip(states, threads.map(take, states), strict=True):
-                if reason is None and state.lost is not None:
+                if reason is None and state.lost is not None and self.version != CHANGED:
                     self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
                 if reason is not None and state.lost != reason:
                     self._say(f"rollout: {state.server.url} is left out: {reason}")

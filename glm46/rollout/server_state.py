@@ -14,7 +14,9 @@ _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05), "float16": (0.2
 half of its weights was 0.6 off, one with old ones 3."""
 _LEAST_STEP = 1e-5
 """A step of the trainer's log-probabilities that no server computes the same bits before and after."""
-_NEVER_JOINED = "not asked yet"
+NEVER_JOINED = "not asked yet"
+CHANGED = -1
+"""The version of a policy with changed tensors, which checks servers at the start and draws nothing."""
 
 
 class EngineError(UserError):
@@ -31,13 +33,18 @@ class Weights(NamedTuple):
     expected: list[list[float]]
     """The trainer's log-probability of each of their tokens but the first."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return "one changed tensor of each kind" if self.version == CHANGED else f"version {self.version}"
+
 
 @dataclass(eq=False)
 class ServerState:
     """A server and what the pool knows of it."""
 
     server: InferenceServer
-    lost: str | None = _NEVER_JOINED
+    lost: str | None = NEVER_JOINED
     """Why it draws nothing."""
     refused: int | None = None
     """The version that it could not take; with the next one it is asked again, or when no other server is left."""
@@ -53,6 +60,7 @@ class ServerState:
 
         Raises:
             UserError: it was started in another way than needed, and has never drawn.
+            EngineError: it did not take the changes of the check at the start.
         """
         server = self.server
         try:
@@ -65,10 +73,15 @@ class ServerState:
         except CallError as error:
             return str(error)
         except UserError as error:
-            if self.lost == _NEVER_JOINED:  # at the start, before work is done
+            if self.lost == NEVER_JOINED:  # at the start, before work is done
                 raise
             return str(error)
         reason = self._wrong_scores(weights, scores)
+        if reason is not None and weights.version == CHANGED:
+            raise EngineError(
+                f"rollout.urls: {server.url} does not have the weights that it said to have loaded: {reason}; start it "
+                "with the release and the options of docs/rollout_servers.md"
+            )
         self.scores, self.expected = scores, weights.expected
         if reason is None:
             self.refused = None
@@ -79,13 +92,13 @@ class ServerState:
         gaps = _gaps(scores, weights.expected)
         if not (max(gaps) <= most and sum(gaps) / len(gaps) <= mean):  # NaN too
             return (
-                f"after the update to version {weights.version} its log-probabilities differ from the trainer's by up "
+                f"after the update to {weights.name} its log-probabilities differ from the trainer's by up "
                 f"to {max(gaps):.2g}, {sum(gaps) / len(gaps):.2g} in the mean; {self.server.dtype} explains "
                 f"{most:g} and {mean:g}"
             )
         moved = max(_gaps(weights.expected, self.expected)) if self.expected else 0.0
         if scores == self.scores and moved > _LEAST_STEP:
-            return f"after the update to version {weights.version} it computes what it did before: its weights are old"
+            return f"after the update to {weights.name} it computes what it did before: its weights are old"
         return None
 
 

@@ -5,6 +5,8 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/server_rollouts.py
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from glm46.config.rollout import Rollout
 from glm46.distributed.process import join, leave
 from glm46.rollout import first_rank
 from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServerEngine
+from glm46.rollout.server_engine import ServedPolicy, ServerEngine
 from glm46.rollout.server_state import EngineError
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.unit.rollout.stub_server import STOP, StubServer, scores
@@ -38,6 +40,15 @@ def draw(rank: int, folder: Path) -> dict:
             (path / "model.safetensors").write_bytes(b"weights %d" % version)
         dist.barrier()
 
+    @contextmanager
+    def changed() -> Iterator[None]:
+        nonlocal version
+        version = -1
+        try:
+            yield
+        finally:
+            version = 0
+
     config = Rollout(
         kind="vllm",
         max_new_tokens=6,
@@ -48,15 +59,20 @@ def draw(rank: int, folder: Path) -> dict:
     engine = ServerEngine(
         config,
         folder=folder,
-        export=export,
-        score=lambda sequences: scores(version, sequences),
+        policy=ServedPolicy(export, lambda sequences: scores(version, sequences), changed),
         probe=PROBE,
         padding=range(0),
         say=lines.append,
     )
     rules, found = SamplingRules(1.0, frozenset({STOP}), 50), {}
     if stub:
-        stub.raw = -1.0
+        stub.stale = True  # it was started with the weights of the first update
+    try:
+        engine.update(version)
+    except EngineError as error:
+        found["unchanged"] = str(error)
+    if stub:
+        stub.stale, stub.raw = False, -1.0
     engine.update(version)
     try:
         engine.generate(REQUESTS, rules)

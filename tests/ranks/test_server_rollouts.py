@@ -9,6 +9,8 @@ from tests.unit.rollout.stub_server import draw, logprob
 def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert DEADLINE > TIMEOUT  # a rank waits longer than its process group would
     first, second = server.rows("server_rollouts.main", seconds=60)
+    assert "one changed tensor of each kind" in first["unchanged"] and second["unchanged"] == ""
+    assert not any("version -1" in line for line in first["lines"]) and "draws with version 0" in first["lines"][0]
     assert "KL divergence" in first["mismatch"] and "rollout.urls" in first["mismatch"] and second["mismatch"] == ""
     for version in (1, 2):
         assert first[f"version {version}"] == second[f"version {version}"]

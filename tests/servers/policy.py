@@ -2,6 +2,8 @@
 
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from glm46.inference.loading import load_for_inference
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
 from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServerEngine
+from glm46.rollout.server_engine import ServedPolicy, ServerEngine
 from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
@@ -31,6 +33,7 @@ class Policy:
     """A small GLM that changes when told, the engine, and the server."""
 
     base: Path | None = None
+    adapters: dict[str, torch.Tensor] = {}
 
     def __init__(self, folder: Path):
         self.tokenizer, self.shape = load_tokenizer("builtin"), resolve_shape(Model(flavor="debug"))
@@ -51,9 +54,12 @@ class Policy:
         self.engine = ServerEngine(
             config,
             folder=folder / "weights",
-            export=lambda folder: self.write(folder),
+            policy=ServedPolicy(
+                export=lambda folder: self.write(folder),
+                score=lambda sequences: [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences],
+                changed=self.changed,
+            ),
             base=self.base,
-            score=lambda sequences: [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences],
             probe=[request.prompt * 8 for request in self.requests[::4]],
             padding=range(self.tokenizer.vocab_size, self.shape.vocab_size),
             say=self.lines.append,
@@ -78,6 +84,15 @@ class Policy:
         for parameter in self.model.parameters():
             spread = parameter.std() if parameter.numel() > 1 else 0.0
             parameter.add_(torch.randn(parameter.shape, generator=self.generator) * 0.1 * spread)
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """Other weights for the check of the start."""
+        before, adapters = {name: x.clone() for name, x in self.model.state_dict().items()}, dict(self.adapters)
+        self.change()
+        yield
+        self.model.load_state_dict(before)
+        self.adapters = adapters
 
     def serve(self, *options: str) -> VllmProcess:
         log = self.folder / f"server-{time.monotonic_ns()}.log"

@@ -31,7 +31,7 @@ class AdaptedPolicy(Policy):
         entries = HFNames(self.shape, repeat_shared=False).entries.items()
         names = [name for name, entry in entries if is_adaptable(entry) and ".experts." not in name]
         self.weights = {name: self.model.get_parameter(name).detach().clone() for name in names}
-        self.adapters: dict[str, torch.Tensor] = {}
+        self.adapters = {}
 
     def write(self, folder: Path) -> None:
         export_adapter(folder, self.shape, self.adapters, scale=SCALE, base=str(self.base))
