@@ -27,6 +27,7 @@ from glm46.distributed.ranks import CheckpointError
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.hub import fetch_options
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import HFNames, raise_if
@@ -47,6 +48,7 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
+    fetch_options(arguments, *({"model", "base", "adapter", "tokenizer"} & vars(arguments).keys()))
     try:
         return arguments.run(arguments)
     except CheckpointError as error:
@@ -73,7 +75,7 @@ def _parser() -> VerbParser:
     export.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
     export.set_defaults(run=_to_hf)
     load = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder")
-    load.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    load.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or hf://owner/name")
     load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
     load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
     load.set_defaults(run=_from_hf)
@@ -86,7 +88,9 @@ def _parser() -> VerbParser:
     )
     adapter.set_defaults(run=_adapter_to_hf)
     merge = kinds.add_parser("merge", help="a Hugging Face folder with an adapter added to its weights")
-    merge.add_argument("--base", type=Path, required=True, help="Hugging Face folder that the adapter was trained on")
+    merge.add_argument(
+        "--base", type=Path, required=True, help="Hugging Face folder that the adapter was trained on, or hf://…"
+    )
     merge.add_argument("--adapter", type=Path, required=True, help="PEFT folder, of LoRA or DoRA")
     merge.add_argument("--output", type=Path, required=True, help="new folder")
     types = "type of the changed weights; fp8-…: of all projections; default: as in the base"

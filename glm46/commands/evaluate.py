@@ -33,6 +33,7 @@ from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import TASKS, Measure
 from glm46.evaluation.standard import StandardTasks, find_tasks, run_tasks
 from glm46.files.progress import tokens_progress
+from glm46.huggingface.hub import fetch_options
 from glm46.inference.loading import Loaded
 from glm46.planner.curriculum import plan_stages
 
@@ -59,6 +60,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
+    fetch_options(arguments, "model", "adapter", "against", "tokenizer")
     code = start_ranks("evaluate", argv, arguments)
     if code is not None:
         return code

@@ -58,7 +58,7 @@ def evaluate_parser() -> VerbParser:
     )  # fmt: skip
     parser.add_argument(
         "--against", type=Path, metavar="FOLDER",
-        help="compare with this Hugging Face or step folder on the rows of loss: top-1 agreement, KL divergence, loss",
+        help="compare with this Hugging Face or step folder on the rows of loss: agreement, KL divergence, calibration",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="another one takes other documents and needles")
     parser.add_argument(

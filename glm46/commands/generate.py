@@ -13,6 +13,7 @@ from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
 from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
+from glm46.huggingface.hub import fetch_options
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
 from glm46.inference.generation import Continuation, Generation, decoder_for
@@ -32,6 +33,7 @@ def generate_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     raise_for_options(arguments)
+    fetch_options(arguments, "model", "adapter", "tokenizer")
     code = start_ranks("generate", argv, arguments)
     if code is not None:
         return code

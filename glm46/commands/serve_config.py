@@ -7,6 +7,7 @@ from pathlib import Path
 
 from glm46.commands.options import VerbParser, above_zero, positive, verb_parser
 from glm46.config.errors import UserError
+from glm46.huggingface.hub import fetch_options
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.serving import ServingPlan
 from glm46.planner.target_cluster import GPUS_PER_NODE
@@ -28,6 +29,7 @@ def serve_config_command(argv: Sequence[str]) -> int:
     machines = _machines(arguments)
     if machines.nodes > 1 and arguments.first_node is None:
         raise UserError(f"--gpus {machines.gpus}: {machines.nodes} nodes; give the address of one as --first-node")
+    fetch_options(arguments, "model")
     folder = check_served_folder(arguments.model.absolute())
     if arguments.speculative and not folder.shape.num_nextn_predict_layers:
         raise UserError("--speculative: the folder has no prediction layers (num_nextn_predict_layers); leave it out")
@@ -60,7 +62,7 @@ def _parser() -> VerbParser:
         "serve-config",
         description="Checks a Hugging Face folder as inference servers do, and prints the commands that serve it.",
     )
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or hf://owner/name")
     parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs of the server")
     parser.add_argument("--gpu", default="H100", metavar="NAME", help="as of plan; default: H100")
     parser.add_argument("--gpu-memory", type=above_zero, metavar="GIB", help="of a GPU; default: that of --gpu")

@@ -33,7 +33,7 @@ LAYERS = {
 LINE_BUDGETS = {
     "": 25, "__main__": 22, "ablation": 440, "benchmark": 850, "checkpoint": 2350, "cli": 105,
     "commands": 5520, "compat": 310, "config": 4630, "data": 2730,
-    "distributed": 1000, "evaluation": 1300, "files": 645, "finetune": 440, "huggingface": 2720, "inference": 1685,
+    "distributed": 1000, "evaluation": 1300, "files": 645, "finetune": 440, "huggingface": 2780, "inference": 1685,
     "model": 2_460, "observe": 1945, "optim": 1790, "parallelize": 1350,
     "planner": 4870, "preflight": 1520, "prepare": 1800, "pretrain": 560, "reliability": 925,
     "rewards": 515, "rl": 2685, "rollout": 1900, "serving": 550,
