@@ -100,7 +100,7 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     all-reduce. Collective. The tensors are on the CPU, so that no rank waits for its GPU.
 
     Raises:
-        UserError: on all ranks, if a rank failed to read its batches.
+        UserError: on all ranks, if a rank failed to read its batches, or if several saves in a row have failed.
         RollbackNeeded: a save on some rank found non-finite values.
     """
     services.watchdog.step_begins(progress.step + 1)
@@ -122,6 +122,8 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         services.stop.has_started = True
     if sums["non_finite"]:
         raise RollbackNeeded
+    if sums["unsaved"]:
+        raise services.saver.saves_fail(progress)
     if slow := services.stragglers.update(sums["paces"].tolist()):
         services.report.message(f"step {progress.step}: {slow}")
     # All ranks that read the same sequences have counted them.

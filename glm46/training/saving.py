@@ -12,7 +12,7 @@ from glm46.distributed.ranks import CheckpointError
 from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.report import Report
 from glm46.reliability.loss_spikes import SpikeDetector
-from glm46.reliability.stop import Diverged
+from glm46.reliability.stop import EXIT_STOPPED, Diverged
 from glm46.training.resume import checkpoint_meta, checkpoint_tensors
 from glm46.training.state import Progress
 from glm46.training.task import Task
@@ -22,6 +22,17 @@ class SaveFailed(UserError):
     """The last state of a run could not be saved. The exit code allows a restart, which may find more space."""
 
     exit_code = 1
+
+
+class SavesFail(UserError):
+    """Several saves in a row have failed. On this exit code job systems start the run again, perhaps on nodes that
+    reach the folder."""
+
+    exit_code = EXIT_STOPPED
+
+
+_MOST_FAILED_IN_A_ROW = 3
+"""Failed saves in a row that end a run: an outage may pass, but each failure is an interval that can be lost."""
 
 
 class Saver:
@@ -40,8 +51,9 @@ class Saver:
         self._config = task.plan.config.checkpoint
         self._spikes = spikes
         self._saved_step = checkpoints.loaded_step or 0
-        self._failed_saves = 0
+        self._failed_saves = self._failed_in_a_row = 0
         self._last: SaveOutcome | None = None
+        self._last_error: CheckpointError | None = None
         self.found_non_finite = False
         """True if a save on this rank found non-finite values. All ranks agree on it in every step."""
 
@@ -74,6 +86,17 @@ class Saver:
                     self._save(progress, validation)
             except CheckpointError as error:
                 self._report_failure(progress, error)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether too many saves in a row have failed on this rank. All ranks agree on it in every step."""
+        return self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW
+
+    def saves_fail(self, progress: Progress) -> SavesFail:
+        """The error of a run whose saves fail on some rank."""
+        cause = f" The last error: {self._last_error}" if self._last_error else ""
+        fault = f"step {progress.step}: the run ends, {_MOST_FAILED_IN_A_ROW} saves in a row have failed.{cause}"
+        return SavesFail(*on_first_rank(f"{fault}; {self._remedy()}"))
 
     def finish(self, progress: Progress, validation: dict[str, float]) -> None:
         """Save the last step if needed, and wait for all saves. Collective. A finite state is also saved within a row
@@ -145,13 +168,15 @@ class Saver:
 
     def _report_failure(self, progress: Progress, error: CheckpointError) -> None:
         self._failed_saves += 1
+        self._failed_in_a_row += 1
+        self._last_error = error
         self._heartbeat.save_failed()
         self.found_non_finite |= isinstance(error, NotFiniteError)
         self._report.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
 
     def _report_saves(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
-            self._last = outcome
+            self._last, self._failed_in_a_row = outcome, 0
             self._heartbeat.saved(outcome.step)
             self._report.log(
                 f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "

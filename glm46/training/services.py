@@ -52,6 +52,7 @@ class Services:
         named = {
             "stop": self.stop.signal_name is not None,
             "non_finite": self.saver.found_non_finite,
+            "unsaved": self.saver.must_end,
             "errors": has_failed,
             "paces": self.stragglers.shared_paces(),
         }

@@ -23,7 +23,7 @@ from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
 from glm46.reliability.stop import Diverged, StopRequest
 from glm46.training import loop
-from glm46.training.saving import SaveFailed
+from glm46.training.saving import SaveFailed, SavesFail
 from glm46.training.state import Progress
 from glm46.training.totals import count_step
 
@@ -566,6 +566,37 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
     (mount / "filler").unlink()
     assert train(config) == 0
     assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_run_whose_saves_fail_in_a_row_ends_so_that_it_is_started_again(make_config, capsys):
+    """The folder of checkpoints is gone for two saves, and after a good one for three."""
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 1000})
+    original, folder = loop.train_step, config.checkpoint_folder
+    away, step = folder.with_name("away"), 0
+
+    def train_step(*arguments):
+        nonlocal step
+        step += 1
+        if step in (3, 9):
+            folder.rename(away)
+            folder.write_text("a file, in which nobody can make a folder")
+        if step == 7:
+            folder.unlink()
+            away.rename(folder)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        with pytest.raises(SavesFail) as caught:
+            train(config)
+    (fault,) = caught.value.faults
+    assert caught.value.exit_code == 75 and "3 saves in a row" in fault and "File exists" in fault, fault
+    folder.unlink()
+    away.rename(folder)
+    assert step == 14 and capsys.readouterr().out.count("could not be saved") == 5
+    assert train(config.model_copy(update={"training": config.training.model_copy(update={"steps": 12})})) == 0
+    assert [row["step"] for row in training_rows(config)] == list(range(1, 13))
 
 
 @pytest.mark.slow
