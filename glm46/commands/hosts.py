@@ -72,6 +72,7 @@ class HostNodes:
     """The clients of all nodes, for one start after another. Signals that come while no node trains end all at once.
 
     Args:
+        connection: one of `CONNECTIONS`.
         restarts: whether another start may follow a failure, so that the other nodes are ended soon.
 
     Attributes:
@@ -80,10 +81,10 @@ class HostNodes:
         signal_number: of the last signal that was passed on; None before the first.
     """
 
-    def __init__(self, *, restarts: bool = False):
+    def __init__(self, connection: str = "ssh", *, restarts: bool = False):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two pipes for each node
-        self._restarts = restarts
+        self._connection, self._restarts = connection, restarts
         self._nodes: list[NodeClient] = []
         self._is_running = False
         self.newest_step, self.hung_ranks = 0, set()
@@ -103,7 +104,7 @@ class HostNodes:
         self._remaining_measures = [signal.SIGKILL] if self._restarts else [signal.SIGTERM, signal.SIGKILL]
         self._is_running = self._is_cut_off = False
         self._nodes = []
-        self._nodes += [NodeClient(*each, self._events) for each in zip(hosts, commands, strict=True)]
+        self._nodes += [NodeClient(*each, self._connection, self._events) for each in zip(hosts, commands, strict=True)]
 
     def close(self) -> None:
         """End the nodes that still run, by the end of their connections, and stop listening for signals."""

@@ -19,7 +19,7 @@ from glm46.checkpoint.integrity import published_steps
 from glm46.commands.environment import describe_version
 from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
-from glm46.commands.node_client import Driver
+from glm46.commands.node_client import CONNECTIONS, Driver
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_node
 from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
@@ -90,12 +90,19 @@ def launch_command(argv: Sequence[str]) -> int:
         help="train on the first N hosts of --hostfile; the others are spares, which take the place of lost ones "
         "with --max-restarts; default: all",
     )
+    parser.add_argument(
+        "--connect",
+        choices=list(CONNECTIONS),
+        default="ssh",
+        help="client that starts the hosts of --hostfile: ssh, the default, or srun in an allocation of Slurm",
+    )
     parser.add_argument("--from-hostfile", type=int, metavar="START", help=argparse.SUPPRESS)  # of one host
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.max_restarts < 0:
         raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
-    if arguments.hostfile is None and arguments.nodes:
-        raise UserError(f"command line: --nodes {arguments.nodes}: has no effect without --hostfile; add it")
+    for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
+        if arguments.hostfile is None and value not in (None, "ssh"):
+            raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")
     if arguments.hostfile is not None and arguments.from_hostfile is None:
         return launch_hosts(arguments, overrides, _load)
     signals = LauncherSignals()

@@ -79,7 +79,7 @@ class _Starts:
         self._full = self._count = len(places.training)
         self._replicas: dict[str, str] = {}
         self._code, self._lost = EXIT_FAILED_RANK, list[str]()
-        self.nodes = HostNodes(restarts=arguments.max_restarts > 0)
+        self.nodes = HostNodes(arguments.connect, restarts=arguments.max_restarts > 0)
 
     def start(self, number: int) -> End:
         """Start all nodes for the n-th time, counted from 0, and wait for their end."""

@@ -1,4 +1,4 @@
-"""One node of a hostfile: its ssh client, and the lines and bytes that it exchanges with the node's launcher.
+"""One node of a hostfile: its client (ssh or srun), and the lines and bytes that it exchanges with the node's launcher.
 
     launch --hostfile HOSTS, here               launch --from-hostfile, on each host
     connect to all hosts at once        ------>  check config, machine and folders
@@ -16,6 +16,7 @@ input: it closes with the connection, and then the launcher stops as after SIGTE
 import json
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,16 @@ def _ssh(host: Host, command: str) -> list[str]:
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.login, command]
 
 
+def _srun(host: Host, command: str) -> list[str]:
+    # Overlap: after a node is lost, its step still holds the cores of the other nodes.
+    step = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host.name}")
+    return ["srun", *step, "--cpu-bind=none", "sh", "-c", command]
+
+
+CONNECTIONS = {"ssh": _ssh, "srun": _srun}
+"""The command that runs another one on a host, by the name of its client."""
+
+
 class NodeClient:
     """One host and its client, whose lines and end a thread puts into a queue.
 
@@ -61,24 +72,27 @@ class NodeClient:
         UserError: the client is not installed.
     """
 
-    def __init__(self, host: Host, command: str, events: queue.Queue):
+    def __init__(self, host: Host, command: str, connection: str, events: queue.Queue):
         self.host, self.name = host, host.name
         self.held: deque[str] = deque(maxlen=HELD_LINES)
         self.answer: dict[str, Any] = {}
         self.code: int | None = None
         self.is_lost = False
         self._test = f"ssh -o BatchMode=yes {host.login} true"
+        if connection != "ssh":
+            self._test = shlex.join(CONNECTIONS[connection](host, "true"))
         try:
             # A session of its own: Ctrl-C reaches this process alone, which passes it on.
             self._client = subprocess.Popen(
-                _ssh(host, command),
+                CONNECTIONS[connection](host, command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except FileNotFoundError as error:
-            raise UserError("--hostfile: ssh is not on PATH; install the OpenSSH client") from error
+            remedy = "install the OpenSSH client" if connection == "ssh" else "start it in an allocation of Slurm"
+            raise UserError(f"--hostfile: {connection} is not on PATH; {remedy}") from error
         threading.Thread(target=self._read, args=(events,), name=self.name, daemon=True).start()
 
     def _read(self, events: queue.Queue) -> None:

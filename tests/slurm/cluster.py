@@ -106,6 +106,10 @@ class SlurmCluster:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
+    def set_link(self, host: str, state: str) -> None:
+        """Cut a node off from the network, or connect it: "down" or "up". Its processes go on."""
+        self._inside("c", "ip", "link", "set", f"v{host}", state)
+
     def stop(self) -> None:
         """End all processes of all nodes, and remove their networks."""
         for host in ("c", *self.nodes):
@@ -161,12 +165,17 @@ class SlurmCluster:
             "AccountingStorageType": "accounting_storage/none", "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core", "ReturnToService": "2", "SlurmdTimeout": "10", "KillWait": "5",
             "SlurmdParameters": "config_overrides", "JobRequeue": "1", "StateSaveLocation": f"{folder}/state",
+            "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
             "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0",
             "SlurmdSpoolDir": f"{folder}/spool/%n", "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
             "SlurmdPidFile": f"{folder}/run/slurmd-%n.pid", "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
             "SlurmdLogFile": f"{folder}/log/slurmd-%n.log", "GresTypes": "gpu",
         }  # fmt: skip
         node = f"NodeName=n[1-{count}] NodeAddr=10.77.0.[11-{10 + count}] CPUs=8 RealMemory=2000 Gres=gpu:{_GPUS}"
-        partition = "PartitionName=gpu Nodes=ALL Default=YES State=UP"
+        # Jobs of the second partition take nodes of the first, whose jobs have a minute to save.
+        partitions = [
+            "PartitionName=gpu Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60",
+            "PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF",
+        ]
         lines = [f"{name}={value}" for name, value in settings.items()]
-        (folder / "slurm.conf").write_text("\n".join([*lines, node, partition, ""]))
+        (folder / "slurm.conf").write_text("\n".join([*lines, node, *partitions, ""]))

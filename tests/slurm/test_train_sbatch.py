@@ -1,4 +1,4 @@
-"""`deploy/slurm/train.sbatch` under a real Slurm on this machine, with two nodes of one rank: `pytest -m slurm`."""
+"""The job scripts of `deploy/slurm` under a real Slurm on this machine, two nodes of one rank: `pytest -m slurm`."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ STEPS = 150
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
-    one = SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3)
+    one = SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=4)
     try:
         one.start()
         yield one
@@ -30,9 +31,14 @@ def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """One job of the shipped script, in the folder of a run of its own."""
+    """One job of a shipped script, in the folder of a run of its own.
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, config, *overrides: str):
+    Args:
+        words: overrides of the config.
+        nodes: of the allocation of a job with spares; 0 for the script without.
+    """
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, config, *words: str, nodes: int = 0):
         self._cluster, self._folder = cluster, folder
         folder.mkdir()
         table = config.job.model_copy(update={"dump_folder": str(folder / "run")})
@@ -42,8 +48,11 @@ class Job:
             "CONFIG_FILE": str(folder / "run.toml"), "NGPU": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         output = f"--output={folder}/%x-%j.log"
-        words = ("sbatch", "--parsable", output, "deploy/slurm/train.sbatch", *overrides)
-        self.number = cluster.call(*words, cwd=ROOT, **variables).strip()
+        script = ["deploy/slurm/train.sbatch"]
+        if nodes:
+            script, variables["NODES"] = [f"--nodes={nodes}", "deploy/slurm/spares.sbatch"], "2"
+        command = ("sbatch", "--parsable", output, *script, *words)
+        self.number = cluster.call(*command, cwd=ROOT, **variables).strip()
 
     def state(self) -> dict[str, str]:
         """What Slurm says of the job."""
@@ -87,28 +96,57 @@ def test_a_refused_job_and_a_cancelled_one_are_not_requeued(cluster, make_config
     assert (cancelled.state()["JobState"], cancelled.state()["Restarts"]) == ("CANCELLED", "0"), cancelled.output()
 
 
-def test_a_stopped_job_and_one_that_loses_a_node_go_on_as_an_undisturbed_one(cluster, make_config, tmp_path):
-    config = make_config(training={"steps": STEPS}, checkpoint={"interval": 20})
-    undisturbed = Job(cluster, tmp_path / "undisturbed", config)
-    undisturbed.wait(undisturbed.has_ended)
-    state = undisturbed.state()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), undisturbed.output()
-    expected = undisturbed.losses()
-    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+@pytest.fixture
+def config(make_config):
+    return make_config(training={"steps": STEPS}, checkpoint={"interval": 20})
 
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list]:
+    return {}
+
+
+@pytest.fixture
+def expected(cluster, config, tmp_path, known) -> list[tuple[int, float]]:
+    """The losses of a job that nothing disturbs."""
+    if not known:
+        undisturbed = Job(cluster, tmp_path / "undisturbed", config)
+        undisturbed.wait(undisturbed.has_ended)
+        state = undisturbed.state()
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), undisturbed.output()
+        known["losses"] = undisturbed.losses()
+        assert [step for step, _ in known["losses"]] == list(range(1, STEPS + 1))
+    return known["losses"]
+
+
+def test_a_stopped_job_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
     # What --signal=B:USR1@300 does before the time limit.
     stopped = Job(cluster, tmp_path / "stopped", config)
     stopped.wait(lambda: len(stopped.losses()) >= 30)
     cluster.call("scancel", "--signal=USR1", "--batch", stopped.number)
-    report("from the signal to the requeue", stopped.wait(lambda: stopped.state()["Restarts"] == "1"))
-    report("from the requeue to the start", stopped.wait(lambda: stopped.state()["JobState"] == "RUNNING"))
-    stopped.wait(stopped.has_ended)
-    assert stopped.state()["JobState"] == "COMPLETED", stopped.output()
-    resumed = re.search(r"resumed after step (\d+)", stopped.output())
-    assert resumed and 30 <= int(resumed[1]) < STEPS, stopped.output()
-    assert stopped.losses() == expected
+    require_same_after_a_requeue(stopped, "the signal", expected)
 
-    # Of the three nodes, the first is lost, which also runs the script: the third takes its place.
+
+def test_a_preempted_job_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
+    preempted = Job(cluster, tmp_path / "preempted", config)
+    preempted.wait(lambda: len(preempted.losses()) >= 30)
+    options = ("--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", f"--output={tmp_path}/urgent.log")
+    cluster.call("sbatch", *options, "--wrap=sleep 3")
+    require_same_after_a_requeue(preempted, "the urgent job", expected)
+
+
+def require_same_after_a_requeue(job: Job, event: str, expected: list[tuple[int, float]]) -> None:
+    report(f"from {event} to the requeue", job.wait(lambda: job.state()["Restarts"] == "1"))
+    report("from the requeue to the start", job.wait(lambda: job.state()["JobState"] == "RUNNING"))
+    job.wait(job.has_ended)
+    assert job.state()["JobState"] == "COMPLETED", job.output()
+    resumed = re.search(r"resumed after step (\d+)", job.output())
+    assert resumed and 30 <= int(resumed[1]) < STEPS, job.output()
+    assert job.losses() == expected
+
+
+def test_a_job_without_its_first_node_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
+    """The first node also runs the script. Another one takes its place."""
     bereft = Job(cluster, tmp_path / "bereft", config)
     bereft.wait(lambda: len(bereft.losses()) >= 50)
     cluster.kill_node("n1")
@@ -116,9 +154,62 @@ def test_a_stopped_job_and_one_that_loses_a_node_go_on_as_an_undisturbed_one(clu
     report("from the requeue to the start", bereft.wait(lambda: bereft.state()["JobState"] == "RUNNING"))
     assert bereft.state()["NodeList"] == "n[2-3]"
     bereft.wait(bereft.has_ended)
+    cluster.begin_node("n1")
     assert bereft.state()["JobState"] == "COMPLETED", bereft.output()
     assert re.search(r"resumed after step \d+", bereft.output()), bereft.output()
     assert bereft.losses() == expected
+
+
+def test_spares_of_an_allocation_replace_a_lost_and_a_cut_off_node(cluster, config, expected, tmp_path):
+    """Two of four nodes train. One is lost, and the one in its place is cut off from the network."""
+    cluster.wait_for_nodes(4)
+    job = Job(cluster, tmp_path / "job", config, nodes=4)
+
+    def goes_on(count: int) -> float:
+        return job.wait(lambda: job.output().count("resumed after step") == count)
+
+    job.wait(lambda: len(job.losses()) >= 30)
+    cluster.kill_node("n2")
+    report("from the loss to the resume on a spare", goes_on(1))
+    job.wait(lambda: len(job.losses()) >= 70)
+    cluster.set_link("n3", "down")
+    report("from the cut to the resume on a spare", goes_on(2))
+    report("until the ranks of the node that was cut off have ended", job.wait(lambda: not ranks(cluster, "n3")))
+    cluster.set_link("n3", "up")
+    job.wait(job.has_ended)
+    assert (job.state()["JobState"], job.state()["Restarts"]) == ("COMPLETED", "0"), job.output()
+    assert job.losses() == expected
+    assert "without n2 from now on, 1 spare host in place" in job.output()
+    assert "without n3 from now on, 1 spare host in place" in job.output()
+    cluster.begin_node("n2")
+    cluster.wait_for_nodes(4)
+
+
+def test_a_job_without_spares_left_is_requeued_without_its_lost_nodes(cluster, config, tmp_path):
+    cluster.wait_for_nodes(4)
+    job = Job(cluster, tmp_path / "job", config, nodes=3)
+    job.wait(lambda: len(job.losses()) >= 10)
+    cluster.kill_node("n2")
+    cluster.kill_node("n3")
+    job.wait(lambda: job.state()["Restarts"] == "1")
+    job.wait(lambda: job.state()["ExcNodeList"] in ("n[2-3]", "n2,n3", "n3,n2"), 20)
+    cluster.call("scancel", job.number)
+    for file in ROOT.glob(f"glm46-{job.number}.hosts*"):  # for the start that does not come
+        file.unlink()
+    for host in ("n2", "n3"):
+        cluster.begin_node(host)
+    job.wait(job.has_ended)
+    assert "without n2 n3 from now on, 1 spare host in place" in job.output() or "and no spare" in job.output()
+
+
+def ranks(cluster: SlurmCluster, host: str) -> list[int]:
+    """The ranks on a node."""
+    found = []
+    for process in cluster.processes(host):
+        with suppress(OSError):
+            if b"\0train\0" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    return found
 
 
 def report(what: str, seconds: float) -> None:

@@ -198,6 +198,8 @@ def test_a_missing_ssh_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="ssh is not on PATH; install the OpenSSH client"):
         HostNodes().connect([Host(1, "a")], ["true"])
+    with pytest.raises(UserError, match="srun is not on PATH; start it in an allocation of Slurm"):
+        HostNodes("srun").connect([Host(1, "a")], ["true"])
 
 
 def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, monkeypatch):
