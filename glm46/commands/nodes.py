@@ -14,6 +14,7 @@ from glm46.distributed.hostfile import Host
 VARIABLES = (
     "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE",
+    "KUBERNETES_SERVICE_HOST", "WORLD_SIZE", "RANK",
     "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID",
     "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID",
     "PBS_NODEFILE", "PBS_JOBID",
@@ -56,12 +57,15 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
     else:
         systems = {
             "PET_NNODES": lambda: _from_names(variables, "PET_"),
+            "WORLD_SIZE": lambda: _pods(variables),
             "SKYPILOT_NODE_IPS": lambda: _skypilot_nodes(variables),
             "SLURM_NODEID": lambda: _slurm_nodes(variables),
             "PBS_NODEFILE": lambda: _pbs_nodes(variables, hostname),
         }
         if "SLURM_JOB_NODELIST" not in variables:
             del systems["SLURM_NODEID"]
+        if "PET_NNODES" in variables or not {"KUBERNETES_SERVICE_HOST", "RANK", "MASTER_ADDR"} <= set(variables):
+            del systems["WORLD_SIZE"]
         nodes = {name: detect() for name, detect in systems.items() if name in variables}
         places = {(one.count, one.rank) for one in nodes.values()}
         if len(places) > 1:
@@ -96,6 +100,11 @@ def _from_names(variables: Mapping[str, str], prefix: str) -> Nodes:
     processes = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
     processes = int(processes) if processes.isdecimal() and int(processes) else None
     return Nodes(count, rank, host, port, variables.get("SLURM_JOB_ID", "glm46"), processes)
+
+
+def _pods(variables: Mapping[str, str]) -> Nodes:
+    """The pods of a PyTorchJob of Kubeflow before 1.7, which counts them with torchrun's names for ranks."""
+    return Nodes(_number(variables, "WORLD_SIZE"), _number(variables, "RANK"), variables["MASTER_ADDR"])
 
 
 def _skypilot_nodes(variables: Mapping[str, str]) -> Nodes:

@@ -24,7 +24,7 @@ LAYERS = {
     "training": 7, "evaluation": 7,
     "pretrain": 8, "rollout": 8, "ablation": 8,
     "finetune": 9, "rl": 9, "benchmark": 9, "preflight": 9,
-    "commands": 5480,
+    "commands": 10,
     "cli": 11,
     "__main__": 12,
 }  # fmt: skip

@@ -124,7 +124,7 @@ def test_a_stopped_job_goes_on_as_an_undisturbed_one(cluster, config, expected, 
     stopped = Job(cluster, tmp_path / "stopped", config)
     stopped.wait(lambda: len(stopped.losses()) >= 30)
     cluster.call("scancel", "--signal=USR1", "--batch", stopped.number)
-    require_same_after_a_requeue(stopped, "the signal", expected)
+    check_same_after_a_requeue(stopped, "the signal", expected)
 
 
 def test_a_preempted_job_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
@@ -132,10 +132,10 @@ def test_a_preempted_job_goes_on_as_an_undisturbed_one(cluster, config, expected
     preempted.wait(lambda: len(preempted.losses()) >= 30)
     options = ("--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", f"--output={tmp_path}/urgent.log")
     cluster.call("sbatch", *options, "--wrap=sleep 3")
-    require_same_after_a_requeue(preempted, "the urgent job", expected)
+    check_same_after_a_requeue(preempted, "the urgent job", expected)
 
 
-def require_same_after_a_requeue(job: Job, event: str, expected: list[tuple[int, float]]) -> None:
+def check_same_after_a_requeue(job: Job, event: str, expected: list[tuple[int, float]]) -> None:
     report(f"from {event} to the requeue", job.wait(lambda: job.state()["Restarts"] == "1"))
     report("from the requeue to the start", job.wait(lambda: job.state()["JobState"] == "RUNNING"))
     job.wait(job.has_ended)

@@ -9,6 +9,10 @@ from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
 
 KUBEFLOW = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+PODS = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1", "WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}  # fmt: skip
 SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7\n", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
 SLURM = {"SLURM_JOB_NODELIST": "gpu[007-012,20],login1", "SLURM_JOB_NUM_NODES": "7", "SLURM_NODEID": "3"}
 
@@ -28,6 +32,12 @@ SLURM = {"SLURM_JOB_NODELIST": "gpu[007-012,20],login1", "SLURM_JOB_NUM_NODES": 
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "8"}, Nodes(4, 2, "job-node-0-0.job", 29400, processes=8)),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, Nodes(4, 2, "job-node-0-0.job", 29400)),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}, Nodes(processes=4)),
+        (PODS, Nodes(4, 2, "job-master-0", 23456)),
+        (PODS | KUBEFLOW | {"WORLD_SIZE": "32"}, Nodes(4, 2, "job-master-0", 23456)),  # later versions count ranks
+        (
+            {name: value for name, value in PODS.items() if name != "KUBERNETES_SERVICE_HOST"},
+            Nodes(),
+        ),  # ranks of torchrun
         (KUBEFLOW | {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}, Nodes(2, 1, "a")),
         (SKYPILOT, Nodes(2, 1, "10.0.0.4")),
         (
