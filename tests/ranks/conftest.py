@@ -33,7 +33,8 @@ def case_row(server, request) -> Iterator[Callable[..., dict]]:
         key = (program, *arguments)
         if key not in started:
             others = [[value for name, value in params.items() if name != "case"] for params in selected]
-            names = [p["case"] for p, other in zip(selected, others, strict=True) if other == [*arguments]]
+            asked = [p["case"] for p, other in zip(selected, others, strict=True) if other == [*arguments]]
+            names = list(dict.fromkeys(asked))  # several tests of a module may ask for one case
             started[key] = CaseRows(server.start(*key, *names), names, seconds)
         return started[key].row(case)
 
