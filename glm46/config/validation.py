@@ -78,7 +78,7 @@ def _describe(item: dict, root: type[Section]) -> Fault:
     if kind == "missing":
         return Fault((key,), f"{key}: required, but absent{_meaning(place[-1], field)}")
     rule = _RULES.get(kind) or re.sub(r"^\w+ should ", "must ", item["msg"].removeprefix("Value error, "))
-    hint = _conversion(kind, value) or _meaning(place[-1], field)
+    hint = _conversion(kind, value) or _tables(kind, key, section_of(field)) or _meaning(place[-1], field)
     if kind == "literal_error":
         near = nearest(str(value), re.findall("'(.*?)'", item["ctx"]["expected"]), 0.6)
         hint = f"; did you mean '{near}'?" if near else hint
@@ -95,6 +95,14 @@ def _conversion(kind: str, value: Any) -> str:
     if kind in ("int_type", "float_type", "bool_type") and isinstance(meant, (int, float)):
         return f"; write {show(meant)} without quotes" if isinstance(meant, bool) == (kind == "bool_type") else ""
     return ""
+
+
+def _tables(kind: str, key: str, of: type[Section] | None) -> str:
+    """How to write an array of tables; empty for other keys."""
+    if kind != "tuple_type" or of is None:
+        return ""
+    first = next(iter(of.model_fields))
+    return f"; write a table [[{key}]] for each entry, or on the command line --{key} '[{{{first} = ...}}]'"
 
 
 def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:

@@ -51,20 +51,24 @@ def read_prompts(
     Raises:
         UserError: the file cannot be read, or with file and line what is wrong with its first bad rows.
     """
-    prompts, faults = [], []
+    prompts, faults, too_long = [], [], []
     for place, row in _rows(file):
         try:
             prompt = _prompt(row, keys, tokenizer, needs_label=needs_label)
             if len(prompt.tokens) > most_tokens:
-                raise ValueError(
-                    f"{len(prompt.tokens)} tokens, and training.seq_len leaves {most_tokens} beside the longest "
-                    "completion; shorten the prompt, lower rollout.max_new_tokens or raise training.seq_len"
-                )
+                too_long.append((place, len(prompt.tokens)))
             prompts.append(prompt)
         except ValueError as error:
             faults.append(f"{place}: {error}")
             if len(faults) == _FAULTS_SHOWN:
                 break
+    if too_long:
+        (place, tokens), longest = too_long[0], max(length for _, length in too_long)
+        faults.append(
+            f"{place}: {tokens} tokens, and training.seq_len leaves {most_tokens} beside the longest completion; "
+            f"{len(too_long):,} of {len(prompts):,} prompts are so long, up to {longest:,} tokens: leave them out, "
+            "lower rollout.max_new_tokens or raise training.seq_len"
+        )
     if not prompts and not faults:
         faults = [f"{file}: no prompt; name another file in rl.prompts.file"]
     if faults:

@@ -174,7 +174,10 @@ BAD = {
     ),
     "table for array of tables": (
         ("[[data.sources]]", "[data.sources]"),
-        ['data.sources = {name = "a", path = "data/a"}: must be an array (The mixture)'],
+        [
+            'data.sources = {name = "a", path = "data/a"}: must be an array; write a table [[data.sources]] for each '
+            "entry, or on the command line --data.sources '[{name = ...}]'"
+        ],
     ),
     "below the range": (
         ("seq_len = 128", "seq_len = 1"),

@@ -108,3 +108,13 @@ def test_a_label_that_no_answer_reaches_is_refused(reward, label, is_reachable, 
         require_reachable_labels(prompts, [reward, "format"], thinking=thinking)
     (fault,) = error.value.faults
     assert all(part in fault for part in (reward, repr(label), "1 of 2", "rl.prompts.label_key"))
+
+
+def test_prompts_that_are_too_long_are_one_message(tmp_path, tokenizer):
+    file = write(tmp_path, *({"prompt": "x" * length, "label": "1"} for length in (3, 200, 4, 300)))
+    with pytest.raises(UserError) as error:
+        read(file, tokenizer, most_tokens=40)
+    (fault,) = error.value.faults
+    longest = len(read(file, tokenizer, most_tokens=1000)[3].tokens)
+    assert f"{file} line 2" in str(fault) and "2 of 4" in str(fault) and f"{longest:,}" in str(fault)
+    assert "rollout.max_new_tokens" in str(fault) and "training.seq_len leaves 40" in str(fault)
