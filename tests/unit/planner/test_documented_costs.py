@@ -77,7 +77,7 @@ def run_line(recipe: str) -> str:
         assert main(["plan", *config, "--price", price, "--json", str(file)]) == 0
         cost = json.loads(file.read_text())
     dollars = cost["dollars"]
-    days, hours = (f"{float(f'{cost[key]:.3g}'):,g}" for key in ("days", "gpu_hours"))
+    days, hours = (f"{float(f'{cost[key]:.3g}'):,.10g}" for key in ("days", "gpu_hours"))
     money = f"${dollars / 1e6:.1f}M" if dollars >= 1e6 else f"${float(f'{dollars:.3g}'):,g}"
     return f"| {what} | `{recipe}` | {gpus:,} {gpu} | {days} | {hours} | {money} | {quick_start} |"
 
