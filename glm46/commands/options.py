@@ -13,6 +13,7 @@ VERBS = {
     "train": "train in this process; launch and torchrun start one for each rank",
     "ablate": "train the same run with different keys and compare them in one report",
     "preflight": "check hosts, network, storage and the files of a run before it begins",
+    "setup-cluster": "check the hosts of a cluster, make their folders, write hostfile and job script",
     "prepare": "make the shards of the sources that are missing, verify the others",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
     "benchmark": "measure speed and memory of this machine; see benchmark --help",
