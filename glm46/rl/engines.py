@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,17 +117,21 @@ def changed(policy: Network) -> Iterator[None]:
             local_tensor(weights[name]).copy_(tensor)
 
 
-def score(network: Network, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probability of each token but the first of sequences, at temperature 1, equal on all ranks. Collective."""
+def score(network: Network, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Log-probability of each token but the first of sequences, and the entropy of the distribution that it is one of,
+    at temperature 1, equal on all ranks. Collective."""
     batch = _rows(sequences, network.plan.layout.sequence_pieces)
-    output = network.evaluate(batch, token_logprobs)
-    found = torch.full(batch["labels"].shape, -torch.inf)
+    output = network.evaluate(batch, partial(token_logprobs, entropy=True))
+    found = torch.full((2, *batch["labels"].shape), -torch.inf)
     if output is not None:  # other stages of a pipeline have no head
-        found = network.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()
+        found = network.whole_rows(torch.stack([output.logprobs, output.entropy]), batch).cpu()
     network.release()
     # The largest, not one rank's: ranks that compute the same rows may differ in the last bits.
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [row[: len(sequence) - 1].tolist() for row, sequence in zip(found, sequences, strict=True)]
+    logprobs, entropies = (
+        [row[: len(sequence) - 1].tolist() for row, sequence in zip(rows, sequences, strict=True)] for rows in found
+    )
+    return logprobs, entropies
 
 
 def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:

@@ -31,6 +31,9 @@ _HASHED_AT_ONCE = 8
 _CHECKED, _LONGEST = 8, 256
 """Completions of the first rollout, and tokens of each, and of each sequence of the probe."""
 _USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
+_DEVIATIONS, _MOST_BIAS, _FEWEST_DRAWN = 4, 0.5, 32
+"""Of the mean of log-probability and entropy: a server with a wrong sampler had -3.3 nats. Few tokens of which all are
+the likely one have a mean of up to 0.3 without a spread."""
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -39,8 +42,8 @@ class ServedPolicy(NamedTuple):
 
     export: Callable[[Path], None]
     """Writes it as a Hugging Face folder under a new path."""
-    score: Callable[[list[list[int]]], list[list[float]]]
-    """Its log-probability, at temperature 1, of each token but the first of sequences."""
+    score: Callable[[list[list[int]]], tuple[list[list[float]], list[list[float]]]]
+    """Its log-probability, at temperature 1, of each token but the first of sequences, and the entropy at its place."""
     changed: Callable[[], AbstractContextManager[None]]
     """While it is open, a tensor of each kind has other values."""
 
@@ -121,9 +124,9 @@ class ServerEngine:
         return completions
 
     def check_mismatch(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Compare the log-probabilities of the first completions of a run with the trainer's: the probe asks what a
-        server says of given tokens, this check what it says of those that it draws. Collective; all ranks decide
-        alike."""
+        """Compare the first completions of a run with the trainer's policy: the probe asks what a server says of given
+        tokens, this check what it says of those that it draws, and whether they were drawn so. The mean of
+        log-probability and entropy of tokens is 0 if they were. Collective; all ranks decide alike."""
         pairs = zip(requests, completions, strict=True)
         drawn = [
             (request.prompt, one.tokens[:_LONGEST], one.logprobs)
@@ -133,24 +136,39 @@ class ServerEngine:
         if self._is_checked or not drawn:
             return
         self._is_checked, drawn = True, drawn[:_CHECKED]
-        scores = self._policy.score([prompt + tokens for prompt, tokens, _ in drawn])
-        gaps = [
-            ours - theirs
-            for (_, tokens, logprobs), row in zip(drawn, scores, strict=True)
-            for ours, theirs in zip(row[-len(tokens) :], logprobs, strict=False)
-        ]
+        logprobs, entropies = self._policy.score([prompt + tokens for prompt, tokens, _ in drawn])
+        gaps, surprises = [], []
+        for (_, tokens, theirs), ours, entropy in zip(drawn, logprobs, entropies, strict=True):
+            places = zip(ours[-len(tokens) :], theirs, entropy[-len(tokens) :], strict=False)
+            for own, reported, expected in places:
+                gaps.append(own - reported)
+                surprises.append(own + expected)
         mismatch = sum(math.exp(min(gap, 20.0)) - 1.0 - gap for gap in gaps) / len(gaps)
         said = f"the KL divergence of the first {len(gaps)} drawn tokens from the trainer's policy is {mismatch:.2g}"
+        bias = sum(surprises) / len(gaps)
+        spread = math.sqrt(sum((surprise - bias) ** 2 for surprise in surprises)) / len(gaps)
         if not mismatch <= _MOST_MISMATCH:
-            raise EngineError(
-                *on_first_rank(
-                    f"rollout.urls: {said}, at most {_MOST_MISMATCH:g} can be learned from: the servers report "
-                    "log-probabilities of another distribution than they draw from; start them with the options of "
-                    "docs/rollout_servers.md, and in the type of training.mixed_precision_param"
-                )
+            self._refuse(
+                f"{said}, at most {_MOST_MISMATCH:g} can be learned from: the servers report log-probabilities of "
+                "another distribution than they draw from"
+            )
+        if len(gaps) >= _FEWEST_DRAWN and not abs(bias) <= max(_DEVIATIONS * spread, _MOST_BIAS):
+            self._refuse(
+                f"log-probability and entropy of the first {len(gaps)} drawn tokens add up to {bias:.2g} in the mean, "
+                f"not to 0 (standard deviation {spread:.1g}): the servers draw from another distribution than the "
+                "policy's"
             )
         if mismatch > _USUAL_MISMATCH and dist.get_rank() == 0:
             self._say(f"rollout: warning: {said}; {_USUAL_MISMATCH:g} is usual in BF16")
+
+    @staticmethod
+    def _refuse(fault: str) -> None:
+        raise EngineError(
+            *on_first_rank(
+                f"rollout.urls: {fault}; start them with the options of docs/rollout_servers.md, and in the type of "
+                "training.mixed_precision_param"
+            )
+        )
 
     def update(self, version: int) -> None:
         """Write the policy to the disk, have all servers load it, and compare their log-probabilities of the probe with
@@ -176,7 +194,7 @@ class ServerEngine:
         self._newest = self._base or path
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        expected = self._policy.score(self._probe)
+        expected, _ = self._policy.score(self._probe)
 
         def load() -> bytes:
             names = sorted(path.iterdir())

@@ -32,13 +32,17 @@ def draw(rank: int, folder: Path) -> dict:
     stub = StubServer() if rank == 0 else None
     port = torch.tensor([stub.port if stub else 0])
     dist.broadcast(port, 0)
-    version, lines = 0, []
+    version, lines, entropy = 0, [], 1.5
 
     def export(path: Path) -> None:
         if rank == 0:
             path.mkdir(parents=True)
             (path / "model.safetensors").write_bytes(b"weights %d" % version)
         dist.barrier()
+
+    def score(sequences: list[list[int]]) -> tuple[list[list[float]], list[list[float]]]:
+        logprobs = scores(version, sequences)
+        return logprobs, [[entropy] * len(row) for row in logprobs]
 
     @contextmanager
     def changed() -> Iterator[None]:
@@ -59,7 +63,7 @@ def draw(rank: int, folder: Path) -> dict:
     engine = ServerEngine(
         config,
         folder=folder,
-        policy=ServedPolicy(export, lambda sequences: scores(version, sequences), changed),
+        policy=ServedPolicy(export, score, changed),
         probe=PROBE,
         padding=range(0),
         say=lines.append,
@@ -83,6 +87,11 @@ def draw(rank: int, folder: Path) -> dict:
     for version in (1, 2):
         engine.update(version)
         found[f"version {version}"] = engine.generate(REQUESTS, rules)
+    engine._is_checked, entropy = False, 5.0  # the trainer expects other draws, of the same log-probabilities
+    try:
+        engine.generate(REQUESTS, rules)
+    except EngineError as error:
+        found["sampler"] = str(error)
     found["folders"] = sorted(path.name for path in folder.iterdir())
     found["manifest"] = json.loads((folder / "version-00000002/version.json").read_text())
     if stub:

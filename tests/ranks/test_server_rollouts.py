@@ -12,6 +12,7 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert "one changed tensor of each kind" in first["unchanged"] and second["unchanged"] == ""
     assert not any("version -1" in line for line in first["lines"]) and "draws with version 0" in first["lines"][0]
     assert "KL divergence" in first["mismatch"] and "rollout.urls" in first["mismatch"] and second["mismatch"] == ""
+    assert "entropy" in first["sampler"] and "rollout.urls" in first["sampler"] and second["sampler"] == ""
     for version in (1, 2):
         assert first[f"version {version}"] == second[f"version {version}"]
         for request, completion in zip(REQUESTS, first[f"version {version}"], strict=True):

@@ -56,7 +56,7 @@ class Policy:
             folder=folder / "weights",
             policy=ServedPolicy(
                 export=lambda folder: self.write(folder),
-                score=lambda sequences: [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences],
+                score=self.score,
                 changed=self.changed,
             ),
             base=self.base,
@@ -84,6 +84,11 @@ class Policy:
         for parameter in self.model.parameters():
             spread = parameter.std() if parameter.numel() > 1 else 0.0
             parameter.add_(torch.randn(parameter.shape, generator=self.generator) * 0.1 * spread)
+
+    def score(self, sequences: list[list[int]]) -> tuple[list[list[float]], list[list[float]]]:
+        logprobs = [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences]
+        every = [distributions(self.model, row[:1], row[1:]) for row in sequences]
+        return logprobs, [(-(row.exp() * row).sum(-1)).tolist() for row in every]
 
     @contextmanager
     def changed(self) -> Iterator[None]:
