@@ -161,6 +161,10 @@ class RL(Section):
     forward pass of that step if it is the only one and neither [rl.correction] nor a penalty in the reward reads them.
     rollout: those of the engine. Absent: that of the preset."""
 
+    reference_offload: bool = False
+    """The weights of the reference stay in host memory (pinned beside a GPU), sharded; FSDP2 copies those of a layer to
+    the device to compute it."""
+
     routing_replay: bool = False
     """The policy computes log-probabilities and gradients with the experts that the engine chose for each token, as
     constants (R3, arXiv 2510.11370). The weights of the experts are its own, so that the routers still learn."""

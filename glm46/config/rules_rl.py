@@ -150,7 +150,7 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
 
 
 def reference_teaches(config: RunConfig) -> Faults:
-    """[rl.reference] is read, and a teacher is not the policy itself."""
+    """[rl.reference] is read, its weights are of its own where they are offloaded, and a teacher is not the policy."""
     if config.rl is None:
         return
     rl = config.rl.resolved()
@@ -166,6 +166,12 @@ def reference_teaches(config: RunConfig) -> Faults:
             ("checkpoint.initial_load_path", "rl.kl.weight"),
             f"checkpoint.initial_load_path: absent, but with {_value(config.rl, 'kl.weight')} the reference is read "
             "from it at every start; name the weights that the first start had, or add [rl.reference]",
+        )
+    if rl.reference_offload and (not rl.has_reference or config.is_reference_in_policy):
+        yield Fault(
+            ("rl.reference_offload", "rl.kl.weight", "adapter"),
+            f"rl.reference_offload = true: has no effect with {_value(config.rl, 'kl.weight')}, or with [adapter], "
+            "where the base of the policy is the reference; remove it, or set rl.kl.weight above 0",
         )
     if rl.algorithm == "distillation" and rl.reference is None:
         yield Fault(

@@ -83,8 +83,8 @@ class MemoryPlan:
     process: float
     """Memory of the process without tensors."""
     host: float = 0.0
-    """With a GPU: offloaded weights and gradients, and optimizer states in host memory, all of them or those on their
-    way to a file and back. Not part of the total; on a CPU all memory is."""
+    """With a GPU: offloaded weights (those of a reference too) and gradients, and optimizer states in host memory, all
+    of them or those on their way to a file and back. Not part of the total; on a CPU all memory is."""
     disk: float = 0.0
     """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
     text: float = 0.0
@@ -124,9 +124,12 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     step = _Step(plan, stage_index)
     parts = parts_of_ranks(plan)
     plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
-    plans = [replace(m, networks=other_networks(plan, m.weights, m.gradients + m.optimizer)) for m in plans]
+    others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
     optimizers = 1 + other_passes(plan)[1]
-    plans = [replace(m, drawing=drawing(plan), host=optimizers * m.host, disk=optimizers * m.disk) for m in plans]
+    plans = [
+        replace(m, networks=on_device, drawing=drawing(plan), host=optimizers * m.host + host, disk=optimizers * m.disk)
+        for m, (on_device, host) in zip(plans, others, strict=True)
+    ]
     if device == "cpu":
         # A CPU has one memory, so offloaded states and token data are in it too.
         text = _text(plan, stage_index)

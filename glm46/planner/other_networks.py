@@ -12,18 +12,20 @@ ROWS = 64
 """Samples that the local engine draws at once on each rank, or on the ranks that share a model."""
 
 
-def other_networks(plan: Plan, weights: float, trained: float) -> float:
-    """Bytes on a rank of the frozen reference and of the critic, which is as large as the policy.
+def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, float]:
+    """Bytes on a rank, on its device and in host memory, of the frozen reference and of the critic, which is as large
+    as the policy.
 
     Args:
         weights: bytes of the policy's weights on this rank.
         trained: of its gradients and optimizer states.
     """
     if plan.config.rl is None:
-        return 0.0
+        return 0.0, 0.0
     rl = plan.config.rl.resolved()
-    reference = rl.has_reference and not plan.config.is_reference_in_policy
-    return weights * reference + (weights + trained) * rl.has_critic
+    reference = weights * (rl.has_reference and not plan.config.is_reference_in_policy)
+    host = reference * rl.reference_offload
+    return reference - host + (weights + trained) * rl.has_critic, host
 
 
 def drawing(plan: Plan) -> float:

@@ -108,7 +108,8 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
             capacity = usable_bytes(min(sizes))
             fits, margin = _compare("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
-        what = "weights, optimizer states" if config.training.parameter_offload else "optimizer states"
+        has_weights = config.training.parameter_offload or (config.rl is not None and config.rl.reference_offload)
+        what = "weights, optimizer states" if has_weights else "optimizer states"
         who = f"{what} and text of {counted(here, 'process')} need"
         fits, host = _compare(
             who, (memory.host + text) * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes

@@ -16,7 +16,7 @@ from glm46.planner.flops import training_flops_per_token
 from glm46.planner.kernels import MicroBatch, PartOfModel, Work, part_work
 from glm46.planner.memory import rank_memory
 from glm46.planner.muon_cost import muon_cost
-from glm46.planner.other_networks import other_passes
+from glm46.planner.other_networks import other_networks, other_passes
 from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
 from glm46.planner.stages import bubble
@@ -154,7 +154,8 @@ def step_time(
     traffic = step_traffic(plan, stage_index, micro_batches)
     hosts = [0.0] * layout.pp
     if plan.config.optimizer.state_offload == "cpu" and not plan.config.training.parameter_offload:
-        hosts = [memory.host for memory in rank_memory(plan, stage_index)]
+        # Without an offloaded reference, which no update reads.
+        hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in rank_memory(plan, stage_index)]
     ranks = [
         _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, host)
         for parts, of_rank, host in zip(parts_of_ranks(plan), traffic, hosts, strict=True)

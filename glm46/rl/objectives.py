@@ -44,11 +44,13 @@ def critic_plan(plan: Plan) -> Plan:
 def reference_plan(plan: Plan) -> Plan:
     """The plan with which `build_network` builds the reference, which is loaded from the start of the run or from
     [rl.reference]."""
-    checkpoint, of = plan.config.checkpoint, plan.config.rl.reference
+    checkpoint, of, training = plan.config.checkpoint, plan.config.rl.reference, plan.config.training
     if of is not None:
         update = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
         checkpoint = checkpoint.model_copy(update=update)
-    return _changed(plan, checkpoint=checkpoint, adapter=None)
+    if plan.config.rl.reference_offload:
+        training = training.model_copy(update={"parameter_offload": True})
+    return _changed(plan, checkpoint=checkpoint, adapter=None, training=training)
 
 
 def _changed(plan: Plan, **sections: Section | None) -> Plan:

@@ -37,8 +37,8 @@ RUNS = {
     "gspo 2": (2, _REPLAYED, {}),
     "gspo tp": (2, _REPLAYED, {"tensor_parallel_degree": 2}),
     "live 1": (1, {"algorithm": "gspo"}, {}),
-    "ppo 1": (1, {"algorithm": "ppo"}, {}),
-    "ppo 2": (2, {"algorithm": "ppo"}, {}),
+    "ppo 1": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
+    "ppo 2": (2, {"algorithm": "ppo", "kl": {"weight": 0.1}, "reference_offload": True}, {}),
     "lora 1": (1, _ADAPTED, {}),
     "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
 }
@@ -108,7 +108,7 @@ def main() -> None:
 
         def train(label: str, ranks: int, rl: dict, degrees: dict, moment: str = "") -> list[int]:
             is_adapted = rl is _ADAPTED
-            start = base / "gspo 1" / "checkpoint" / f"step-{STEPS:06d}" if is_adapted else None
+            start = base / "gspo 1" / "checkpoint" / f"step-{STEPS:06d}" if "kl" in rl else None
             sections = {"moe": {"sequence_aux_loss_weight": 0.0}} | (ADAPTED if is_adapted else {})
             config = small_config(
                 base, base / label, parallelism=degrees,
@@ -126,7 +126,7 @@ def main() -> None:
                 training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
                 checkpoint={
                     "interval": 3, "async_mode": "disabled", "initial_load_path": start and str(start),
-                    "initial_load_model_only": is_adapted,
+                    "initial_load_model_only": start is not None,
                 },
                 **sections,
             )  # fmt: skip

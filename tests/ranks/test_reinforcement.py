@@ -19,6 +19,7 @@ def test_ranks_agree_and_kills_lose_nothing(server):
     assert len({row["reward"] for row in found["gspo 1"]}) == 3
     assert any(row["loss"] != 0 for row in found["gspo 1"])
     assert all("loss/critic" in row for row in found["ppo 2"])
+    assert found["ppo 2"][-1]["reference_kl"] > 1e-9, "the reference in host memory is not the policy"
     distances = [row["reference_kl"] for row in found["lora 1"]]
     assert distances[0] < 1e-12 < 1e-9 < distances[-1], "adapters begin as their base, which is the reference"
 

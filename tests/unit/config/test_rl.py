@@ -59,6 +59,12 @@ BAD = {
     "a reference that nothing reads": (
         'reference.load_path = "here"', ["[rl.reference]", "rl.kl.weight = 0.0", "remove [rl.reference]"],
     ),
+    "no reference to offload": (
+        "reference_offload = true", ["rl.reference_offload = true", "rl.kl.weight = 0.0", "remove it"],
+    ),
+    "a reference in the policy to offload": (
+        "reference_offload = true\nkl.weight = 0.1\n[adapter]", ["rl.reference_offload = true", "[adapter]"],
+    ),
     "a reference that later starts lack": (
         'kl.weight = 0.1\n[checkpoint]\nload_path = "there"',
         ["checkpoint.initial_load_path: absent", "[rl.reference]"],

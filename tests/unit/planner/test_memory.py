@@ -47,6 +47,17 @@ def _run(**sections) -> RunConfig:
     return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
 
 
+def test_an_offloaded_reference_is_in_host_memory():
+    config = {"training": {"seq_len": 128, "global_batch_size": 8}}
+    rl = {"prompts_per_rollout": 1, "kl": {"weight": 0.1}}
+    plain, offloaded = (
+        plan_memory(_run(**config | {"rl": rl | keys}), 2) for keys in ({}, {"reference_offload": True})
+    )
+    assert plain.networks == plain.weights and plain.host == 0
+    assert offloaded.networks == 0 and offloaded.host == plain.weights
+    assert plan_memory(_run(**config | {"rl": rl | {"reference_offload": True}}), 2, device="cpu").host == 0
+
+
 def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
     config = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "finetune": {"preference": {}}}
     plans = [plan_memory(_run(**config | {"finetune": table}), 2) for table in ({}, config["finetune"])]

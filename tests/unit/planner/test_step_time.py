@@ -83,6 +83,15 @@ def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a
     assert steps["ppo"] == steps["grpo"] and critic == pytest.approx(sum(steps["ppo"].values()))
 
 
+def test_an_update_moves_no_offloaded_reference():
+    config, task = run(global_batch_size=8, optimizer={"state_offload": "cpu"}), {"prompts_per_rollout": 1}
+    times = [
+        predicted(config.model_copy(update={"rl": RL.model_validate(task | {"kl": {"weight": 0.1}} | keys)}), world=8)
+        for keys in ({}, {"reference_offload": True})
+    ]
+    assert times[0].seconds == times[1].seconds
+
+
 def planned_work(part: str, shape, layout=ONE, **options) -> tuple[float, int]:
     """Planned bytes besides products and attention, and all kernels, of forward and backward."""
     batch = MicroBatch(shape, layout, TOKENS, TOKENS, None, **options)
