@@ -13,6 +13,7 @@ from glm46.config.faults import nearest
 from glm46.evaluation.rows import TASKS
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
     from lm_eval.tasks.manager import TaskDict
 
     from glm46.evaluation.lm_eval_model import LmEvalModel
@@ -55,6 +56,30 @@ def find_tasks(
     faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
+    manager = _manager_that_knows(names, folders)
+    try:
+        loaded = manager.load([*names])
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        kind = f"{type(error).__name__}: {_one_line(error)}"
+        raise UserError(
+            f"--tasks {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
+        ) from error
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and not run_code:
+            raise UserError(
+                f"--tasks {name}: runs code that the model writes, on this machine; allow it with --run-code"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
+        stated = task.get_config("num_fewshot")
+        if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
+            task.set_config(key="num_fewshot", value=fewshot or 0)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    return StandardTasks(loaded, limit)
+
+
+def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskManager":
+    """The list of tasks, without lm-eval's own unless one is asked for. Raises UserError, see `find_tasks`."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -79,25 +104,7 @@ def find_tasks(
                 for name, near in unknown
             )
         )
-    try:
-        loaded = manager.load([*names])
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        kind = f"{type(error).__name__}: {_one_line(error)}"
-        raise UserError(
-            f"--tasks {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
-        ) from error
-    for name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False) and not run_code:
-            raise UserError(
-                f"--tasks {name}: runs code that the model writes, on this machine; allow it with --run-code"
-            )
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
-        stated = task.get_config("num_fewshot")
-        if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
-            task.set_config(key="num_fewshot", value=fewshot or 0)
-        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    return StandardTasks(loaded, limit)
+    return manager
 
 
 def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,3 +34,16 @@ def warm_python(tmp_path_factory) -> Iterator[str]:
     one = WarmPython(tmp_path_factory.mktemp("warm"))
     yield str(one.file)
     one.close()
+
+
+@pytest.fixture
+def small_task_index(monkeypatch) -> None:
+    """Leave out the files of lm-eval itself, which take half a minute to read, where lm-eval is installed."""
+    try:
+        from lm_eval.tasks import manager
+    except ImportError:
+        return
+    real, default = manager.TaskIndex.build, Path(manager.__file__).parent
+    monkeypatch.setattr(
+        manager.TaskIndex, "build", lambda self, paths, **more: real([p for p in paths if Path(p) != default], **more)
+    )

@@ -192,6 +192,7 @@ def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypa
         (["--data", "a/text", "--data", "b/text"], ("--data", "a/text", "b/text", "rename")),
     ],
 )
+@pytest.mark.usefixtures("small_task_index")
 def test_mistakes_are_named_with_exit_code_2(trained, arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:

@@ -117,15 +117,8 @@ def test_own_task_files_and_folders(exported, tmp_path):
         (["--tasks", "loss", "--data", "x", "--fewshot", "2"], ("--fewshot", "tasks of lm-eval")),
     ],
 )
+@pytest.mark.usefixtures("small_task_index")
 def test_bad_tasks(exported, tmp_path, monkeypatch, capsys, options, said):
-    from lm_eval.tasks import manager
-
-    real = manager.TaskIndex.build
-    default = Path(manager.__file__).parent
-    # The files of lm-eval itself take half a minute to read.
-    monkeypatch.setattr(
-        manager.TaskIndex, "build", lambda self, paths, **more: real([p for p in paths if Path(p) != default], **more)
-    )
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\n")
     write_task(tmp_path, "long")
