@@ -161,7 +161,8 @@ def reference_teaches(config: RunConfig) -> Faults:
             'rl.kl.weight above 0 and rl.kl.to = "reference", or remove [rl.reference]',
         )
     checkpoint = config.checkpoint
-    if rl.has_reference and rl.reference is None and checkpoint.initial_load_path is None and checkpoint.load_path:
+    is_absent = rl.has_reference and rl.reference is None and checkpoint.initial_load_path is None
+    if is_absent and (checkpoint.load_path or rl.warm_up_rollouts):  # without either no run starts so
         yield Fault(
             ("checkpoint.initial_load_path", "rl.kl.weight"),
             f"checkpoint.initial_load_path: absent, but with {_value(config.rl, 'kl.weight')} the reference is read "

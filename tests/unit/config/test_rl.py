@@ -59,6 +59,9 @@ BAD = {
     "a reference that nothing reads": (
         'reference.load_path = "here"', ["[rl.reference]", "rl.kl.weight = 0.0", "remove [rl.reference]"],
     ),
+    "a reference before any labels are learned": (
+        "kl.weight = 0.1\nwarm_up_rollouts = 2", ["checkpoint.initial_load_path: absent", "[rl.reference]"],
+    ),
     "no reference to offload": (
         "reference_offload = true", ["rl.reference_offload = true", "rl.kl.weight = 0.0", "remove it"],
     ),
