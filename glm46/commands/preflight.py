@@ -35,6 +35,7 @@ from glm46.preflight.gpu import GPU_CHECKS
 from glm46.preflight.host import HOST_CHECKS
 from glm46.preflight.monitoring import MONITORING_CHECKS
 from glm46.preflight.network import NETWORK_CHECKS
+from glm46.preflight.recovery import RECOVERY_CHECKS
 from glm46.preflight.results import (
     FAIL,
     SKIP,
@@ -191,7 +192,15 @@ class _Host:
         # Imported here: it loads torch, which a config with faults does not need.
         from glm46.preflight.run_files import RUN_CHECKS
 
-        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | RUN_CHECKS | MONITORING_CHECKS
+        checks = (
+            HOST_CHECKS
+            | GPU_CHECKS
+            | NETWORK_CHECKS
+            | STORAGE_CHECKS
+            | RUN_CHECKS
+            | MONITORING_CHECKS
+            | RECOVERY_CHECKS
+        )
         results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
         text = dump_config(self.config) if self.config is not None else ""
         return HostReport(socket.gethostname(), results, host_facts(subject, text))
