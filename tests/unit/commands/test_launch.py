@@ -132,8 +132,9 @@ def test_weights_that_another_config_makes_are_named_with_its_command(make_confi
         _refuse_start(config, typed)
     assert str(refusal.value).endswith(f"made by: CONFIG_FILE={tmp_path / 'first.toml'} ./run_train.sh")
     own = make_config(checkpoint={"initial_load_path": str(tmp_path / "second/checkpoint/step-000100")})
-    with pytest.raises(UserError, match="give a step folder$"):
+    with pytest.raises(UserError, match="give a step folder, or start the run first") as refusal:
         _refuse_start(own, typed)
+    assert str(refusal.value).endswith(repr(str(tmp_path / "second"))) and "CONFIG_FILE" not in str(refusal.value)
 
 
 @pytest.mark.slow
