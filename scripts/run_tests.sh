@@ -52,12 +52,6 @@ run() {
 if [ ${#side_by_side[@]} -gt 0 ]; then
     OMP_NUM_THREADS=1 run -n auto --maxprocesses=8 "${side_by_side[@]}"
 fi
-# All of them: two files at once, since a rank of one that waits leaves its core to the other. Each file stays in one
-# process, which starts its programs once.
-if [ $# -eq 0 ]; then
-    OMP_NUM_THREADS=1 run -n 2 --dist loadfile tests/ranks
-    alone=(tests/gpu)
-fi
 # With arguments, an interruption or a wrong option ends it here.
 if [ ${#alone[@]} -gt 0 ] && { [ $# -eq 0 ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
     run "${alone[@]}"
