@@ -24,7 +24,7 @@ def cluster_files(
         answers: of `examine_host`, one for each host.
 
     Raises:
-        UserError: this is no checkout, so there are no job scripts to begin with.
+        UserError: glm46 does not run from a checkout, which has the job scripts that these files start from.
     """
     files = {
         "hostfile": "".join(f"{host.login} slots={host.slots}\n" for host in hosts),

@@ -29,7 +29,7 @@ from glm46.config.loader import load_config
 from glm46.distributed.environment import set_variables, variables_that_begin, visible_gpus
 from glm46.distributed.hostfile import Host, read_hostfile
 from glm46.files.local_disk import local_disk_fault
-from glm46.planner.machine import detect_machine
+from glm46.planner.machine import detect_machine, driver_version
 
 _HOST_SECONDS = 60.0
 """For the answer of a host."""
@@ -177,7 +177,7 @@ def _place_of_address(master: str, names: Sequence[str]) -> int | None:
 
 
 def _ask(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[dict[str, Any] | str]:
-    """What all hosts answer, asked at once; a text about why there is no answer."""
+    """The answer of each host, all asked at once; a text with the reason for a host that did not answer."""
     settings = [f"{name}={value}" for name, value in variables_that_begin("PYTHONPATH").items()]
     own = shlex.join(["env", *settings, sys.executable, "-m", "glm46", "setup-cluster", *argv])
     command = f"cd {shlex.quote(str(Path.cwd()))} && exec {own}"
@@ -236,12 +236,11 @@ def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -
     fault = _folder_fault(folder)
     if makes and not fault:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    driver = root / "proc/driver/nvidia/version"
     ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
     active = sum("ACTIVE" in port.read_text() for port in ports)
     return {
         "versions": describe_version(),
-        "driver": " ".join(driver.read_text().split("\n")[0].split()[-4:]) if driver.exists() else "none",
+        "driver": driver_version(root),
         "gpus": len(detect_machine(visible_gpus(), root=root).gpus),
         "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
         "interface": _interface(root),

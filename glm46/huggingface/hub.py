@@ -34,8 +34,8 @@ def local_folder(stated: Path | str, files: Sequence[str], option: str) -> Path:
         option: named in messages.
 
     Raises:
-        UserError: huggingface_hub is not installed, the id is no id, or the files can be had neither from the cache nor
-            from the hub.
+        UserError: huggingface_hub is not installed, the id is malformed, or the files are neither in the cache nor
+            received from the hub.
     """
     found = _ID.fullmatch(str(stated))
     if found is None:

@@ -115,6 +115,11 @@ def _query(question: Callable, handle: object, refused: type[Exception]) -> obje
         return None
 
 
+def driver_version(root: Path = Path("/")) -> str:
+    """The release of the NVIDIA driver and when it was built; none without a driver."""
+    return " ".join((_read(root / "proc/driver/nvidia/version") or "none").split("\n")[0].split()[-4:])
+
+
 def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
     found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import glm46
+from glm46.planner.machine import driver_version
 from glm46.preflight.host import addresses_of
 from glm46.preflight.results import FAIL, PASS, WARN, HostReport, Result, Subject
 
@@ -33,7 +34,7 @@ def host_facts(subject: Subject, config: str) -> dict[str, str]:
         "code": _source_digest(),
         "config": hashlib.sha256(config.encode()).hexdigest()[:12] if config else "none",
         "kernel": subject.read("proc/sys/kernel/osrelease") or "unknown",
-        "driver": " ".join((subject.read("proc/driver/nvidia/version") or "none").split("\n")[0].split()[-4:]),
+        "driver": driver_version(subject.root),
         "GPUs": ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or "none",
         "cores": str(subject.machine.cores),
         "memory": f"{subject.machine.memory_bytes / 2**30:.0f} GiB",

@@ -158,7 +158,7 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
         why = "; ".join(tally.skipped()) or "all are empty"
         raise UserError(
             f"{recipe.name}: no documents remain of {len(files)} files; {why}; "
-            f'mend them, or change format = "{recipe.format}" or what else the recipe leaves out'
+            f'correct the files, or change format = "{recipe.format}" or the keys of the recipe that filter documents'
         )
     if not splits["train"].documents:
         raise UserError(
