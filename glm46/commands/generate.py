@@ -3,11 +3,13 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
-from glm46.commands.ranks import joined, on_all_ranks, start_ranks
+from glm46.commands.ranks import joined, on_all_ranks, processes, start_ranks
+from glm46.commands.terminal_chat import TerminalChat, read_tools
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
@@ -23,6 +25,8 @@ from glm46.planner.curriculum import describe_attention
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
 """64 bits, signed or not."""
+_NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024
+"""Defaults of ``--max-new-tokens``: with prompts, and in a chat."""
 
 
 def generate_command(argv: Sequence[str]) -> int:
@@ -32,8 +36,20 @@ def generate_command(argv: Sequence[str]) -> int:
         UserError: an option is out of range or has no effect, or a folder cannot be used.
     """
     arguments = _parser().parse_args(list(argv))
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
     raise_for_options(arguments)
+    arguments.tools = read_tools(arguments.tools) if arguments.tools is not None else ()
+    is_chat = not arguments.prompt
+    if is_chat and (count := processes(arguments)) > 1:
+        raise UserError(
+            f"--chat without --prompt: a chat in the terminal runs in one process, not in {count}; set NGPU=1, or "
+            "serve the model (serve-config) and talk to the server with deploy/chat_client.py"
+        )
     fetch_options(arguments, "model", "adapter", "tokenizer")
+    if is_chat:
+        _chat(arguments)
+        return 0
     code = start_ranks("generate", argv, arguments)
     if code is not None:
         return code
@@ -54,7 +70,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     generation = Generation(
         decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
         mine,
-        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
+        sampling=_sampling(arguments),
         stop=stop,
         vocab_size=tokenizer.vocab_size,
     )
@@ -63,6 +79,29 @@ def _generate(arguments: argparse.Namespace) -> None:
     else:
         generation.run()
         mesh.gather_rows([one.text(stop) for one in mine])
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    """Talk in the terminal, in this process."""
+    (model, tokenizer, _), _, stop = _read(arguments)
+
+    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
+        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
+        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
+        return one, Generation(
+            decoder_for(model, [one], drafts=arguments.speculative),
+            [one],
+            sampling=_sampling(arguments),
+            stop=stop,
+            vocab_size=tokenizer.vocab_size,
+            is_stopped=is_stopped,
+        )
+
+    TerminalChat(tokenizer, answer, stop, arguments.system, arguments.tools, arguments.thinking).run()
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:
@@ -77,7 +116,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], froze
     empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
-    raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
+    if prompts:
+        raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
     stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
     return loaded, prompts, stop
 
@@ -85,11 +125,21 @@ def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], froze
 def _parser() -> VerbParser:
     parser = verb_parser("generate")
     add_model_options(parser)
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; again for a batch")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in GLM's template")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; again for a batch")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message in GLM's template; without --prompt, a chat in the terminal",
+    )
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"default: {_NEW_TOKENS}, in a chat {_NEW_TOKENS_OF_AN_ANSWER} of each answer",
+    )
     parser.add_argument(
         "--stop-token", action="append", default=[], metavar="TEXT", help="end at this token too; again for more"
     )
@@ -128,8 +178,10 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
             # Python decodes such bytes of the command line to surrogates.
             if any("\ud800" <= letter <= "\udfff" for letter in text)
         ]
-    if not arguments.chat and (arguments.system is not None or arguments.thinking):
-        faults.append("--system and --thinking belong to --chat; add it")
+    if not arguments.chat and (arguments.system is not None or arguments.thinking or arguments.tools is not None):
+        faults.append("--system, --thinking and --tools belong to --chat; add it")
+    if not arguments.chat and not arguments.prompt:
+        faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     if faults:
         raise UserError(*faults)
 
@@ -147,7 +199,8 @@ def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, posi
 def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
     if arguments.chat:
         system = [Message("system", arguments.system)] if arguments.system is not None else []
-        return chat_prompt(tokenizer, [*system, Message("user", text)], thinking=arguments.thinking)
+        messages = [*system, Message("user", text)]
+        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking)
     return tokenizer.encode(text).tolist()
 
 

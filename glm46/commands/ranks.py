@@ -47,6 +47,18 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def processes(arguments: argparse.Namespace) -> int:
+    """The number of processes of a verb: those that a launcher started, or those that its options ask for.
+
+    Raises:
+        UserError: it is not a number.
+    """
+    stated = set_variables([_PROCESSES]).get(_PROCESSES, "1")
+    if arguments.nproc is None and not (stated.isdecimal() and int(stated)):
+        raise UserError(f"{_PROCESSES} = {stated}: expected a number of processes; correct it, or give --nproc")
+    return launched_world_size() or arguments.nproc or int(stated)
+
+
 def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -> int | None:
     """Start the processes that the options ask for and wait for them.
 
@@ -56,13 +68,7 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     Raises:
         UserError: the number of processes is not a number, or an option has no effect with several.
     """
-    if launched_world_size() is not None:
-        return None
-    stated = set_variables([_PROCESSES]).get(_PROCESSES, "1")
-    if arguments.nproc is None and not (stated.isdecimal() and int(stated)):
-        raise UserError(f"{_PROCESSES} = {stated}: expected a number of processes; correct it, or give --nproc")
-    count = arguments.nproc or int(stated)
-    if count == 1:
+    if launched_world_size() is not None or (count := processes(arguments)) == 1:
         return None
     if arguments.device is not None:
         raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")

@@ -48,16 +48,16 @@ class _Marker(str):
 
 _BEGIN = (_Marker("[gMASK]"), _Marker("<sop>"))
 _SYSTEM, _USER, _ASSISTANT, _OBSERVATION = map(_Marker, ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"))
-_THINK, _END_THINK, _NO_THINK = _Marker("<think>"), _Marker("</think>"), _Marker("/nothink")
-_CALL, _END_CALL, _RESPONSE, _END_RESPONSE = map(
+THINK, END_THINK, _NO_THINK = _Marker("<think>"), _Marker("</think>"), _Marker("/nothink")
+CALL, END_CALL, _RESPONSE, _END_RESPONSE = map(
     _Marker, ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 )
-_KEY, _END_KEY, _VALUE, _END_VALUE = map(_Marker, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+KEY, END_KEY, VALUE, END_VALUE = map(_Marker, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
 _MARKERS = frozenset(
-    (*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, _THINK, _END_THINK, _NO_THINK, _CALL, _END_CALL, _RESPONSE)
-    + (_END_RESPONSE, _KEY, _END_KEY, _VALUE, _END_VALUE)
+    (*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, CALL, END_CALL, _RESPONSE)
+    + (_END_RESPONSE, KEY, END_KEY, VALUE, END_VALUE)
 )
-_TAGS = re.compile(f"({'|'.join(map(re.escape, (_CALL, _END_CALL, _KEY, _END_KEY, _VALUE, _END_VALUE)))})")
+_TAGS = re.compile(f"({'|'.join(map(re.escape, (CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)))})")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def chat_prompt(
         UserError: the tokenizer lacks one of GLM's special tokens.
     """
     pieces = _pieces(messages, tools, thinking)
-    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", _THINK, _END_THINK]
+    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", THINK, END_THINK]
     return _encode([*pieces, *((piece, False) for piece in turn)], tokenizer).ids.tolist()
 
 
@@ -178,7 +178,7 @@ def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking:
     else:
         text = content.removesuffix(_NO_THINK)
         pieces = [f"\n{text}", *([] if thinking and text == content else [_NO_THINK])]
-    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", _THINK, _END_THINK]
+    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", THINK, END_THINK]
     return _encode([(piece, False) for piece in (*pieces, *turn)], tokenizer).ids.tolist()
 
 
@@ -246,7 +246,7 @@ def _pieces(
             # An empty thought in the place of a removed one was never sampled.
             sampled_thought = sampled and (bool(thought) or (train_empty_thought and not reasoning))
             pieces.append((_ASSISTANT, False))
-            pieces += [(p, sampled_thought) for p in ("\n", _THINK, thought, _END_THINK)]
+            pieces += [(p, sampled_thought) for p in ("\n", THINK, thought, END_THINK)]
             pieces += [(p, sampled) for p in _answer(message)]
     return pieces
 
@@ -260,11 +260,11 @@ def _answer(message: Message) -> list[str]:
 
 
 def _call(call: ToolCall) -> list[str]:
-    pieces = ["\n", _CALL, f"{call.name}\n"]
+    pieces = ["\n", CALL, f"{call.name}\n"]
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        pieces += [_KEY, str(key), _END_KEY, "\n", _VALUE, text, _END_VALUE, "\n"]
-    return [*pieces, _END_CALL]
+        pieces += [KEY, str(key), END_KEY, "\n", VALUE, text, END_VALUE, "\n"]
+    return [*pieces, END_CALL]
 
 
 def _tools(tools: Sequence[Mapping]) -> list[str]:

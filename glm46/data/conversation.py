@@ -102,7 +102,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
     if not end:
         raise BadConversation("no assistant")
     _raise_for_order(messages[:end])
-    return Conversation(tuple(messages[:end]), _tools(record.get("tools")), len(messages) - end)
+    return Conversation(tuple(messages[:end]), parse_tools(record.get("tools")), len(messages) - end)
 
 
 def split_thinking(content: str) -> tuple[str, str]:
@@ -242,7 +242,12 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _tools(value: object) -> tuple[Mapping, ...]:
+def parse_tools(value: object) -> tuple[Mapping, ...]:
+    """Descriptions of tools: a list of objects, or its JSON text.
+
+    Raises:
+        BadConversation: it is something else.
+    """
     tools = _decoded(value or [], "tools are not JSON")
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
         raise BadConversation("tools are not a list of objects", type(tools).__name__)

@@ -119,17 +119,21 @@ def code_before_training(number: int) -> int:
     return EXIT_SIGNAL + number if number in (signal.SIGINT, signal.SIGQUIT) else EXIT_STOPPED
 
 
-def end_on_signals(code: Callable[[int], int]) -> SignalListener:
+ENDING_SIGNALS = (*SIGNALS, signal.SIGQUIT)
+
+
+def end_on_signals(code: Callable[[int], int], signals: Sequence[int] = ENDING_SIGNALS) -> SignalListener:
     """End this process and its descendants on a signal.
 
     Args:
         code: number of the signal -> exit code.
+        signals: those that end it; others keep their handlers.
     """
 
     def on_signal(number: int) -> None:
         exit_now(code(number), f"stopped by {signal.Signals(number).name}")
 
-    return SignalListener(on_signal, (*SIGNALS, signal.SIGQUIT))
+    return SignalListener(on_signal, signals)
 
 
 def exit_now(code: int, reason: str) -> None:
