@@ -18,7 +18,7 @@ from glm46.data.tokenizer import Tokenizer
 from glm46.inference.generation import Continuation
 from glm46.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
 
-_HELP = """Ctrl-C stops an answer; Ctrl-D or /exit ends the chat; /new begins a new conversation.
+_HELP = """Ctrl-C stops an answer; Ctrl-D or /exit ends the chat; /new begins a new one; /help shows these lines.
 /think and /nothink switch thinking on and off; at the end of a message they are for its answer alone."""
 
 
@@ -72,6 +72,8 @@ class TerminalChat:
             raise _Ended
         if line == "/new":
             self._begin()
+        elif line == "/help":
+            print(_HELP, file=sys.stderr)
         elif line in ("/think", "/nothink"):
             self.thinks = line == "/think"
         elif line.strip():

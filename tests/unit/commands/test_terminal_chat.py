@@ -132,7 +132,7 @@ def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
         ([*ids_of(reasoned), user], "stop"), ([*ids_of(called), observation], "stop"), ([*ids_of(last), user], "stop"),
         ([*ids_of(last, False), user], "stop"), (UserError, None), ([*ids_of(last)[:3]], "length"),
     ]  # fmt: skip
-    lines = ["Hi", "When?", "1", "2", "/nothink", "B", "far too long", "/new", "C /nothink /think", "/exit", "D"]
+    lines = ["Hi", "When?", "1", "2", "/nothink", "B", "too long", "/new", "/help", "C /nothink /think", "/exit", "D"]
     prompts = talk(lines, turns, monkeypatch, system="Be brief.", tools=TOOLS, thinks=True)
 
     def prompt(*messages, thinking=True):
@@ -154,7 +154,7 @@ def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     assert prompts[2][len(prompts[1]) + len(turns[1][0]) :][: len(between) - 1] == between[:-1]
     said = capsys.readouterr()
     assert "call: now(zone=é</arg_value>" in said.out and "why 中文 🙂" in said.out and "call: now()" in said.out
-    assert "--max-new-tokens 5: too long" in said.err and "/new" in said.err
+    assert "--max-new-tokens 5: too long" in said.err and said.err.count("/help shows these lines") == 2
     assert "cut off after --max-new-tokens 100" in said.err
 
 
