@@ -74,15 +74,17 @@ class Recipe(Section):
     """Memory in MB for finding duplicates, for any number of documents; less memory takes longer. The result does not
     depend on it."""
 
-    verify: Annotated[Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "maths"], _TEXT] = (
-        "none"
-    )
+    verify: Annotated[
+        Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "execute", "maths", "steps"], _TEXT
+    ] = "none"
     """Skip documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this language;
-    all but the first two need gcc, g++, rustc, gofmt or node on this machine. maths: skip solutions that do not end in
-    the known result."""
+    all but the first two need gcc, g++, rustc, gofmt or node on this machine. execute: run each text as a Python
+    program on this machine, in a limited process that is not a sandbox (docs/data.md), and skip those that fail. maths:
+    skip solutions that do not end in the known result. steps: skip what is not reasoning in numbered steps with a final
+    answer, the known result if there is one."""
 
-    answer_key: Annotated[str, Needs("verify", "maths")] = "answer"
-    """Field or column that holds the known result, for verify = "maths"."""
+    answer_key: Annotated[str, Needs("verify", ("maths", "steps"))] = "answer"
+    """Field or column that holds the known result, for verify = "maths", which needs one, and "steps"."""
 
     decontaminate: tuple[str, ...] = ()
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are skipped."""

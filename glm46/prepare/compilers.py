@@ -1,5 +1,7 @@
-"""Verify source code with the compilers of this machine. Texts are compiled or parsed, never run."""
+"""Verify source code with the compilers of this machine, which never run a text; and run Python programs in limited
+processes."""
 
+import builtins
 import hashlib
 import os
 import platform
@@ -11,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.prepare.limited import run_limited
 
 # Processor time of a compiler, independent of the machine's load; a text that needs more counts as not compiling.
 CPU_LIMIT_SECONDS = 10
@@ -20,6 +23,9 @@ WAIT_LIMIT_SECONDS = 120
 
 # Without it an include of an endless device would fill memory. Not set for node: it reserves more and includes nothing.
 _MEMORY_LIMIT_BYTES = 2 * 2**30
+
+# Of a program that is run: processor time, seconds by the clock, which count its waits too, and memory.
+_RUN_LIMITS = {"cpu_seconds": 10, "seconds": 30, "memory_gib": 1}
 
 # Program of each language and the argument lists to try; the last argument is the file name. One success is enough:
 # JavaScript distinguishes scripts from modules only by the file name. Without -e gofmt stops after ten errors.
@@ -48,7 +54,7 @@ def verifier_version(language: str) -> str | None:
     The first line of ``--version``; gofmt has no such option and is identified by the hash of its file. Headers and
     libraries that a text may include are not part of it.
     """
-    if language == "python":
+    if language in ("python", "execute"):
         return f"Python {platform.python_version()}"
     if language not in COMPILERS:
         return None
@@ -74,6 +80,24 @@ def compile_fault(text: str, language: str) -> str | None:
                 return None
             fault = f"{program} took too long" if status is None else f"does not compile with {program}"
     return fault
+
+
+def run_fault(text: str) -> str | None:
+    """Return the reason if a text does not run to its end as a Python program without input, else None."""
+    status, _, error = run_limited(text, **_RUN_LIMITS)
+    if status == 0:
+        return None
+    if status is None or status == -signal.SIGXCPU or status == -signal.SIGKILL:
+        return "runs too long"
+    if status < 0:
+        return f"ends by {signal.Signals(-status).name}"
+    name = error.partition(":")[0]
+    kind = getattr(builtins, name, None)
+    if name == "ModuleNotFoundError":
+        return "needs a module that is not here"
+    # Only Python's own names: those of programs would give a reason each.
+    is_known = isinstance(kind, type) and issubclass(kind, BaseException)
+    return f"ends with {name}" if is_known else "ends with an error"
 
 
 def _status(command: list[str], folder: str) -> int | None:

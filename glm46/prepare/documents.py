@@ -14,8 +14,8 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import Recipe, TextRecipe
 from glm46.data.tokenizer import Tokenizer
-from glm46.prepare.compilers import COMPILERS, compile_fault
-from glm46.prepare.maths import maths_fault
+from glm46.prepare.compilers import COMPILERS, compile_fault, run_fault
+from glm46.prepare.maths import maths_fault, steps_fault
 
 # Line ends of Windows and old Mac files. Other separators (form feed, U+2028) carry meaning in some texts and stay.
 _LINE_END = re.compile(r"\r\n?")
@@ -99,6 +99,7 @@ def json_fault(text: str) -> str | None:
 VERIFIERS: dict[str, Callable[[str], str | None]] = {
     "python": python_fault,
     "json": json_fault,
+    "execute": run_fault,
     **{language: partial(compile_fault, language=language) for language in COMPILERS},
 }
 
@@ -107,12 +108,12 @@ def document_fault(text: str, answer: str | None, recipe: Recipe) -> str | None:
     """Return the reason why a recipe filters a document; None if it is kept.
 
     Args:
-        answer: the known result, where the recipe verifies maths.
+        answer: the known result, where the recipe verifies maths or steps.
     """
     if recipe.filter == "prose" and (fault := prose_fault(text)):
         return fault
-    if recipe.verify == "maths":
-        return maths_fault(text, answer)
+    if recipe.verify in ("maths", "steps"):
+        return (maths_fault if recipe.verify == "maths" else steps_fault)(text, answer)
     return VERIFIERS[recipe.verify](text) if recipe.verify in VERIFIERS else None
 
 

@@ -1,4 +1,5 @@
-"""Verify the final result of a worked solution. Nothing is evaluated: results are compared as numbers or as text."""
+"""Verify the steps and the final result of a worked solution. Nothing is evaluated: results are compared as numbers or
+as text."""
 
 import re
 from fractions import Fraction
@@ -6,6 +7,12 @@ from fractions import Fraction
 _MARKS = re.compile(r"####\s*(.+)|(?:the|final)\s+answer\s*(?:is|:)\s*(.+)", re.IGNORECASE)
 _DIGITS = r"(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)({_DIGITS})(?:/({_DIGITS}))?")
+
+# A numbered step at the begin of a line: "Step 3:", "**Step 3** -", "### Step 3", "3.", "3)".
+_STEP = re.compile(
+    r"^[ \t]*(?:#{1,6}[ \t]*)?(?:\*\*)?(?:(step)[ \t]+)?(\d{1,4})(?(1)\b|[.)](?=\s))[*.:) \t-]*", re.I | re.M
+)
+_LEAST_STEPS = 2
 
 # Spacing, sizes and signs that do not change the value of an expression.
 _FORMATTING = re.compile(
@@ -31,6 +38,35 @@ def maths_fault(text: str, answer: str | None) -> str | None:
     if given is None:
         return "states no final answer"
     return None if same_answer(given, final_answer(answer) or answer) else "wrong answer"
+
+
+def steps_fault(text: str, answer: str | None) -> str | None:
+    """Return the reason if a text is not reasoning in steps, else None.
+
+    Steps are numbered from 1 on without a gap, at the begins of lines ("Step 1:", or all as "1." or "1)"), and are at
+    least two. Each says something, and the last one, or what follows it, states the final answer.
+
+    Args:
+        text: a problem with its solution. Of several lists the last one counts, since the problem may have one.
+        answer: the known result; None is not compared.
+    """
+    marks = [*_STEP.finditer(text)]
+    if any(mark[1] for mark in marks):
+        marks = [mark for mark in marks if mark[1]]  # numbers inside steps are not steps
+    start = max((place for place, mark in enumerate(marks) if int(mark[2]) == 1), default=len(marks))
+    steps = marks[start:]
+    if len(steps) < _LEAST_STEPS:
+        return "no steps" if not steps else "a single step"
+    if [int(step[2]) for step in steps] != list(range(1, len(steps) + 1)):
+        return "steps out of order"
+    ends = [*(step.start() for step in steps[1:]), len(text)]
+    if any(not text[step.end() : end].strip() for step, end in zip(steps, ends, strict=True)):
+        return "an empty step"
+    given = final_answer(text[steps[-1].start() :])
+    if given is None:
+        return "states no final answer behind its steps"
+    is_wrong = answer is not None and answer.strip() and not same_answer(given, final_answer(answer) or answer)
+    return "wrong answer" if is_wrong else None
 
 
 def final_answer(text: str) -> str | None:

@@ -61,7 +61,7 @@ class Fields(NamedTuple):
         """The fields of a recipe's input."""
         if recipe.is_chat:
             return cls(_CHAT_FIELDS[recipe.format], None, recipe.format)
-        return cls(recipe.text_key, recipe.answer_key if recipe.verify == "maths" else None)
+        return cls(recipe.text_key, recipe.answer_key if recipe.verify in ("maths", "steps") else None)
 
 
 def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:

@@ -1,23 +1,14 @@
-"""The reward for code: Python in a fenced block, run against tests in a limited process. This is not a sandbox: the
-process may read files and use the network as this user may."""
+"""The reward for code: Python in a fenced block, run against tests in a limited process (`glm46.prepare.limited`)."""
 
-import contextlib
-import ctypes
 import json
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from glm46.prepare.limited import run_limited
 from glm46.rewards.answer import Answer
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def code(answer: Answer, options: Mapping[str, Any]) -> float:
@@ -36,10 +27,13 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
     blocks = _BLOCK.findall(answer.result)
     if not blocks:
         return 0.0
-    passed = 0
+    passed, seconds = 0, options.get("seconds", 4)
     for suffix, given, expected in cases:
-        output = _run(f"{blocks[-1]}\n{suffix}", given, options.get("seconds", 4), options.get("memory_gib", 1))
-        is_passed = output is not None and (expected is None or output.split() == expected.split())
+        ended = run_limited(
+            f"{blocks[-1]}\n{suffix}", given,
+            cpu_seconds=seconds, seconds=seconds, memory_gib=options.get("memory_gib", 1),
+        )  # fmt: skip
+        is_passed = ended.status == 0 and (expected is None or ended.output.split() == expected.split())
         if options.get("all", True) and not is_passed:
             return 0.0
         passed += is_passed
@@ -53,39 +47,3 @@ def _cases(tests: Any) -> list[tuple[str, str, str | None]]:
     if isinstance(tests, Mapping) and tests.get("inputs") and len(tests["inputs"]) == len(tests.get("outputs", ())):
         return [("", str(one), str(other)) for one, other in zip(tests["inputs"], tests["outputs"], strict=True)]
     raise ValueError(f"label {str(tests)[:60]!r}: neither a list of assert statements nor inputs and outputs")
-
-
-def _run(program: str, given: str, seconds: float, memory_gib: float) -> str | None:
-    """The standard output of a program; None if it failed."""
-
-    def limit() -> None:
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        cpu = max(1, round(seconds))
-        for what, most in (
-            (resource.RLIMIT_CPU, cpu),
-            (resource.RLIMIT_AS, int(memory_gib * 2**30)),
-            (resource.RLIMIT_FSIZE, 2**20),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(what, (most, most))
-
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", program],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            cwd=folder, env={}, text=True, errors="replace", preexec_fn=limit, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(given, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _kill(process)
-    return output if process.returncode == 0 else None
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """End a program with the processes that it has started and that have not left its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm46.prepare.maths import final_answer, maths_fault, same_answer
+from glm46.prepare.maths import final_answer, maths_fault, same_answer, steps_fault
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -40,3 +40,22 @@ def test_the_reason_is_told():
     assert maths_fault(r"\boxed{3}", "4") == "wrong answer"
     assert maths_fault("It is three.", "3") == "states no final answer"
     assert maths_fault(r"\boxed{3}", None) == maths_fault(r"\boxed{3}", " ") == "no answer to check against"
+
+
+@pytest.mark.parametrize("text, answer, fault", [
+    ("2 + 2 + 1?\nStep 1: 2 + 2 = 4\nStep 2: 4 + 1 = 5\n#### 5", "5", None),
+    ("**Step 1:** two\n1. of it\n2. and it\n\n### Step 2 - four\nThe answer is 1,000.", "1000", None),
+    ("Given:\n1. a\n2. b\nSo:\n1) x = 3.5\n2) y = 2\n3) \\boxed{7}", None, None),
+    ("Step 1: 4\nStep 2: 5\n#### 5", "6", "wrong answer"),
+    ("Step 1: 4\nStep 2: 5", None, "states no final answer behind its steps"),
+    ("\\boxed{5}\nStep 1: 4\nStep 2: 5", None, "states no final answer behind its steps"),
+    ("Step 1: 4\nStep 3: 5\n#### 5", None, "steps out of order"),
+    ("Step 1: 4\nStep 2: 5\nStep 2: 6\n#### 5", None, "steps out of order"),
+    ("Step 1:\nStep 2: 5\n#### 5", None, "an empty step"),
+    ("Step 1: 5\n#### 5", None, "a single step"),
+    ("In step 1 and step 2 we see\n3.5 and 2.5\n#### 6", None, "no steps"),
+    ("Step 2: 5\n#### 5", None, "no steps"),
+    ("", None, "no steps"),
+])  # fmt: skip
+def test_reasoning_in_steps(text, answer, fault):
+    assert steps_fault(text, answer) == fault

@@ -267,6 +267,16 @@ def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
     }
 
 
+def test_reasoning_in_steps_is_compared_where_a_result_is_known(folder, tmp_path):
+    steps = "Step 1: two\nStep 2: four\n#### 4"
+    rows = [{"text": steps, "answer": 4}, {"text": f"Again.\n{steps}"}, {"text": f"No.\n{steps}", "answer": "5"},
+            {"text": "Four."}]  # fmt: skip
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = prepare(tmp_path, verify="steps", deduplicate="exact")
+    assert texts_of(manifest) == [rows[0]["text"], rows[1]["text"]]
+    assert manifest.dropped == {"wrong answer": 1, "no steps": 1}
+
+
 @pytest.mark.parametrize("form, kept", [
     ("none", ["une cl\u00e9\r\nde\rla", "une cle\u0301\nde\nla", "une cl\u00e9\nde\nla"]),
     ("newlines", ["une cl\u00e9\nde\nla", "une cle\u0301\nde\nla"]),
