@@ -35,7 +35,7 @@ LINE_BUDGETS = {
     "commands": 6160, "compat": 310, "config": 4630, "data": 2860,
     "distributed": 1000, "evaluation": 1300, "files": 645, "finetune": 440, "huggingface": 2780, "inference": 1685,
     "model": 2_460, "observe": 1945, "optim": 1790, "parallelize": 1350,
-    "planner": 4890, "preflight": 1650, "prepare": 1800, "pretrain": 560, "reliability": 930,
+    "planner": 4890, "preflight": 1650, "prepare": 2040, "pretrain": 560, "reliability": 930,
     "rewards": 515, "rl": 2685, "rollout": 1945, "serving": 550,
     "training": 2530,
 }  # fmt: skip
