@@ -196,6 +196,18 @@ def validation_tasks_differ(config: RunConfig) -> Faults:
             yield Fault((key, other), f"{key} = {show(kind)}: the same as {other}; put the lengths into one task")
 
 
+def validation_tasks_run_in_validations(config: RunConfig) -> Faults:
+    """A task runs at a validation, so its frequency is a multiple of that of validations."""
+    every = config.validation.freq
+    for index, task in enumerate(config.validation.tasks):
+        if task.freq is not None and task.freq % every:
+            key, near = f"validation.tasks[{index}].freq", -(-task.freq // every) * every
+            yield Fault(
+                (key, "validation.freq"),
+                f"{key} = {task.freq}: must be a multiple of validation.freq = {every}; take {near}",
+            )
+
+
 DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     there_is_a_source,
     source_names_and_paths_are_unique,
@@ -207,4 +219,5 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     chats_are_read_whole,
     preferences_read_pairs,
     validation_tasks_differ,
+    validation_tasks_run_in_validations,
 )

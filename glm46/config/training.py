@@ -67,7 +67,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ValidationTask(Section):
-    """[[validation.tasks]]: what each validation measures on held-out documents beside the loss."""
+    """[[validation.tasks]]: what a validation measures on held-out documents beside the loss."""
 
     kind: Literal["position", "needle"]
     """position: loss by position in long documents. needle: how often the model repeats a sentence that it read at some
@@ -82,6 +82,10 @@ class ValidationTask(Section):
 
     samples: int = Field(16, ge=1)
     """position: most documents. needle: rows of each length and depth."""
+
+    freq: int | None = Field(None, ge=1)
+    """Steps between two measurements, a multiple of validation.freq; also before the first step and after the last.
+    Absent: at each validation."""
 
 
 class Validation(Section):
@@ -100,7 +104,7 @@ class Validation(Section):
     """Sequences per rank and batch. Absent: as in training."""
 
     tasks: Annotated[tuple[ValidationTask, ...], Needs("enable")] = ()
-    """Further tasks of each validation; each kind at most once."""
+    """Further tasks of validations; each kind at most once."""
 
 
 class Debug(Section):

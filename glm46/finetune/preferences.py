@@ -56,7 +56,7 @@ class Preferences:
             return torch.zeros(batch["labels"].shape)
         return self._reference.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()  # sync: batches are on the CPU
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`: the loss of held-out pairs and what `PreferenceLoss` says of their rewards."""
         of_sources = {name: self._held_out(manifest) for name, manifest in self._text.manifests.items()}
         total = {key: sum(sums[key] for sums in of_sources.values()) for key in next(iter(of_sources.values()))}

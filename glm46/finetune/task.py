@@ -81,9 +81,9 @@ class FineTuning:
         """See `Task.state`."""
         return self._text.state(progress)
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`."""
-        return self._learner.validate()
+        return self._learner.validate(progress)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""

@@ -21,7 +21,7 @@ from glm46.planner.curriculum import stage_at
 from glm46.planner.plan import Plan
 from glm46.pretrain.data_stream import DataStream, rows_read
 from glm46.pretrain.next_token import NextToken
-from glm46.pretrain.validation import evaluate, validation_measures
+from glm46.pretrain.validation import due_tasks, evaluate, validation_measures
 from glm46.reliability.stop import StopRequest
 from glm46.training.build import run
 from glm46.training.hf_weights import load_weights, save_weights
@@ -86,10 +86,11 @@ class Pretraining:
         read = rows_read(self.plan, self.manifests, progress)
         return {TOKENIZER_KEY: self.tokenizer.fingerprint, "read": read}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`."""
-        objective = self.objectives["model"]
-        return evaluate(self.network, objective, self.manifests, self.tokenizer, self.measures)
+        due = due_tasks(self.plan, progress)
+        measures = [measure for measure, is_due in zip(self.measures, due, strict=True) if is_due]
+        return evaluate(self.network, self.objectives["model"], self.manifests, self.tokenizer, measures)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""

@@ -19,6 +19,7 @@ from glm46.planner.plan import Plan
 from glm46.pretrain.next_token import NextToken, count_drafts
 from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.network import Batch, Network
+from glm46.training.state import Progress
 
 
 def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> list[Measure]:
@@ -36,6 +37,13 @@ def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: T
     if faults:
         raise UserError(*faults)
     return measures
+
+
+def due_tasks(plan: Plan, progress: Progress) -> list[bool]:
+    """Whether each of [[validation.tasks]] is part of a validation after these steps: of the first, of the last, and of
+    those at its own frequency."""
+    is_last = progress.tokens >= plan.budget_tokens
+    return [is_last or progress.step % (task.freq or 1) == 0 for task in plan.config.validation.tasks]
 
 
 def _measure(task: ValidationTask, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:

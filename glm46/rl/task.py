@@ -184,7 +184,7 @@ class Reinforcement:
         """See `Task.state`: rollouts are in the journal."""
         return {}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`: rewards and pass@k of the answers to each set of prompts."""
         self._supply.update_engine()
         return validate_sets(self._asking, self._sets)

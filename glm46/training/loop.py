@@ -191,7 +191,7 @@ def validate(task: Task, services: Services, progress: Progress) -> dict[str, fl
     """Validate and report. Collective."""
     started = time.perf_counter()
     with services.heartbeat.phase("validate"):
-        row = task.validate()
+        row = task.validate(progress)
     seconds = time.perf_counter() - started
     services.report.validation({"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds})
     return row

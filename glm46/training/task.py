@@ -129,8 +129,8 @@ class Task(Protocol):
         """JSON that a checkpoint holds for this task."""
         ...
 
-    def validate(self) -> dict[str, float]:
-        """Validation metrics. Collective."""
+    def validate(self, progress: Progress) -> dict[str, float]:
+        """Validation metrics after these steps. Collective."""
         ...
 
     def describe(self) -> list[str]:

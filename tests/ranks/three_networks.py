@@ -147,7 +147,7 @@ class TinyReinforcement:
     def close(self):
         pass
 
-    def validate(self):
+    def validate(self, progress):
         return {}
 
     def describe(self):

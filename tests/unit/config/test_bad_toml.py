@@ -36,6 +36,10 @@ BAD = {
         ("[training]", TASKS.format('{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }')),
         ['validation.tasks[1].kind = "needle": the same as validation.tasks[0].kind; put the lengths into one task'],
     ),
+    "validation task between two validations": (
+        ("[training]", TASKS.format('{ kind = "needle", lengths = [64], freq = 150 }')),
+        ["validation.tasks[0].freq = 150: must be a multiple of validation.freq = 100; take 200"],
+    ),
     "validation task beyond the positions": (
         ("[training]", TASKS.format('{ kind = "position", lengths = [256, 4096] }')),
         [
