@@ -147,8 +147,11 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
             stacks = self._folder / f"stacks-rank{self._process.rank}.txt"
-            if stacks.stat().st_size == 0:
-                stacks.unlink()
+            try:
+                if stacks.stat().st_size == 0:
+                    stacks.unlink()
+            except OSError as error:
+                print(f"{stacks}: {error.strerror}: the folder was changed while the run used it", file=sys.stderr)
             with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self._folder.rmdir()
 

@@ -1,5 +1,6 @@
 """The time limit of the watchdog."""
 
+import shutil
 import time
 
 import pytest
@@ -44,3 +45,12 @@ def test_the_limit_does_not_learn_from_outages(outages, steps, limit, tmp_path, 
         watchdog.step_begins(step)
         now += 131.0 if step in outages else 1.0
     assert watchdog.limit_seconds() == pytest.approx(limit)  # sums of seconds on a clock that is large
+
+
+def test_a_folder_that_is_deleted_while_a_run_stops_is_one_message(tmp_path, capfd):
+    folder = tmp_path / "hang"
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), folder, shortest_seconds=10.0, start_seconds=300.0)
+    shutil.rmtree(folder)
+    watchdog.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{folder}/stacks-rank0.txt: No such file")
