@@ -4,7 +4,8 @@ import signal
 import sys
 
 
-def _run() -> int:
+def run() -> int:
+    """Run the command line of `sys.argv`; returns the exit code."""
     # Signals wait until this process listens: none ends its imports with another exit code.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     from glm46.reliability.stop import EXIT_SIGNAL, code_before_training, end_on_signals
@@ -19,4 +20,4 @@ def _run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(run())

@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,6 +228,20 @@ def clone_store() -> dist.Store:
     """A second connection to the store of the default process group, for use in another thread. The store has no public
     name."""
     return dist.distributed_c10d._get_default_store().clone()
+
+
+@contextlib.contextmanager
+def torchrun_starts(start: Callable[[tuple[str, ...], dict[str, str]], Any]) -> Iterator[None]:
+    """Let torchrun start processes by this function, which takes a command and all variables and returns what has
+    `pid`, `poll` and `wait` of `subprocess.Popen`. Torchrun has no public way to fork commands."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    before = SubprocessHandler._popen
+    SubprocessHandler._popen = lambda _, command, variables: start(command, variables)
+    try:
+        yield
+    finally:
+        SubprocessHandler._popen = before
 
 
 def flight_recorder_json() -> str:

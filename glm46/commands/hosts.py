@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from glm46.commands.node_client import ANSWER_SECONDS, ASK, GO, HELD_LINES, SSH_FAILED, NodeClient
+from glm46.commands.node_client import ANSWER_SECONDS, HELD_LINES, SSH_FAILED, NodeClient
 from glm46.commands.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS
 from glm46.config.faults import counted
 from glm46.distributed.hostfile import Host
+from glm46.observe.start_times import StartTimes
 from glm46.reliability.stop import (
     EXIT_BROKEN_PIPE,
     EXIT_STOPPED,
@@ -28,11 +30,14 @@ from glm46.reliability.stop import (
 _FOLLOW_SECONDS = 30.0
 """For the other nodes to end by themselves after one has failed, and then again after SIGTERM."""
 _RESTART_SECONDS = 5.0
-"""The same, and for an answer of a node, if another start follows: nothing is left to be saved."""
+"""The same, and for an answer of a node, if another start follows: nothing is left to be saved, and launchers end the
+ranks of their nodes before."""
 _KILL_SECONDS = 10.0
 """For nodes to end after they were told to kill their ranks."""
-LATE_SECONDS = 20.0
+_LATE_SECONDS = 20.0
 """At a restart, for a node to answer after half of the nodes have: a dead one may not refuse a connection."""
+_CLOSE_SECONDS = 30.0
+"""For launchers to end when their connection is closed."""
 _POLL_SECONDS = 0.2
 
 PASSED_VARIABLES = (
@@ -49,23 +54,26 @@ PASSED_VARIABLES = (
 """Beginnings of the environment variables that a node gets from here; it has all others from its own login."""
 
 
-def host_commands(
-    hosts: Sequence[Host], variables: Mapping[str, str], arguments: Sequence[str], start: int = 0
-) -> list[str]:
-    """The command of each host, for its login shell.
+def host_command(variables: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The command of every host, for its login shell.
 
     Args:
         variables: environment variables, see `PASSED_VARIABLES`.
         arguments: of the verb ``launch``.
-        start: number of this start, counted from 0.
     """
-    commands = []
-    for rank in range(len(hosts)):
-        own = {"MASTER_ADDR": hosts[0].name, **variables, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)}
-        settings = [f"{name}={value}" for name, value in own.items()]
-        words = ["env", *settings, sys.executable, "-m", "glm46", "launch", *arguments, "--from-hostfile", str(start)]
-        commands.append(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}")
-    return commands
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    words = ["env", *settings, sys.executable, "-m", "glm46", "launch", *arguments, "--from-hostfile"]
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
+
+
+def places(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
+    """The variables by which each host knows its place among those that train.
+
+    Args:
+        variables: as for `host_command`; they may name another address of the first host.
+    """
+    first = variables.get("MASTER_ADDR", hosts[0].name)
+    return [{"MASTER_ADDR": first, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)} for rank in range(len(hosts))]
 
 
 class HostNodes:
@@ -78,6 +86,8 @@ class HostNodes:
     Attributes:
         newest_step: of the newest checkpoint that a node has reported; 0 without one.
         hung_ranks: those that the hang report of the last start names.
+        failed_at: `time.time` of the first failure in the last start, as a node that still answers has reported it.
+        is_final: whether another start is impossible, because a node has got a signal of its own.
         signal_number: of the last signal that was passed on; None before the first.
     """
 
@@ -85,42 +95,59 @@ class HostNodes:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two pipes for each node
         self._connection, self._restarts = connection, restarts
+        self._clients: dict[Host, NodeClient] = {}
         self._nodes: list[NodeClient] = []
+        self._events: queue.Queue[tuple[NodeClient, str | int]] = queue.Queue(HELD_LINES)
         self._is_running = False
-        self.newest_step, self.hung_ranks = 0, set()
+        self.newest_step, self.hung_ranks, self.failed_at, self.is_final = 0, set(), None, False
         self.signal_number: int | None = None
         self._signalled_at = 0.0
         self._listener = SignalListener(self._on_signal, (*SIGNALS, signal.SIGQUIT))
 
-    def connect(self, hosts: Sequence[Host], commands: Sequence[str]) -> None:
-        """Begin a start: run a command on each host.
+    def connect(self, hosts: Sequence[Host], spares: Sequence[Host], command: str, orders: Sequence[dict]) -> None:
+        """Begin a start on hosts, whose launchers run already if they have taken part in a start or were spare.
+
+        Args:
+            spares: hosts whose launchers are to wait.
+            command: starts the launcher of a host.
+            orders: for each host that trains.
 
         Raises:
             UserError: the client is not installed.
         """
-        self._disconnect()
-        self._events: queue.Queue[tuple[NodeClient, str | int]] = queue.Queue(HELD_LINES)
         self._deadline = float("inf")
-        self._remaining_measures = [signal.SIGKILL] if self._restarts else [signal.SIGTERM, signal.SIGKILL]
+        self._remaining_measures = ["kill"] if self._restarts else [signal.SIGTERM, signal.SIGKILL]
         self._is_running = self._is_cut_off = False
         self._nodes = []
-        self._nodes += [NodeClient(*each, self._connection, self._events) for each in zip(hosts, commands, strict=True)]
+        wanted = [*hosts, *spares]
+        for host, client in [*self._clients.items()]:
+            if host not in wanted or not client.is_connected:
+                client.disconnect()
+                del self._clients[host]
+        self._is_new = not all(host in self._clients for host in hosts)
+        for host in wanted:
+            if host not in self._clients:
+                self._clients[host] = NodeClient(host, command, self._connection, self._events)
+        self._nodes = [self._clients[host] for host in hosts]
+        for node, order in zip(self._nodes, orders, strict=True):
+            node.order(**order)
 
     def close(self) -> None:
-        """End the nodes that still run, by the end of their connections, and stop listening for signals."""
-        self._disconnect()
+        """End the launchers that still run, by the end of their connections, and stop listening for signals."""
+        end = time.monotonic() + _CLOSE_SECONDS
+        for client in self._clients.values():
+            client.close()
+        for client in self._clients.values():
+            client.disconnect(max(end - time.monotonic(), 0.0))
         self._listener.restore()
 
-    def _disconnect(self) -> None:
-        for node in self._nodes:
-            node.disconnect()
-
-    def faults(self, *, late_seconds: float = float("inf")) -> dict[str, list[NodeClient]]:
+    def faults(self, *, is_restart: bool = False) -> dict[str, list[NodeClient]]:
         """What keeps nodes from starting, once all have answered, with the nodes that have the fault.
 
         Args:
-            late_seconds: time for the other nodes to answer after half of them have.
+            is_restart: whether nodes that answer much later than the others count as lost.
         """
+        late_seconds = (_LATE_SECONDS if self._is_new else _RESTART_SECONDS) if is_restart else float("inf")
         end = time.monotonic() + ANSWER_SECONDS
         is_half_known = False
         while time.monotonic() < end and not all(node.has_answered for node in self._nodes):
@@ -137,30 +164,37 @@ class HostNodes:
                 found.setdefault(fault, []).append(node)
         return found
 
-    def run(self) -> int:
+    def run(self, times: StartTimes) -> int:
         """Let all nodes train, and wait for their end.
+
+        Args:
+            times: of this start.
 
         Returns:
             0, or the exit code of the node that failed first; EXIT_STOPPED only if no node ended otherwise.
         """
-        self._is_running, self.hung_ranks = True, set()
-        self._send(GO)
+        self._is_running, self.hung_ranks, self.failed_at = True, set(), None
+        self.is_final = False
+        self._send(go=times.to_text())
         for node in self._nodes:
-            for line in node.held:
-                self._print(node, line)
+            while node.held:
+                self._print(node, node.held.popleft())
         codes = []
         while len(codes) < len(self._nodes):
             with suppress(queue.Empty):
                 node, event = self._events.get(timeout=_POLL_SECONDS)
+                had_ended = node.code is not None
                 if not node.take(event):
-                    self._print(node, event)
-                elif node.code is not None:
+                    self._print(node, event) if node in self._nodes else node.held.append(event)
+                elif node.code is not None and not had_ended and node in self._nodes:
                     codes.append(self._end_of(node, node.code, is_first=not codes))
             if time.monotonic() > self._deadline:
                 self._take_measure()
         self._is_running = False
         for node in self._nodes:
             self.newest_step = max(self.newest_step, node.answer.get("newest_step", 0))
+            self.failed_at = min(filter(None, (self.failed_at, node.answer.get("failed_at"))), default=None)
+            self.is_final |= node.answer.get("is_final", False)
             self.hung_ranks |= set(node.answer.get("hung_ranks", ()))
         if self._is_cut_off:
             return EXIT_BROKEN_PIPE
@@ -185,7 +219,8 @@ class HostNodes:
             follow = _RESTART_SECONDS if self._restarts else _FOLLOW_SECONDS
             self._deadline = time.monotonic() + (SAVE_SECONDS if is_good else follow)
             if not is_good:
-                self._send(ASK)
+                self.failed_at = time.time()
+                self._send(ask=True)
                 how = "the connection was lost" if _is_disconnect(code) else f"ended with exit code {code}"
                 print(f"error: {node.name}: {how}; all nodes are stopped", file=sys.stderr, flush=True)
         return EXIT_FAILED_RANK if _is_disconnect(code) else code
@@ -193,17 +228,17 @@ class HostNodes:
     def _take_measure(self) -> None:
         """End nodes that have not followed: SIGTERM, then SIGKILL, then the end of the connection. A node that has not
         answered since the failure is disconnected at once."""
-        number = self._remaining_measures.pop(0) if self._remaining_measures else None
+        measure = self._remaining_measures.pop(0) if self._remaining_measures else None
         for node in self._nodes:
             is_silent = self._restarts and not node.answer.get("is_alive")
-            if node.code is None and (number is None or is_silent):
+            if node.code is None and (measure is None or is_silent):
                 node.is_lost = True
                 node.disconnect()
-        if number is None:
+        if measure is None:
             self._deadline = float("inf")
             return
-        self._send(number)
-        self._deadline = time.monotonic() + (_FOLLOW_SECONDS if number == signal.SIGTERM else _KILL_SECONDS)
+        self._send(**({"kill": True} if measure == "kill" else {"signal": measure}))
+        self._deadline = time.monotonic() + (_FOLLOW_SECONDS if measure == signal.SIGTERM else _KILL_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         if not self._is_running:
@@ -215,11 +250,12 @@ class HostNodes:
         # The launchers tell a first signal from a second, and kill ranks that do not end in time.
         self._deadline = now + _FOLLOW_SECONDS + (0 if is_repeated else SAVE_SECONDS)
         self.signal_number, self._signalled_at, self._remaining_measures = number, now, [signal.SIGKILL]
-        self._send(number)
+        self._send(signal=number)
 
-    def _send(self, number: int) -> None:
+    def _send(self, **message: Any) -> None:
         for node in self._nodes:
-            node.send(number)
+            if node.code is None:  # a launcher without ranks would end at a signal
+                node.send(**message)
 
     def _print(self, node: NodeClient, line: str) -> None:
         try:
@@ -227,7 +263,7 @@ class HostNodes:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             self._is_cut_off = True
-            self._send(signal.SIGTERM)
+            self._send(signal=signal.SIGTERM)
 
 
 def _is_disconnect(code: int) -> bool:

@@ -11,7 +11,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refu
 from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
 from glm46.commands.restarts import keep_running
-from glm46.commands.torchrun import EXIT_USER_ERROR, End, LauncherSignals, run_ranks
+from glm46.commands.standby import Standby
+from glm46.commands.torchrun import EXIT_USER_ERROR, End, LauncherSignals, load_torchrun, run_ranks
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
@@ -34,19 +36,23 @@ from glm46.config.loader import dump_config, load_config
 from glm46.config.optimizer import state_folder_message
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import set_variables, share_cores, visible_gpus
+from glm46.distributed.environment import set_variable, set_variables, visible_gpus
 from glm46.files.local_disk import local_disk_fault
+from glm46.observe.start_times import VARIABLE as START_TIMES
+from glm46.observe.start_times import StartTimes
 from glm46.observe.tracker import tracker_fault
 from glm46.planner.layout import fixed_processes, smallest_world
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
-from glm46.reliability.stop import EXIT_HANG, started_ranks
+from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
 from glm46.reliability.verdict import hung_ranks
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough for sharding and collectives to happen; more would only split the same cores further."""
+_STATE = "GLM46_STATE"
+"""A variable: the file that tells a job script the newest checkpoint, as variables of a shell."""
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
 
@@ -96,21 +102,46 @@ def launch_command(argv: Sequence[str]) -> int:
         default="ssh",
         help="client that starts the hosts of --hostfile: ssh, the default, or srun in an allocation of Slurm",
     )
-    parser.add_argument("--from-hostfile", type=int, metavar="START", help=argparse.SUPPRESS)  # of one host
+    parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # of one host
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.max_restarts < 0:
         raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
     for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
         if arguments.hostfile is None and value not in (None, "ssh"):
             raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")
-    if arguments.hostfile is not None and arguments.from_hostfile is None:
+    if arguments.hostfile is not None and not arguments.from_hostfile:
         return launch_hosts(arguments, overrides, _load)
-    signals = LauncherSignals()
-    driver = None if arguments.from_hostfile is None else Driver(signals)
+    with closing(LauncherSignals()) as signals, closing(Standby(signals)) as standby:
+        if arguments.from_hostfile:
+            return _take_orders(arguments, overrides, standby)
+        return _launch_here(arguments, overrides, standby)
+
+
+def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
+    """Train on this node, as often as it takes; returns the exit code of the last start."""
     try:
-        return _launch(arguments, overrides, signals, driver)
-    finally:
-        signals.close()
+        ready = _check(arguments, overrides, 0)
+    except _DoesNotFit as error:
+        print(*error.faults, sep="\n", file=sys.stderr)
+        return EXIT_USER_ERROR
+    nodes, folder = ready.nodes, ready.plan.config.checkpoint_folder
+
+    def newest_step() -> int:
+        return max(published_steps(folder), default=0)
+
+    def repeat(start: Callable[[int, StartTimes], End]) -> End:
+        def start_once(number: int, times: StartTimes) -> End:
+            end = start(number, times)
+            # Another node may have got a signal that ends it: the job system starts all again.
+            return end._replace(is_final=end.is_final or nodes.count > 1 and end.code == EXIT_STOPPED)
+
+        return keep_running(start_once, newest_step, arguments.max_restarts)
+
+    end = _train(ready, arguments, overrides, standby, repeat)
+    if nodes.rank == 0 and (file := set_variables([_STATE]).get(_STATE)):
+        with suppress(OSError):
+            Path(file).write_text(f"newest_step={newest_step()}\n")
+    return end.code
 
 
 def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
@@ -140,42 +171,57 @@ class _DoesNotFit(UserError):
     """The machine cannot train the run; the fault is a screen about why."""
 
 
-def _launch(
-    arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals, driver: Driver | None
-) -> int:
-    ready, faults = None, ()
-    try:
-        ready = _check(arguments, overrides)
-    except UserError as error:
-        if driver is None and not isinstance(error, _DoesNotFit):
-            raise
-        faults = error.faults
-    if driver is not None:
-        known = {"versions": describe_version()}
-        if ready is not None:
-            digest = hashlib.sha256(dump_config(ready.plan.config).encode()).hexdigest()
-            known |= {"config": digest, "processes": ready.processes}
-        driver.answer(faults=faults, **known)
-    elif faults:
-        print(*faults, sep="\n", file=sys.stderr)
-    if ready is None:
-        return EXIT_USER_ERROR
-    code = _train(ready, arguments, overrides, signals)
-    if driver is not None:
-        config = ready.plan.config
-        hung = hung_ranks(Path(config.job.dump_folder)) if code == EXIT_HANG else []
-        driver.report(newest_step=max(published_steps(config.checkpoint_folder), default=0), hung_ranks=hung)
+def _take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
+    """Start ranks as often and where the driver of a hostfile orders it; returns the exit code of the last start."""
+    driver, code = Driver(standby.signals), 0
+    if arguments.nproc is not None:  # a spare imports before it is needed
+        with suppress(UserError):  # the first answer has its faults
+            cores = detect_machine(visible_gpus(), nodes=1).cores
+            standby.prepare(_load(arguments, overrides, None), cores, arguments.nproc)
+            load_torchrun()
+    while (order := driver.next_order()) is not None:
+        for name, value in order["variables"].items():
+            set_variable(name, value)
+        code = _follow(order["number"], arguments, order["overrides"], standby, driver) or code
     return code
 
 
-def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
+def _follow(
+    number: int, arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby, driver: Driver
+) -> int | None:
+    """Answer an order, and start the ranks once if the driver says so; returns the exit code, None without a start."""
+    known, faults = {"versions": describe_version()}, ()
+    try:
+        ready = _check(arguments, overrides, number)
+        digest = hashlib.sha256(dump_config(ready.plan.config).encode()).hexdigest()
+        known |= {"config": digest, "processes": ready.processes}
+    except UserError as error:
+        faults = error.faults
+    text = driver.answer(faults=faults, **known)
+    if text is None:
+        return None
+    times, end = StartTimes.inherited({START_TIMES: text}), End(EXIT_USER_ERROR)
+    try:
+        end = _train(ready, arguments, overrides, standby, lambda start: start(number, times))
+    except UserError as error:
+        print(*(f"error: {fault}" for fault in error.faults), sep="\n", file=sys.stderr, flush=True)
+    config = ready.plan.config
+    hung = hung_ranks(Path(config.job.dump_folder)) if end.code == EXIT_HANG else []
+    newest = max(published_steps(config.checkpoint_folder), default=0)
+    driver.report(code=end.code, is_final=end.is_final, failed_at=end.failed_at, newest_step=newest, hung_ranks=hung)
+    return end.code
+
+
+def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int) -> _Ready:
     """Check config, machine and folders, and choose the processes of this node.
+
+    Args:
+        number: of this start, counted from 0.
 
     Raises:
         UserError: something keeps this node from training the run.
     """
     config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
-    first_start = arguments.from_hostfile or 0
     config = _load(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
@@ -184,9 +230,9 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
             f"environment: MASTER_PORT = {nodes.port} with --max-restarts {max_restarts}: each start takes the next "
             f"port, and the last is {LAST_PORT}; set MASTER_PORT to at most {LAST_PORT - max_restarts}"
         )
-    require_free_port(nodes, first_start)
+    require_free_port(nodes, number)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
-    if arguments.from_hostfile is not None:
+    if arguments.from_hostfile:
         refuse_node(nodes, nproc, len(machine.gpus))
     fault = snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)) or tracker_fault(config.metrics.tracker)
     if fault:
@@ -214,34 +260,39 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> _Ready:
     return _Ready(plan, nodes, machine, nproc, typed)
 
 
-def _train(ready: _Ready, arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals) -> int:
+def _train(
+    ready: _Ready,
+    arguments: argparse.Namespace,
+    overrides: Sequence[str],
+    standby: Standby,
+    repeat: Callable[[Callable[[int, StartTimes], End]], End],
+) -> End:
+    """Train on this node.
+
+    Args:
+        repeat: calls the function that it gets, which starts the ranks and waits for their end, once or more.
+    """
     plan, nodes = ready.plan, ready.nodes
-    share_cores(ready.machine.cores, ready.processes)
+    standby.prepare(plan.config, ready.machine.cores, ready.processes)
 
-    # The driver of a hostfile starts launchers anew, and counts the starts.
-    first_start, max_restarts = arguments.from_hostfile or 0, arguments.max_restarts
-    if arguments.from_hostfile is not None:
-        max_restarts = 0
-
-    def start(number: int) -> End:
-        number += first_start
+    def start(number: int, times: StartTimes) -> End:
         require_free_port(nodes, number)
         wait_for_first(nodes, number, _report)
+        times.ends("preparation")
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
             options = rendezvous_options(nodes, ready.processes, number)
             exporter.starts(number)
             command = ["train", "--exported", "--config", str(arguments.config), *overrides]
-            return run_ranks(options, command, signals)
+            return run_ranks(options, command, standby.signals, standby.server, times)
 
-    checkpoints = plan.config.checkpoint_folder
     with exporting(plan.config if nodes.rank == 0 else None) as exporter:
         if nodes.rank == 0:
             _prepare(plan)
-        code = keep_running(start, lambda: max(published_steps(checkpoints), default=0), max_restarts)
-        exporter.ends(code)
-    if code == 0 and nodes.rank == 0:
+        end = repeat(start)
+        exporter.ends(end.code)
+    if end.code == 0 and nodes.rank == 0:
         print(describe_next(plan, ready.typed))
-    return code
+    return end
 
 
 def _refuse_start(config: RunConfig, typed: Start) -> None:

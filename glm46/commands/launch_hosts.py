@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from glm46.commands.hosts import LATE_SECONDS, PASSED_VARIABLES, HostNodes, describe_nodes, host_commands
+from glm46.commands.hosts import PASSED_VARIABLES, HostNodes, describe_nodes, host_command, places
 from glm46.commands.nodes import VARIABLES, refuse_hosts
 from glm46.commands.restarts import keep_running
 from glm46.commands.spares import Places, fewer_replicas
@@ -19,7 +19,8 @@ from glm46.config.faults import counted
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import set_variables, variables_that_begin
 from glm46.distributed.hostfile import Host, read_hostfile
-from glm46.reliability.stop import EXIT_HANG, code_before_training
+from glm46.observe.start_times import StartTimes
+from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_training
 
 _ADVICE = (
     "the same command goes on from the newest checkpoint when the hostfile names enough hosts. Hosts beyond --nodes "
@@ -57,7 +58,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
     starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
     state_file(arguments.hostfile).unlink(missing_ok=True)
     try:
-        return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts)
+        return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
     finally:
         starts.nodes.close()
 
@@ -81,7 +82,7 @@ class _Starts:
         self._code, self._lost = EXIT_FAILED_RANK, list[str]()
         self.nodes = HostNodes(arguments.connect, restarts=arguments.max_restarts > 0)
 
-    def start(self, number: int) -> End:
+    def start(self, number: int, times: StartTimes) -> End:
         """Start all nodes for the n-th time, counted from 0, and wait for their end."""
         while True:
             if len(self._places.training) < self._count and not self._use_fewer_replicas():
@@ -93,13 +94,16 @@ class _Starts:
                 break
             self._remove(unfit, why)
         training = list(self._places.training)
-        self._code = self.nodes.run()
+        times.ends("answers of all nodes")
+        self._code = self.nodes.run(times)
         self._write_state()
         if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):
             return End(code_before_training(self.nodes.signal_number))
         if self._code in (EXIT_FAILED_RANK, EXIT_HANG) and self._arguments.max_restarts:
             self._sort_out(training)
-        return End(self._code, f"a node ended with exit code {self._code}")
+        is_final = self.nodes.signal_number is not None or self._code == EXIT_STOPPED and self.nodes.is_final
+        cause = f"a node ended with exit code {self._code}"
+        return End(self._code, cause, is_final, self.nodes.failed_at)
 
     def _connect(self, number: int) -> tuple[list[Host], str]:
         """Connect to the hosts that are to train.
@@ -115,8 +119,12 @@ class _Starts:
         options = ["--config", str(self._arguments.config), "--nproc", str(self._processes or "auto")]
         options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
         variables = variables_that_begin(*PASSED_VARIABLES)
-        self.nodes.connect(training, host_commands(training, variables, [*options, *overrides], number))
-        faults = self.nodes.faults(late_seconds=LATE_SECONDS if number else float("inf"))
+        command = host_command(variables, [*options, *self._overrides])
+        orders = [
+            {"number": number, "variables": place, "overrides": overrides} for place in places(training, variables)
+        ]
+        self.nodes.connect(training, self._places.spares, command, orders)
+        faults = self.nodes.faults(is_restart=number > 0)
         if not faults:
             self._processes = self._processes or self.nodes.processes()
             return [], ""

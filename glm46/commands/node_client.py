@@ -1,16 +1,18 @@
-"""One node of a hostfile: its client (ssh or srun), and the lines and bytes that it exchanges with the node's launcher.
+"""One node of a hostfile: its client (ssh or srun), and the lines that it exchanges with the node's launcher.
 
     launch --hostfile HOSTS, here               launch --from-hostfile, on each host
-    connect to all hosts at once        ------>  check config, machine and folders
-    compare the answers                <------  one line: versions, processes, faults
-    go, then signals, one byte each    ------>  train; a signal is handled as if it were sent to the launcher
+    connect to all hosts, spares too    ------>  make the server of ranks
+    order: place, overrides            ------>  check config, machine and folders
+    compare the answers                <------  versions, processes, faults
+    go, then signals                   ------>  train; a signal is handled as if it were sent to the launcher
     print each line after its node     <------  output
     after a failure: a question        ------>  answered at once; a node that does not answer is lost
-    newest checkpoint, hung ranks      <------  one line at the end
-    first exit code that is not 0      <------  exit code
+    then: kill the ranks               ------>  they are killed; the launcher goes on
+    exit code, newest checkpoint       <------  the end of this start
+    next order                         ------>  the next start, on these nodes or others
 
-ssh passes no signals on, and leaves what it started when it is killed. So the launcher of a node reads its standard
-input: it closes with the connection, and then the launcher stops as after SIGTERM.
+All of this is lines of JSON. ssh passes no signals on, and leaves what it started when it is killed. So the launcher of
+a node reads its standard input: it closes with the connection, and then the launcher stops as after SIGTERM.
 """
 
 import json
@@ -29,17 +31,13 @@ from typing import Any
 from glm46.commands.torchrun import LauncherSignals
 from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
-from glm46.reliability.stop import EXIT_SIGNAL, exit_now
+from glm46.reliability.stop import EXIT_SIGNAL, exit_now, started_ranks
 
 SSH_FAILED = 255
 """Exit code of ssh without a connection. Source: ssh(1)."""
 ANSWER_SECONDS = 300.0
 """For connection and checks; many nodes that import from one network disk take minutes."""
 HELD_LINES = 10_000
-GO = 0
-ASK = 128
-"""A byte that no signal has: the launcher answers it at once."""
-
 _ANSWER = "glm46-node: "
 """Begins a line for the driver; a login may print other lines before the first one."""
 
@@ -64,8 +62,9 @@ class NodeClient:
     """One host and its client, whose lines and end a thread puts into a queue.
 
     Attributes:
-        answer: what the launcher has said about itself, from its answer before training to its last line.
-        code: exit code of the client; None while it runs.
+        answer: what the launcher has said about itself in this start, from its answer before training to its end.
+        code: exit code of this start, or of the client if it has ended; None before.
+        is_connected: whether the client runs.
         is_lost: whether the node did not answer in time after another node had failed.
 
     Raises:
@@ -77,7 +76,7 @@ class NodeClient:
         self.held: deque[str] = deque(maxlen=HELD_LINES)
         self.answer: dict[str, Any] = {}
         self.code: int | None = None
-        self.is_lost = False
+        self.is_connected, self.is_lost = True, False
         self._test = f"ssh -o BatchMode=yes {host.login} true"
         if connection != "ssh":
             self._test = shlex.join(CONNECTIONS[connection](host, "true"))
@@ -103,13 +102,19 @@ class NodeClient:
     def take(self, event: str | int) -> bool:
         """Keep the exit code or what the launcher says about itself; returns False for lines of other output."""
         if isinstance(event, int):
-            self.code = event
+            self.code, self.is_connected = event if self.code is None else self.code, False
         else:
             _, mark, text = event.partition(_ANSWER)  # a rank may have left a line without an end before it
             if not mark:
                 return False
             self.answer |= json.loads(text)
+            self.code = self.answer.get("code")
         return True
+
+    def order(self, **order: Any) -> None:
+        """Begin a start on this node."""
+        self.answer, self.code = {}, None
+        self.send(start=order)
 
     @property
     def has_answered(self) -> bool:
@@ -135,13 +140,20 @@ class NodeClient:
             ]
         return [f"no answer within {ANSWER_SECONDS:.0f} s; see what `{self._test}` does"]
 
-    def send(self, number: int) -> None:
-        """Write one byte to the launcher, if it still runs."""
+    def send(self, **message: Any) -> None:
+        """Write one line to the launcher, if it still runs."""
         with suppress(OSError):
-            os.write(self._client.stdin.fileno(), bytes([number]))
+            os.write(self._client.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
-    def disconnect(self) -> None:
-        """Kill the client, and what it uses to connect."""
+    def close(self) -> None:
+        """Let the launcher end."""
+        with suppress(OSError):
+            self._client.stdin.close()
+
+    def disconnect(self, seconds: float = 0.0) -> None:
+        """Kill the client, and what it uses to connect, if it does not end by itself within a time."""
+        with suppress(subprocess.TimeoutExpired):
+            self._client.wait(seconds)
         if self._client.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._client.pid, signal.SIGKILL)
@@ -159,30 +171,61 @@ class Driver:
     """The process that started this launcher on its node, as the launcher sees it: its standard input and output."""
 
     def __init__(self, signals: LauncherSignals):
-        self._signals, self._go = signals, threading.Event()
+        self._signals, self._is_training = signals, False
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, name="driver", daemon=True).start()
 
-    def answer(self, **parts: Any) -> None:
-        """Send the answer and wait until all nodes have sent theirs; without faults only, else the caller ends."""
+    def next_order(self) -> dict[str, Any] | None:
+        """Wait for the next start; None at the end of the connection."""
+        while (message := self._messages.get()) is not None:
+            if "start" in message:
+                return message["start"]
+        self._messages.put(None)
+        return None
+
+    def answer(self, **parts: Any) -> str | None:
+        """Send the answer, and without faults wait until all nodes have sent theirs.
+
+        Returns:
+            The times of this start, see `StartTimes`; None if this node is not to train now.
+        """
         self.report(**parts)
-        if not parts["faults"]:
-            self._go.wait()
+        if parts["faults"]:
+            return None
+        message = self._messages.get()
+        if message is not None and "go" in message:
+            self._is_training = True
+            return message["go"]
+        self._messages.put(message)
+        return None
 
     def report(self, **parts: Any) -> None:
-        """Send one line about this node."""
+        """Send one line about this node; with ``code`` it is the last one of a start."""
+        self._is_training = self._is_training and "code" not in parts
         print(_ANSWER + json.dumps(parts), flush=True)
 
     def _listen(self) -> None:
         # Not sys.stdin: a thread in its buffer is an error at the end of the interpreter.
-        while numbers := os.read(0, 64):
-            for number in numbers:
-                if number == GO:
-                    self._go.set()
-                elif number == ASK:
-                    self.report(is_alive=True)
-                elif number == signal.SIGKILL:
-                    exit_now(EXIT_SIGNAL + number, "killed: the other nodes have ended")
-                else:
-                    os.kill(os.getpid(), number)
-        if self._signals.number is None:  # a second signal would end the ranks while they save
+        received = b""
+        while data := os.read(0, 1 << 16):
+            *lines, received = (received + data).split(b"\n")
+            for message in map(json.loads, lines):
+                self._take(message)
+        self._messages.put(None)
+        if self._is_training and self._signals.number is None:  # a second signal would end the ranks while they save
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        ranks = started_ranks() if "kill" in message else []
+        if "ask" in message:
+            self.report(is_alive=True)
+        elif "kill" in message and not ranks or message.get("signal") == signal.SIGKILL:
+            exit_now(EXIT_SIGNAL + signal.SIGKILL, "killed: the other nodes have ended")
+        elif "kill" in message:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+        elif "signal" in message:
+            os.kill(os.getpid(), message["signal"])
+        else:
+            self._messages.put(message)

@@ -147,3 +147,9 @@ def print_keys() -> None:
             title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
             console.print(Padding(title, (0, 0, 0, 2), expand=False))
             console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))
+
+
+def task_module(config: RunConfig) -> str:
+    """The module that trains a config."""
+    room = "rl" if config.rl is not None else "pretrain" if config.finetune is None else "finetune"
+    return f"glm46.{room}.task"

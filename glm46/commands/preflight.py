@@ -15,6 +15,7 @@ from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_hosts
 from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
+from glm46.commands.rank_server import RankServer
 from glm46.commands.rendezvous import rendezvous_options
 from glm46.commands.torchrun import End, LauncherSignals, run_ranks
 from glm46.config.check import check_config
@@ -28,6 +29,7 @@ from glm46.distributed.environment import (
     visible_gpus,
 )
 from glm46.distributed.hostfile import read_hostfile
+from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import detect_machine
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.preflight.compare import as_json, compare_hosts, from_json, host_facts, worst
@@ -216,10 +218,11 @@ class _Host:
             rendezvous = rendezvous_options(nodes, subject.processes, 0)
             # A run waits for nodes that prepare data; all of these are here.
             rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS:.0f}"] if nodes.count > 1 else []
-            signals = LauncherSignals()
+            signals, server = LauncherSignals(), RankServer(["glm46.commands.preflight_ranks"])
             try:
-                end = run_ranks(rendezvous, ["preflight", *options], signals)
+                end = run_ranks(rendezvous, ["preflight", *options], signals, server, StartTimes("the command"))
             finally:
+                server.close()
                 signals.close()
             stages = {int(path.name.removeprefix("rank-")): path.read_text() for path in Path(folder).glob("rank-*")}
             return end, read_rows(Path(folder) / "rows.json"), stages

@@ -40,7 +40,8 @@ _SMALL_RUN = """{
 
 def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: float) -> int:
     """Take part as one rank, for at most so many seconds; returns the exit code. Collective."""
-    from glm46.distributed.process import die_with_parent, join, leave
+    from glm46.distributed.process import join, leave
+    from glm46.distributed.process_control import die_with_parent
     from glm46.preflight.ranks import Examination
 
     die_with_parent()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from glm46.commands.nodes import Nodes
 from glm46.commands.options import positive
+from glm46.commands.rank_server import RankServer
 from glm46.commands.rendezvous import rendezvous_options
 from glm46.commands.torchrun import LauncherSignals, run_ranks
 from glm46.config.errors import UserError
@@ -16,8 +17,10 @@ from glm46.config.generation_degrees import Degrees, degree_faults
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
-from glm46.distributed.process import die_with_parent, join, leave
+from glm46.distributed.process import join, leave
+from glm46.distributed.process_control import die_with_parent
 from glm46.inference.model_mesh import ModelMesh, build_model_mesh
+from glm46.observe.start_times import StartTimes
 from glm46.planner.layout import generation_layout
 from glm46.planner.machine import detect_machine
 
@@ -76,10 +79,11 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_nproc(start)
     _, of_ranks = start.parse_known_args(argv)  # torchrun takes --nproc for an abbreviation of its own
-    signals = LauncherSignals()
+    signals, times, server = LauncherSignals(), StartTimes("the command"), RankServer([f"glm46.commands.{verb}"])
     try:
-        return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals).code
+        return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals, server, times).code
     finally:
+        server.close()
         signals.close()
 
 

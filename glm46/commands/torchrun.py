@@ -6,10 +6,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import NamedTuple
 
+from glm46.commands.rank_server import RankProcess, RankServer
+from glm46.observe.start_times import StartTimes
 from glm46.reliability.stop import (
     EXIT_BROKEN_PIPE,
     EXIT_DIVERGED,
@@ -33,6 +36,9 @@ _EXIT_SECONDS = 3
 """Time for ranks to exit after a second signal, before they are killed."""
 
 
+_Start = Callable[[tuple[str, ...], dict[str, str]], RankProcess]
+
+
 class End(NamedTuple):
     """Result of one start of all ranks."""
 
@@ -41,6 +47,8 @@ class End(NamedTuple):
     """Of a failure, in words."""
     is_final: bool = False
     """Whether another start is impossible."""
+    failed_at: float | None = None
+    """`time.time` of the first failure of a rank."""
 
 
 class LauncherSignals:
@@ -92,16 +100,28 @@ class LauncherSignals:
         self._deadlines.append(deadline)
 
 
-def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherSignals) -> End:
+def run_ranks(
+    options: Sequence[str], command: Sequence[str], signals: LauncherSignals, server: RankServer, times: StartTimes
+) -> End:
     """Run ``python -m glm46 COMMAND`` in each rank of this node and wait for all of them.
 
     Args:
         options: of torchrun, see `rendezvous_options`.
+        server: starts the ranks.
+        times: of this start so far; the ranks go on with them.
     """
+    server.begin_start()
+    end = _run_torchrun(options, command, signals, lambda *rank: server.start(*rank, times))
+    return end._replace(failed_at=server.failed_at)
+
+
+def _run_torchrun(options: Sequence[str], command: Sequence[str], signals: LauncherSignals, start: _Start) -> End:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
+
+    from glm46.compat import torchrun_starts
 
     # Torchrun logs screens about the end of its ranks; one line below replaces them, beside the traceback of the rank.
     # Its loggers set their own levels, so logging is disabled for this process, which logs nothing else.
@@ -111,7 +131,8 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
     # interrupts, and a second signal would end it while ranks save.
     arguments.signals_to_handle = ""
     try:
-        run(arguments)
+        with torchrun_starts(start):
+            run(arguments)
     except (RendezvousError, DistError) as error:
         cause = f"rendezvous failed: node 0 left or a node did not join: {error}"
         print(f"error: {cause}", file=sys.stderr)
@@ -120,20 +141,25 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
         rank, failure = error.get_first_failure()
         codes = {each.exitcode for each in error.failures.values()}
         if signals.number is not None:
-            return End(signals.exit_code(codes))
+            return End(signals.exit_code(codes), is_final=True)
         if EXIT_HANG in codes:
             return End(EXIT_HANG, "a rank hung")  # The rank that found it has printed the hang report.
         if EXIT_BROKEN_PIPE in codes:
             cause = "the reader of the output has closed the pipe; all ranks were stopped"
             print(f"error: {cause}", file=sys.stderr)
             return End(EXIT_BROKEN_PIPE, cause)
-        if failure.exitcode == EXIT_STOPPED:  # A signal was sent to a rank and not to this process.
-            return End(EXIT_STOPPED)
+        if failure.exitcode == EXIT_STOPPED:  # Without a signal to this process: saves failed, or a rank got one.
+            return End(EXIT_STOPPED, "the ranks have stopped, to be started again")
         cause = f"rank {rank} {describe_exit(failure.exitcode)}"
         print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
         is_final = failure.exitcode in (EXIT_USER_ERROR, EXIT_DIVERGED)  # Another start would end in the same way.
         return End(failure.exitcode if is_final else EXIT_FAILED_RANK, cause)
     return End(0)
+
+
+def load_torchrun() -> None:
+    """Import torchrun, which takes seconds that a spare node has before it is needed."""
+    import_module("torch.distributed.run")
 
 
 def describe_exit(exit_code: int) -> str:

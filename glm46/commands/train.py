@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 
 from glm46.commands.metrics import exporting
-from glm46.commands.options import config_parser, parse_with_overrides
+from glm46.commands.options import config_parser, parse_with_overrides, task_module
 from glm46.config.ablation import require_one_run
 from glm46.config.command_line import Start, module_command
 from glm46.config.loader import load_config
@@ -27,13 +28,7 @@ def train_command(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     require_one_run(config.ablation, arguments.config, module_command())
     # Torch takes seconds to import: only after the config has passed.
-    if config.rl is not None:
-        from glm46.rl.task import train
-    elif config.finetune is not None:
-        from glm46.finetune.task import train
-    else:
-        from glm46.pretrain.task import train
-
+    train = import_module(task_module(config)).train
     is_exporter = launched_rank() == 0 and not arguments.exported
     with exporting(config if is_exporter else None) as exporter:
         exporter.starts(0)

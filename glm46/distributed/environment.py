@@ -1,7 +1,7 @@
 """Environment variables of this process. The only file that reads them; it needs no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def visible_gpus() -> str | None:
@@ -44,6 +44,17 @@ def launched_local_rank() -> int:
 def set_default(name: str, value: str) -> None:
     """Set a variable for this process and its children, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Give this process exactly these variables."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set a variable for this process and its children."""
+    os.environ[name] = value
 
 
 def share_cores(cores: int, processes: int) -> None:

@@ -1,19 +1,12 @@
 """This process, its device and its process group."""
 
-import ctypes
 import datetime
-import os
-import signal
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from glm46.distributed.environment import launched_local_rank, launched_rank, launched_world_size, set_default
-
-_PR_SET_PDEATHSIG = 1
-"""Source: linux/prctl.h."""
-
 
 _RECORDED_COLLECTIVES = 2000
 """Size of the flight recorder: the collectives of some steps, which show the rank that is behind."""
@@ -31,19 +24,6 @@ class Process:
     def is_main(self) -> bool:
         """Whether this process writes logs and prints for all ranks."""
         return self.rank == 0
-
-
-def die_with_parent() -> None:
-    """Have the system kill this process when torchrun, its parent, ends; it would otherwise run on and keep its GPU.
-
-    Does nothing if torchrun did not start this process.
-    """
-    if launched_world_size() is None:
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before prctl took effect
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def join(timeout_seconds: int) -> Process:

@@ -150,9 +150,13 @@ def exit_now(code: int, reason: str) -> None:
 
 
 def started_ranks() -> list[int]:
-    """Process ids of the ranks that torchrun started in this process: its living children that lead a process group."""
-    me = os.getpid()
-    return [process for process, (parent, group) in _processes().items() if parent == me and group == process]
+    """Process ids of the ranks of this launcher: living children of its server that lead a process group."""
+    me, table = os.getpid(), _processes()
+    return [
+        process
+        for process, (parent, group) in table.items()
+        if group == process and me in (parent, table.get(parent, (0, 0))[0])
+    ]
 
 
 def _descendants(process: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
-from glm46.distributed.process import die_with_parent
+from glm46.distributed.process_control import die_with_parent
 from glm46.reliability.stop import SIGNALS
 
 

@@ -8,10 +8,13 @@ import torch
 
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import launched_rank
+from glm46.distributed.environment import launched_rank, set_variables
 from glm46.distributed.mesh import Cluster, build_cluster
-from glm46.distributed.process import die_with_parent, join, leave
+from glm46.distributed.process import join, leave
+from glm46.distributed.process_control import die_with_parent
 from glm46.observe.heartbeat import Heartbeat
+from glm46.observe.start_times import VARIABLE as START_TIMES
+from glm46.observe.start_times import StartTimes
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.reliability.run_lock import lock_run, writing
 from glm46.reliability.stop import StopRequest
@@ -46,6 +49,8 @@ def run(
         Diverged: steps or weights went bad.
     """
     die_with_parent()
+    times = StartTimes.inherited(set_variables([START_TIMES]))
+    times.ends("interpreter and config")
     stop = stop or StopRequest()
     dump_folder, locks, ends = Path(config.job.dump_folder), ExitStack(), ExitStack()
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
@@ -60,19 +65,22 @@ def run(
             start_seconds=config.comm.init_timeout_seconds,
         )
         heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
+    times.ends("process group")
     try:
         if config.debug.deterministic:
             torch.use_deterministic_algorithms(True)
         plan = resolve_plan(config, process.world_size)
         task, checkpoints = build_task(plan, build_cluster(plan.layout, process)), build_checkpoints(plan)
         ends.callback(task.close)
+        times.ends("model and data")
         progress, meta = resume.start(task, checkpoints)
+        times.ends("weights")
         if process.is_main:
             with writing(dump_folder):
                 (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         while True:
             try:
-                with services_of(task, checkpoints, progress, meta, stop, watchdog, heartbeat) as services:
+                with services_of(task, checkpoints, progress, meta, stop, watchdog, heartbeat, times) as services:
                     return work(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)

@@ -60,6 +60,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
             services.report.message("\n".join(lines))
         gc.collect()
         services.profiler.step_begins(progress.step + 1)
+    services.times.ends("services")
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
     while progress.tokens < plan.budget_tokens:
         columns = prepare_step(task, services, progress)
@@ -165,6 +166,8 @@ def end_step(
     else:
         samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
         services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
+    if line := services.times.first_step():
+        services.report.message(line)
     is_last = progress.tokens >= task.plan.budget_tokens
     if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
         row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)

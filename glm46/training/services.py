@@ -20,6 +20,7 @@ from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.module_times import flops_by_kind
 from glm46.observe.profiler import Profiled, Profiler
 from glm46.observe.report import Report
+from glm46.observe.start_times import StartTimes
 from glm46.observe.tracker import Tracker
 from glm46.planner.plan import Plan
 from glm46.reliability.loss_spikes import SpikeDetector
@@ -46,6 +47,7 @@ class Services:
     spikes: SpikeDetector
     stragglers: Stragglers
     profiler: Profiler
+    times: StartTimes
 
     def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
         """What this rank contributes to the all-reduce before a step, int64."""
@@ -80,12 +82,14 @@ def services_of(
     stop: StopRequest,
     watchdog: Watchdog,
     heartbeat: Heartbeat,
+    times: StartTimes,
 ) -> Iterator[Services]:
     """The services of a run that continues from this progress. Metrics of later steps are removed from the files.
     Collective.
 
     Args:
         meta: metadata of the checkpoint that was loaded, if any.
+        times: of this start, reported after its first step.
     """
     config, process = task.plan.config, task.cluster.process
     folder = Path(config.job.dump_folder)
@@ -120,6 +124,7 @@ def services_of(
                 spikes=spikes,
                 stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp, _device_time(task)),
                 profiler=profiler,
+                times=times,
             )
     except UserError as error:
         report.log("\n".join(error.faults))

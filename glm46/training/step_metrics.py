@@ -38,7 +38,8 @@ class StepMetrics:
         self._task, cluster = task, task.cluster
         compute_type = getattr(torch, task.plan.config.training.mixed_precision_param)
         self.throughput = ThroughputMeter(
-            device_peak_flops(cluster.device, compute_type),
+            # Measured on a CPU, which the ranks of a node share.
+            device_peak_flops(cluster.device, compute_type) if cluster.process.is_main else None,
             cluster.process.world_size,
         )
         self._hardware = HardwareMonitor(cluster.device)

@@ -1,7 +1,7 @@
 """`python -m glm46 launch` by fork: real launcher, real torchrun, real ranks, without their seconds of imports.
 
-The caller has torch and glm46 imported. The launcher is a fork of it, and where torchrun would start a new interpreter
-for each rank, the launcher forks itself; the rank then runs the command line that torchrun made for it.
+The caller has torch and glm46 imported. The launcher is a fork of it, and forks itself in place of a server of ranks;
+the rank then runs the command line that torchrun made for it.
 """
 
 import os
@@ -13,16 +13,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
 from glm46 import cli
+from glm46.commands.rank_server import RankServer
 
 EXIT_SECONDS = "TEST_EXIT_SECONDS"
 """A variable: seconds that a rank takes from the end of its command to its exit."""
 
 
 class ForkedRank:
-    """What torchrun uses of `subprocess.Popen`."""
+    """What torchrun uses of a rank's process."""
 
     prepare: Callable[[int], None] = staticmethod(lambda rank: None)
     """Called in each rank before its command."""
@@ -80,8 +79,14 @@ def fork_launch(config: Path, log: Path, prepare: Callable[[int], None] = Forked
 
 def launch(*arguments: str) -> int:
     """`python -m glm46 launch` with these arguments, in this process; its exit code."""
-    SubprocessHandler._popen = lambda self, args, env: ForkedRank(args, env)
+    fork_ranks()
     return cli.main(["launch", *arguments])
+
+
+def fork_ranks() -> None:
+    """From now on this process forks its ranks, without a server."""
+    RankServer._begin = RankServer.begin_start = RankServer.close = lambda self: None
+    RankServer.start = lambda self, args, env, times: ForkedRank(args, env)
 
 
 def end_with(work: Callable[[], int]) -> None:
@@ -108,6 +113,14 @@ def children_of(process: int) -> list[int]:
     except (FileNotFoundError, ProcessLookupError):
         return []
     return [int(child) for child in listed if is_alive(int(child))]
+
+
+def is_rank(process: int) -> bool:
+    """Whether a server of ranks has forked it as a rank."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().startswith("glm46-rank")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def is_alive(process: int) -> bool:

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.forked_launch import is_rank
 from tests.ranks.interrupts import left_behind
 from tests.ranks.test_hosts import log, lose, start, wait_until
 from tests.ranks.test_launch import end, losses, wait_for_step
@@ -56,12 +56,7 @@ class Faults:
         return losses(self._config)[-1][0]
 
     def _ranks(self) -> list[int]:
-        found = []
-        for pid in left_behind(self._process.mark):
-            with suppress(OSError):
-                if b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        return [pid for pid in left_behind(self._process.mark) if is_rank(pid)]
 
     def _kill(self) -> None:
         os.kill(self._random.choice(self._ranks()), signal.SIGKILL)

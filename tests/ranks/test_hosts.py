@@ -16,6 +16,7 @@ from glm46.commands.environment import unfit_packages
 from glm46.config.loader import dump_config
 from glm46.pretrain.task import train
 from tests.fake_ssh import UNREACHABLE, write_ssh
+from tests.ranks.forked_launch import is_rank
 from tests.ranks.interrupts import MARK, left_behind
 from tests.ranks.test_launch import ROOT, end, free_port, losses, wait_for_step
 
@@ -124,7 +125,7 @@ def lose(host: str, mark: str) -> float:
     """End a node as a power cut does, as far as one machine can: its ranks are killed, and its launcher neither ends
     nor answers. Returns the time."""
     there = [pid for pid in left_behind(mark) if f"FAKE_SSH_HOST={host}".encode() in variables_of(pid)]
-    ranks = [pid for pid in there if b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = [pid for pid in there if is_rank(pid)]
     for pid in set(there) - set(ranks):
         os.kill(pid, signal.SIGSTOP)
     for pid in ranks:

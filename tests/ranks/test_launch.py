@@ -14,7 +14,7 @@ import pytest
 
 from glm46.config.loader import dump_config
 from glm46.pretrain.task import train
-from tests.ranks.forked_launch import EXIT_SECONDS, children_of
+from tests.ranks.forked_launch import EXIT_SECONDS, children_of, is_alive, is_rank
 from tests.ranks.server import Forked, Server
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +102,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(make_config, start, number)
 
 
 def test_a_failing_rank_ends_the_run_with_its_traceback(make_config, start, tmp_path):
-    # An exception at a random moment of training in rank 1 alone: an alarm that its interpreter sets at the start.
+    # An exception at a random moment of training in rank 1 alone: an alarm that is set when it is forked.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
-        "def injected_fault(*_): raise RuntimeError('injected into rank 1')\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    signal.signal(signal.SIGALRM, injected_fault); signal.alarm(12)\n"
+        "def injected_fault(*_):\n"
+        "    if os.environ.get('RANK') == '1': raise RuntimeError('injected into rank 1')\n"
+        "signal.signal(signal.SIGALRM, injected_fault)\n"
+        "os.register_at_fork(after_in_child=lambda: signal.alarm(8))\n"
     )
     config = make_config(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
     started = time.monotonic()
@@ -171,10 +172,14 @@ def scrape(targets: Path) -> dict[str, float]:
 
 def kill_a_rank(config, process: subprocess.Popen) -> dict[int, float]:
     """kill -9 of the last rank; returns the losses up to then."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     before = dict(losses(config))
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(ranks_of(process)[-1], signal.SIGKILL)
     return before
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The ranks of a launcher that was started as a command."""
+    return [rank for server in children_of(process.pid) for rank in children_of(server) if is_rank(rank)]
 
 
 LAYOUTS = {
@@ -290,12 +295,11 @@ def test_a_killed_launcher_leaves_no_rank_behind(make_config, start):
     config = make_config(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
     process = start.as_command(config)
     wait_for_step(config, 1, process)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     process.kill()
     process.wait()
     end = time.monotonic() + 10
-    while any(Path(f"/proc/{rank}").exists() and "State:\tZ" not in Path(f"/proc/{rank}/status").read_text()
-              for rank in ranks):  # fmt: skip
+    while any(map(is_alive, ranks)):
         assert time.monotonic() < end, "a rank outlived its launcher"
         time.sleep(0.1)

@@ -6,12 +6,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from glm46.config.loader import dump_config
+from tests.ranks.forked_launch import is_rank
 from tests.slurm.cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -204,12 +204,7 @@ def test_a_job_without_spares_left_is_requeued_without_its_lost_nodes(cluster, c
 
 def ranks(cluster: SlurmCluster, host: str) -> list[int]:
     """The ranks on a node."""
-    found = []
-    for process in cluster.processes(host):
-        with suppress(OSError):
-            if b"\0train\0" in Path(f"/proc/{process}/cmdline").read_bytes():
-                found.append(process)
-    return found
+    return [process for process in cluster.processes(host) if is_rank(process)]
 
 
 def report(what: str, seconds: float) -> None:

@@ -14,35 +14,49 @@ from types import SimpleNamespace
 import pytest
 
 from glm46.commands import hosts, node_client
-from glm46.commands.hosts import HostNodes, describe_nodes, host_commands
+from glm46.commands.hosts import HostNodes, describe_nodes, host_command, places
 from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
+from glm46.observe.start_times import StartTimes
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.ranks.interrupts import MARK, left_behind
 
 ROOT = Path(__file__).parents[3]
+TIMES = StartTimes("the command")
 GOOD = {"versions": "glm46 1, torch 2", "config": "a", "processes": 1, "faults": []}
 # With the real ends of the connection: `Driver`, and the signals of a launcher that has no ranks.
 NODE = """
-import signal, sys, time
+import signal, subprocess, sys, time
 from types import SimpleNamespace
 from glm46.commands.node_client import Driver
 from glm46.commands.torchrun import LauncherSignals
 if {deaf}:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 driver = Driver(SimpleNamespace(number=None) if {deaf} else LauncherSignals())
-driver.answer(**{answer})
-print("works", flush=True)
-time.sleep({seconds})
-print("is done")
-driver.report(**{end})
-sys.exit({code})
+codes = {codes}
+while codes and (order := driver.next_order()):
+    if driver.answer(**{answer}) is not None:
+        print("works", *order.values(), flush=True)
+        time.sleep({seconds})
+        ranks = [subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range({ranks} if codes[0] else 0)]
+        for rank in ranks:
+            rank.wait()
+        print("is done")
+        driver.report(code=codes.pop(0), **{end})
+driver.next_order()
 """
 
 
-def node(code: int = 0, *, seconds: float = 0.0, deaf: bool = False, end: dict | None = None, **answer) -> str:
-    """The command of a node that answers, works for a time, reports and exits."""
-    text = NODE.format(code=code, seconds=seconds, deaf=deaf, answer={**GOOD, **answer}, end=end or {})
+def node(
+    *codes: int, seconds: float = 0.0, ranks: int = 0, deaf: bool = False, end: dict | None = None, **answer
+) -> str:
+    """The command of a node that answers, works for a time, and reports an exit code; again for each further code.
+
+    Args:
+        ranks: processes that work without end after the time, in a start whose code is not 0.
+    """
+    parts = {"codes": list(codes or [0]), "seconds": seconds, "ranks": ranks, "deaf": deaf, "end": end or {}}
+    text = NODE.format(answer={**GOOD, **answer}, **parts)
     return f"PYTHONPATH={ROOT} exec {sys.executable} -c {shlex.quote(text)}"
 
 
@@ -57,11 +71,16 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
 
     @contextmanager
-    def start(*commands: str, names=("a", "b", "c"), restarts=False):
-        marked = [f"export {MARK}={mark}; {command}" for command in commands]
+    def start(*commands: str, names=("a", "b", "c"), restarts=False, training=99):
+        hosts = [Host(i + 1, name) for i, name in enumerate(names[: len(commands)])]
+        programs = "".join(
+            f"*@{host.name}|{host.name}) {command};;" for host, command in zip(hosts, commands, strict=True)
+        )
         nodes = HostNodes(restarts=restarts)
+        nodes.hosts, nodes.command = hosts, f'export {MARK}={mark}; case "$FAKE_SSH_HOST" in {programs} esac'
         try:
-            nodes.connect([Host(i + 1, name) for i, name in enumerate(names[: len(commands)])], marked)
+            trains = hosts[:training]
+            nodes.connect(trains, hosts[training:], nodes.command, [{"number": 0}] * len(trains))
             yield nodes
         finally:
             nodes.close()
@@ -116,9 +135,9 @@ def test_a_node_that_does_not_answer_is_named(cluster, monkeypatch):
 def test_output_has_the_name_of_its_node_and_good_ends_are_waited_for(cluster, capfd):
     with cluster(node(), node(seconds=0.5)) as nodes:
         assert nodes.faults() == {}
-        assert nodes.run() == 0
+        assert nodes.run(TIMES) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines) == sorted(f"{name}: {said}" for name in "ab" for said in ("Welcome!", "works", "is done"))
+    assert sorted(lines) == sorted(f"{name}: {said}" for name in "ab" for said in ("Welcome!", "works 0", "is done"))
 
 
 def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, capfd):
@@ -127,7 +146,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, c
     began = time.monotonic()
     with cluster(node(seconds=100), node(7), node(seconds=100, deaf=True)) as nodes:
         assert nodes.faults() == {}
-        assert nodes.run() == 7
+        assert nodes.run(TIMES) == 7
     assert time.monotonic() - began < 30
     said = capfd.readouterr()
     assert said.err == "error: b: ended with exit code 7; all nodes are stopped\n"
@@ -136,9 +155,9 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, c
 
 def test_a_stopped_node_does_not_hide_a_failure(cluster):
     with cluster(node(75), node(1, seconds=1.0)) as nodes:
-        assert (nodes.faults(), nodes.run()) == ({}, 1)
+        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
     with cluster(node(75), node(0, seconds=0.5)) as nodes:
-        assert (nodes.faults(), nodes.run()) == ({}, 75)
+        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 75)
 
 
 def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, capfd):
@@ -146,7 +165,7 @@ def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, ca
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
         assert nodes.faults() == {}
         threading.Timer(0.5, nodes._nodes[1].disconnect).start()
-        assert nodes.run() == 1
+        assert nodes.run(TIMES) == 1
     assert "error: b: the connection was lost; all nodes are stopped" in capfd.readouterr().err
 
 
@@ -155,13 +174,34 @@ def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(clu
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 1.0)
     line = "glm46-node: " + json.dumps({**GOOD, "newest_step": 8})
     silent = f"echo {shlex.quote(line)}; exec sleep 4"
-    failed = node(76, seconds=0.3, end={"newest_step": 12, "hung_ranks": [1]})
+    failed = node(76, seconds=0.3, end={"newest_step": 12, "hung_ranks": [1], "failed_at": 5.0})
     with cluster(failed, silent, node(seconds=100, deaf=True), restarts=True) as nodes:
         assert nodes.faults() == {}
-        assert nodes.run() == 76
+        assert nodes.run(TIMES) == 76
         assert [host.name for host in nodes.lost_hosts()] == ["b"] and nodes.disconnected_hosts() == []
-        assert (nodes.newest_step, nodes.hung_ranks) == (12, {1})
+        assert (nodes.newest_step, nodes.hung_ranks, nodes.failed_at) == (12, {1}, 5.0)
     assert "c: killed: the other nodes have ended" in capfd.readouterr().out
+
+
+def test_launchers_live_through_failures_and_a_spare_takes_a_place(cluster, monkeypatch, capfd):
+    """The ranks of a node are killed after the failure of another one, and its launcher takes the next order."""
+    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 1.0)
+    programs = node(1), node(1, 0, ranks=1), node(0)
+    with cluster(*programs, restarts=True, training=2) as nodes:
+        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
+        assert nodes.lost_hosts() == nodes.disconnected_hosts() == []
+        _, second, spare = nodes.hosts
+        nodes.connect([second, spare], [], nodes.command, [{"number": 1}, {"number": 2}])
+        assert nodes.faults(is_restart=True) == {}
+        assert nodes.run(TIMES) == 0
+    said = {name: [] for name in "abc"}
+    for name, _, text in (line.partition(": ") for line in capfd.readouterr().out.splitlines()):
+        said[name].append(text)
+    assert said == {
+        "a": ["Welcome!", "works 0", "is done"],
+        "b": ["Welcome!", "works 0", "is done", "works 1", "is done"],
+        "c": ["Welcome!", "works 2", "is done"],
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -169,7 +209,7 @@ def test_a_signal_reaches_the_launchers(number, cluster, capfd):
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
         assert nodes.faults() == {}
         threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-        assert nodes.run() == (130 if number == signal.SIGINT else 75)
+        assert nodes.run(TIMES) == (130 if number == signal.SIGINT else 75)
     said = capfd.readouterr().out
     assert all(f"{name}: stopped by {number.name} before training began" in said for name in "ab")
 
@@ -180,7 +220,7 @@ def test_nodes_that_do_not_end_after_a_signal_are_killed(cluster, monkeypatch):
     with cluster(node(seconds=100, deaf=True)) as nodes:
         assert nodes.faults() == {}
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        assert nodes.run() == 128 + signal.SIGKILL
+        assert nodes.run(TIMES) == 128 + signal.SIGKILL
 
 
 def test_a_closed_output_stops_all_nodes(cluster, monkeypatch):
@@ -191,26 +231,25 @@ def test_a_closed_output_stops_all_nodes(cluster, monkeypatch):
     monkeypatch.setattr(hosts, "os", SimpleNamespace(**vars(os) | {"dup2": lambda *_: None}))
     with cluster(node(seconds=100), node(seconds=100)) as nodes:
         assert nodes.faults() == {}
-        assert nodes.run() == 141
+        assert nodes.run(TIMES) == 141
 
 
 def test_a_missing_ssh_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="ssh is not on PATH; install the OpenSSH client"):
-        HostNodes().connect([Host(1, "a")], ["true"])
+        HostNodes().connect([Host(1, "a")], [], "true", [{}])
     with pytest.raises(UserError, match="srun is not on PATH; start it in an allocation of Slurm"):
-        HostNodes("srun").connect([Host(1, "a")], ["true"])
+        HostNodes("srun").connect([Host(1, "a")], [], "true", [{}])
 
 
 def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, monkeypatch):
     folder = tmp_path / "my runs; $(id)"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    commands = host_commands([Host(1, "a"), Host(2, "b", "root", 8)], {"NCCL_DEBUG": "x y"}, ["--config", "it's.toml"])
-    for rank, command in enumerate(commands):
-        place, _, words = command.partition(" && exec ")
-        assert shlex.split(place) == ["cd", str(folder)]
-        settings = ["MASTER_ADDR=a", "NCCL_DEBUG=x y", "NNODES=2", f"NODE_RANK={rank}"]
-        program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile", "0"]
-        assert shlex.split(words) == ["env", *settings, *program]
-    assert "MASTER_ADDR=ib0" in host_commands([Host(1, "a")], {"MASTER_ADDR": "ib0"}, [])[0]
+    place, _, words = host_command({"NCCL_DEBUG": "x y"}, ["--config", "it's.toml"]).partition(" && exec ")
+    assert shlex.split(place) == ["cd", str(folder)]
+    program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile"]
+    assert shlex.split(words) == ["env", "NCCL_DEBUG=x y", *program]
+    hosts = [Host(1, "a"), Host(2, "b", "root", 8)]
+    assert places(hosts, {}) == [{"MASTER_ADDR": "a", "NNODES": "2", "NODE_RANK": str(rank)} for rank in range(2)]
+    assert places(hosts, {"MASTER_ADDR": "ib0"})[1]["MASTER_ADDR"] == "ib0"

@@ -140,6 +140,31 @@ def test_a_job_of_pbs_saves_before_its_walltime_and_is_not_submitted_again_after
     assert not (tmp_path / "submitted").exists()
 
 
+def test_a_job_of_slurm_is_requeued_until_three_starts_have_made_no_checkpoint(tmp_path):
+    """With stubs of srun, which leaves what the launcher writes, and of scontrol; a real Slurm runs tests/slurm."""
+    (tmp_path / "bin").mkdir()
+    srun = 'echo "newest_step=$NEWEST" > "$GLM46_STATE"; exit "$CODE"'
+    programs = {"bin/srun": srun, "bin/scontrol": 'echo "$@" >> requeued', "run_train.sh": ""}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run(code: int, newest: int) -> tuple[bool, str]:
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        command = ["bash", str(DEPLOY / "slurm" / "train.sbatch")]
+        own |= {"CODE": str(code), "NEWEST": str(newest)}
+        end = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+        assert end.returncode == code
+        return (tmp_path / "requeued").exists(), end.stderr
+
+    assert run(EXIT_STOPPED, 7) == run(EXIT_STOPPED, 7) == run(EXIT_STOPPED, 9) == run(EXIT_STOPPED, 9) == (True, "")
+    is_requeued, said = run(EXIT_STOPPED, 9)
+    assert not is_requeued and "three starts of this job without a new checkpoint" in said
+    for code in (0, 1, EXIT_USER_ERROR, EXIT_HANG):
+        assert run(code, 9) == (False, "") and not list(tmp_path.glob("glm46-7.*"))
+
+
 def test_pods_start_the_script_with_time_to_save_and_mistakes_end_the_job():
     """Checked once against the schemas of Kubeflow Trainer's resources; here what must fit to this program."""
     runtime, job = yaml.safe_load_all((DEPLOY / "kubernetes" / "trainjob.yaml").read_text())

@@ -26,6 +26,7 @@ from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
+from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.plan import resolve_plan
 
@@ -212,7 +213,9 @@ def test_end_of_a_rank_is_described():
         # (exit code, newest checkpoint afterwards) of each start
         ([(1, 10)], 0, 1, 1),
         ([(1, 10), (0, 20)], 3, 0, 2),
-        ([(76, 10), (1, 20), (75, 20)], 3, 75, 3),  # stopped by a signal
+        ([(76, 10), (1, 20), (-75, 20)], 3, 75, 3),  # stopped by a signal
+        ([(75, 10), (75, 20), (0, 30)], 3, 0, 3),  # stopped by failed saves
+        ([(75, 10), (75, 10), (75, 10), (75, 10)], 9, 75, 4),
         ([(1, 10), (2, 10)], 3, 2, 2),  # a mistake of the user
         ([(1, 10), (143, 10)], 3, 143, 2),
         ([(1, 10), (1, 20)], 1, 1, 2),  # no restart left
@@ -224,17 +227,18 @@ def test_end_of_a_rank_is_described():
 def test_failed_starts_are_repeated_while_new_checkpoints_appear(ends, max_restarts, expected, starts, capsys):
     started: list[int] = []
 
-    def start(number: int) -> End:
+    def start(number: int, times: StartTimes) -> End:
         assert number == len(started)
         started.append(number)
-        return End(ends[number][0], "rank 1 was ended by SIGKILL.")
+        code = ends[number][0]
+        return End(abs(code), "rank 1 was ended by SIGKILL.", is_final=code < 0)
 
-    code = keep_running(start, lambda: ends[len(started) - 1][1] if started else 0, max_restarts)
+    end = keep_running(start, lambda: ends[len(started) - 1][1] if started else 0, max_restarts)
     said = capsys.readouterr().err
-    assert (code, len(started)) == (expected, starts)
+    assert (end.code, len(started)) == (expected, starts)
     assert said.count("\nrestart") + said.startswith("restart") == starts - 1
     assert ("giving up after 3 starts in a row" in said and "rank 1 was ended by SIGKILL. The" in said) == (
-        ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)])
+        ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)], [(75, 10), (75, 10)])
     )
 
 
@@ -280,7 +284,8 @@ def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
     monkeypatch.setattr("logging.disable", lambda _: None)  # it would stay so for the tests after this one
     signals = LauncherSignals()
     try:
-        end = run_ranks(["--nproc-per-node=2"], ["train"], signals)
+        server = SimpleNamespace(begin_start=lambda: None, failed_at=None)
+        end = run_ranks(["--nproc-per-node=2"], ["train"], signals, server, StartTimes("the command"))
     finally:
         signals.close()
     assert end.code == 141 and "closed the pipe" in capsys.readouterr().err
