@@ -42,7 +42,7 @@ LAYOUTS = {
 def bf16_run(layout: Layout):
     """`make_config` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
     takes in BF16 (multiples of 16 bytes)."""
-    config = make_config(layout)
+    config = make_config(layout, layers=3)
     model = config.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
     training = config.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9})
     return config.model_copy(update={"training": training, "model": model})

@@ -26,6 +26,7 @@ from glm46.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases, run_ranks
 from tests.ranks.sharded_layouts import (
     LAYOUTS_AT_ONCE,
+    SHAPE,
     Job,
     Layout,
     build_job,
@@ -66,7 +67,7 @@ SHORT_PAIRS = [
 
 def settings(layout: Layout):
     """A run whose optimizer has every kind of state: Muon's momentum, and AdamW's for the rest."""
-    config = make_config(layout)
+    config = make_config(layout, SHAPE["num_hidden_layers"])
     moe = config.moe.model_copy(update={"balance": "sign", "bias_update_rate": 0.01})
     return config.model_copy(update={"moe": moe})
 

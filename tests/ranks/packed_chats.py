@@ -86,7 +86,7 @@ def load_batches(folder: Path) -> list[Batch]:
 
 def run_config(layout: Layout) -> RunConfig:
     """Without losses that depend on the rows, and without clipping."""
-    config = make_config(layout)
+    config = make_config(layout, layers=3)
     moe = MoE(balance="none", sequence_aux_loss_weight=0.0)
     return config.model_copy(update={"moe": moe, "training": config.training.model_copy(update={"max_norm": 1e9})})
 

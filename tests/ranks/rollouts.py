@@ -32,7 +32,7 @@ from glm46.rollout.weights import whole_weights
 from glm46.training.hf_weights import load_weights
 from glm46.training.network import Network, build_network
 from tests.ranks.forked_ranks import run_cases
-from tests.ranks.sharded_layouts import VOCABULARY, Layout, make_config
+from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 
 # Of training, and of the second engine.
 LAYOUTS = {
@@ -116,7 +116,7 @@ def merged_error(network: Network) -> float:
 def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
     rows and with drafts."""
-    plan = resolve_plan(make_config(layout), process.world_size)
+    plan = resolve_plan(make_config(layout, SHAPE["num_hidden_layers"]), process.world_size)
     network = build_network(plan, build_cluster(plan.layout, process))
     network.loaded(new_adapters=True)
     has_drafts = plan.shape.num_nextn_predict_layers > 0

@@ -108,9 +108,19 @@ class Layout(NamedTuple):
     """The experts of most tokens are given, see `make_routes`."""
 
     @property
+    def layers(self) -> int:
+        """A dense layer and two that are alike; where a pipeline cuts them, enough for unequal stages."""
+        return SHAPE["num_hidden_layers"] if self.pipeline > 1 else 3
+
+    @property
+    def steps(self) -> int:
+        """The second one has states, other documents and other weights of the losses; a stage of text has one step."""
+        return len(ATTENTION_OF_STEP) if self.stages else 2
+
+    @property
     def reference(self) -> tuple:
         """What decides what one process computes."""
-        options = self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
+        options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
         return *options, self.adapter, self.in_fp8, self.adapted, self.routes
 
     @property
@@ -239,7 +249,6 @@ MOE = MoE(
 )
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
-STEPS = 3
 ATTENTION_OF_STEP = (
     {"sliding_window": 5, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
     {
@@ -334,7 +343,7 @@ def make_routes(step: int, shape: ModelShape) -> Tensor:
 
 def make_token_weights() -> Tensor:
     """Of the labels of any step: weights of log-probability and of entropy, [ROWS, 2, SEQ_LEN]."""
-    return torch.randn(ROWS, 2, SEQ_LEN, generator=torch.Generator().manual_seed(STEPS))
+    return torch.randn(ROWS, 2, SEQ_LEN, generator=torch.Generator().manual_seed(3))
 
 
 def weighted(sums: LossSums, weights: Tensor) -> Tensor:
@@ -353,7 +362,7 @@ def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
         if "lora_B" in name or "magnitude" in name:
             part, noise = local_tensor(parameter), torch.empty(local_tensor(parameter).shape)
             places = global_indices(parameter), tuple(parameter.shape)
-            fill_normal(noise, *places, seed=STEPS, name=name, std=0.1)
+            fill_normal(noise, *places, seed=3, name=name, std=0.1)
             part.copy_(noise if "lora_B" in name else part * (1 + noise))
 
 
@@ -373,7 +382,7 @@ def write_fp8_base(model: Transformer, folder: Path) -> None:
     import_weights(folder, model.shape, base)
 
 
-def run_reference(config: RunConfig, stages: bool, routes: bool, fp8_base: Path | None = None) -> tuple:
+def run_reference(config: RunConfig, layout: Layout, fp8_base: Path | None = None) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps, and the weights before these.
 
@@ -398,8 +407,10 @@ def run_reference(config: RunConfig, stages: bool, routes: bool, fp8_base: Path 
     unseen = () if config.data.document_mask else ("document_ids",)
     first, token_weights = make_batch(0, config.data.document_mask), make_token_weights()
     is_real = first["document_ids"] >= 0
-    given = [compact_routes(make_routes(step, model.shape), (ROWS, SEQ_LEN), model.shape) for step in range(STEPS)]
-    given = given if routes else [None] * STEPS
+    given = [
+        compact_routes(make_routes(step, model.shape), (ROWS, SEQ_LEN), model.shape) for step in range(layout.steps)
+    ]
+    given = given if layout.routes else [None] * layout.steps
     seen = {n: t for n, t in first.items() if n not in unseen}
     sums = model(**seen, is_real=is_real, routes=given[0], **BY_TOKEN)
     token_objective(sums, token_weights).backward()
@@ -408,12 +419,12 @@ def run_reference(config: RunConfig, stages: bool, routes: bool, fp8_base: Path 
     b_lr_ratio = config.adapter.b_lr_ratio if config.adapter else 1.0
     optimizer = build_optimizers(list(parameters.items()), config.optimizer, b_lr_ratio=b_lr_ratio)
     figures, gradients = [], {}
-    for step in range(STEPS):
+    for step in range(layout.steps):
         batch = make_batch(step, config.data.document_mask)
         is_real = batch["document_ids"] >= 0
         seen = {n: t for n, t in batch.items() if n not in unseen}
         optimizer.zero_grad()
-        if stages:
+        if layout.stages:
             model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
         sums = model(**seen, is_real=is_real, routes=given[step], options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
@@ -469,11 +480,12 @@ def distances(ranks: list[dict[tuple, tuple[int, float]]], reference: dict[str, 
     return {name: math.sqrt(sum(square for key, (_, square) in worst.items() if key[0] == name)) for name in reference}
 
 
-def make_config(layout: Layout) -> RunConfig:
-    model, optimizer = {}, {}
+def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
+    """The run of a layout; ``layers`` is for what compares layouts with one another."""
+    model, optimizer = {"num_hidden_layers": layers or layout.layers}, {}
     if layout.adapter:
-        # The rate: three steps move adapters, which are small, by a part of themselves like other weights.
-        model, optimizer = {"num_nextn_predict_layers": 0}, {"name": "AdamW", "lr": 2e-4}
+        # The rate: the steps move adapters, which are small, by a part of themselves like other weights.
+        model["num_nextn_predict_layers"], optimizer = 0, {"name": "AdamW", "lr": 2e-4}
     if layout.in_fp8:
         model |= IN_FP8
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
@@ -602,7 +614,7 @@ def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
     job.network.loaded(new_adapters=False)
     by_token = run_by_token(job, layout)
     figures, gradients = [], {}
-    for step in range(STEPS):
+    for step in range(layout.steps):
         if layout.stages:
             job.network.attend_as(job.network.shape.model_copy(update=ATTENTION_OF_STEP[step]))
         totals = count_step(job, [make_batch(step, layout.document_mask)])
@@ -715,8 +727,7 @@ def main(world_size: int, *names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bases = Path(folder)
         references = {
-            kind: run_reference(make_config(layout), layout.stages, layout.routes, fp8_base(bases, layout))
-            for kind, layout in kinds.items()
+            kind: run_reference(make_config(layout), layout, fp8_base(bases, layout)) for kind, layout in kinds.items()
         }
 
         def work(some: list[str]) -> None:

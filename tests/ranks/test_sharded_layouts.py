@@ -29,9 +29,10 @@ BOUNDS = {
     "token_gradient_error": 1e-5,
     # AdamW's first steps divide a gradient by its own size, which amplifies rounding where a gradient is tiny.
     "update_error": 1e-3,
-    # Of the weights themselves, without biases: these start at zero and are nothing but their update. Three steps move
-    # a weight by a tenth of its size, so this is a tenth of an update's error: up to 1.2e-5 is seen, on some CPUs.
-    "weight_error": 3e-5,
+    # Of the weights themselves, without biases: these start at zero and are nothing but their update. AdamW moves an
+    # element by the rate, 1e-3, whatever the size of its gradient: one that is nothing but rounding is up to 5e-4 of
+    # the norm of a matrix. 4e-5 is seen, and only in the vocabulary, where most tokens' gradients are tiny.
+    "weight_error": 1e-4,
 }
 
 GRAPHS = {
