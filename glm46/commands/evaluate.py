@@ -33,7 +33,7 @@ from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import TASKS, Measure
 from glm46.evaluation.standard import StandardTasks, find_tasks, run_tasks
 from glm46.files.progress import tokens_progress
-from glm46.huggingface.hub import fetch_options
+from glm46.huggingface.hub import fetch_options, with_folders
 from glm46.inference.loading import Loaded
 from glm46.planner.curriculum import plan_stages
 
@@ -60,8 +60,8 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
-    fetch_options(arguments, "model", "adapter", "against", "tokenizer")
-    code = start_ranks("evaluate", argv, arguments)
+    folders = fetch_options(arguments, "model", "adapter", "against", "tokenizer")
+    code = start_ranks("evaluate", with_folders(argv, folders), arguments)
     if code is not None:
         return code
     is_standard = not set(arguments.tasks) <= set(TASKS)

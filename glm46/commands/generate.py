@@ -15,7 +15,7 @@ from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
 from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
-from glm46.huggingface.hub import fetch_options
+from glm46.huggingface.hub import fetch_options, with_folders
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
 from glm46.inference.generation import Continuation, Generation, decoder_for
@@ -46,11 +46,11 @@ def generate_command(argv: Sequence[str]) -> int:
             f"--chat without --prompt: a chat in the terminal runs in one process, not in {count}; set NGPU=1, or "
             "serve the model (serve-config) and talk to the server with deploy/chat_client.py"
         )
-    fetch_options(arguments, "model", "adapter", "tokenizer")
+    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     if is_chat:
         _chat(arguments)
         return 0
-    code = start_ranks("generate", argv, arguments)
+    code = start_ranks("generate", with_folders(argv, folders), arguments)
     if code is not None:
         return code
     with joined():

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -14,13 +14,30 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja")
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja")
 
 
-def fetch_options(arguments: argparse.Namespace, *names: str) -> None:
-    """Replace options that name a repository of the hub by its local folder, see `local_folder`."""
+def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
+    """Replace options that name a repository of the hub by its local folder, see `local_folder`.
+
+    Returns:
+        The folder of each id, for `with_folders`.
+    """
+    folders = {}
     for name in names:
         stated = getattr(arguments, name)
         if stated is not None and str(stated).startswith("hf:/"):
             files = TOKENIZER_FILES if name == "tokenizer" else MODEL_FILES
-            setattr(arguments, name, type(stated)(local_folder(stated, files, f"--{name}")))
+            folder = local_folder(stated, files, f"--{name}")
+            setattr(arguments, name, type(stated)(folder))
+            folders[str(Path(stated))] = str(folder)
+    return folders
+
+
+def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
+    """A command line with folders in place of ids: the processes that it starts do not ask the hub again."""
+    replaced = []
+    for word in argv:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        replaced.append(f"{option}{equals}{folders.get(str(Path(value)), value)}")
+    return replaced
 
 
 def local_folder(stated: Path | str, files: Sequence[str], option: str) -> Path:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from glm46.cli import main
+from glm46.commands import ranks
 from glm46.config.errors import UserError
 from glm46.huggingface import hub as hub_folders
 from glm46.huggingface.hub import MODEL_FILES, local_folder
@@ -172,3 +174,15 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
     assert asked == [(str(Path(HF)) if option != "--tokenizer" else HF, option)]
     if "b" not in argv:
         assert "in_the_cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["generate", "--prompt", "hf://x"], ["evaluate", "--data", "a"]])
+def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_path):
+    asked, started = [], []
+    monkeypatch.setattr(
+        hub_folders, "local_folder", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache"
+    )
+    monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, signals: started.append(argv) or SimpleNamespace(code=0))
+    assert main([*verb, f"--model={HF}", "--tokenizer", f"{HF}@main", "--nproc", "2"]) == 0
+    folder = str(tmp_path / "in_the_cache")
+    assert started == [[*verb, f"--model={folder}", "--tokenizer", folder]] and len(asked) == 2
