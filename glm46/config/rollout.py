@@ -49,6 +49,10 @@ class Rollout(Section):
     """Ranks over which the experts of a layer are spread while they draw, borrowed from all ranks of a pipeline
     stage."""
 
+    max_num_seqs: Annotated[int, _LOCAL] = Field(64, ge=1)
+    """Samples that a rank, or the ranks that share a model, draw at once. Each has keys and values of training.seq_len
+    tokens in memory; more of them draw faster as long as a step of decoding is not bound by arithmetic."""
+
     keep_latest_k: int = Field(10, ge=0)
     """Rollouts that the journal keeps, beside those that a resume from a checkpoint needs; older ones are removed. 0:
     keep all."""

@@ -134,15 +134,10 @@ class CachedCore:
         )
         return out_BHSC.transpose(1, 2).reshape(size)
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first slots of a row to another row."""
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first slots of rows to other rows, all at once: targets may be sources."""
         for cache in (self.keys, self.values):
-            cache[target, :, :length] = cache[source, :, :length]
-
-    def arrange(self, sources: Sequence[int], length: int) -> None:
-        """Copy the first slots of these rows to the first rows."""
-        for cache in (self.keys, self.values):
-            cache[: len(sources), :, :length] = cache[list(sources), :, :length]  # the right side is a copy
+            cache[list(targets), :, :length] = cache[list(sources), :, :length]  # the right side is a copy
 
     @staticmethod
     def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:

@@ -23,7 +23,7 @@ PREFILL_TOKENS = 4096
 class Decoder:
     """Runs a model with a cache. Use it as a context manager, which restores the model at exit.
 
-    On a mesh all methods but `copy_row` are collective over the ranks with the same rows, and `fill`, `hidden` with
+    On a mesh all methods but `copy_rows` are collective over the ranks with the same rows, and `fill`, `hidden` with
     `draft_hidden`, and `idle` over all that run in step (`ModelMesh`).
 
     Args:
@@ -119,17 +119,12 @@ class Decoder:
         for k in range(len(self._drafting)):
             hidden = self._through_depth(k, hidden, tokens, place)
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the keys and values of the first tokens of a row to another row."""
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the keys and values of the first tokens of rows to other rows, all at once: targets may be sources."""
         for core in (*self._main, *self._mtp):
-            core.copy_row(source, target, length)
+            core.copy_rows(sources, targets, length)
         if self._routes is not None:
-            self._routes[target, :length] = self._routes[source, :length]
-
-    def arrange(self, sources: Sequence[int], length: int) -> None:
-        """Give the first rows the keys and values of the first tokens of these rows."""
-        for core in (*self._main, *self._mtp):
-            core.arrange(sources, length)
+            self._routes[list(targets), :length] = self._routes[list(sources), :length]
 
     def routes(self, row: int, length: int) -> Tensor | None:
         """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if

@@ -143,11 +143,15 @@ class Generation:
         new, rest = free[: len(self._waiting)], free[len(self._waiting) :]
         for number in new:
             self._rows[number : number + 1] = [self._waiting.pop()]
+        moved: dict[int, int] = {}
         for number in reversed([number for number in rest if number < len(self._rows)]):
             last = self._rows.pop()
             if number < len(self._rows):
                 self._rows[number], self._cached[number] = last, last.kind
-                self._decoder.copy_row(len(self._rows), number, last.position)
+                moved[number] = moved.pop(len(self._rows), len(self._rows))  # it may have been moved already
+        if moved:
+            length = max(self._rows[number].position for number in moved)
+            self._decoder.copy_rows(list(moved.values()), list(moved), length)
         self._fill(new)
 
     def _fill(self, new: list[int]) -> None:
@@ -157,18 +161,19 @@ class Generation:
         )
         held = {self._cached[row]: row for row in kept}
         computed: dict[int, int] = {}
-        copies = []
+        sources: dict[int, int] = {}
         for row in new:
             kind, length = self._rows[row].kind, len(self._rows[row].of.prompt) - 1
             if self._cached[row] == kind or not length:
                 continue
             if kind in held or kind in computed:
-                copies.append((held.get(kind, computed.get(kind)), row, length))
+                sources[row] = held.get(kind, computed.get(kind))
             else:
                 computed[kind] = row
         self._decoder.fill([self._rows[row].of.prompt for row in computed.values()], list(computed.values()))
-        for copy in copies:
-            self._decoder.copy_row(*copy)
+        if sources:
+            length = max(len(self._rows[row].of.prompt) - 1 for row in sources)
+            self._decoder.copy_rows(list(sources.values()), list(sources), length)
         for row in new:
             self._cached[row] = self._rows[row].kind
 

@@ -170,7 +170,7 @@ def _add_scores(
     with decoder:
         for nodes in calls:
             if nodes[0].start:
-                decoder.arrange([node.parent for node in nodes], max(node.start for node in nodes))
+                decoder.copy_rows([node.parent for node in nodes], range(len(nodes)), max(node.start for node in nodes))
             width = max(len(node.tokens) for node in nodes)
             tokens = torch.tensor([(*node.tokens, *[0] * (width - len(node.tokens))) for node in nodes])
             hidden = decoder.hidden(tokens.to(decoder.device), [node.start for node in nodes])

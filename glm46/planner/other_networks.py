@@ -8,9 +8,6 @@ from glm46.planner.plan import Plan
 from glm46.planner.rank_parts import local_shape
 from glm46.planner.stages import split_layers
 
-ROWS = 64
-"""Samples that the local engine draws at once on each rank, or on the ranks that share a model."""
-
 
 def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, float]:
     """Bytes on a rank, on its device and in host memory, of the frozen reference and of the critic, which is as large
@@ -52,7 +49,7 @@ def drawing(plan: Plan) -> float:
                 outside.get(name.split(".")[0], layers is stages[-1]))
         ]  # fmt: skip
         weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
-        most = max(most, weights + ROWS * config.training.seq_len * heads * len(layers))
+        most = max(most, weights + config.rollout.max_num_seqs * config.training.seq_len * heads * len(layers))
     return width * (most + gathered)
 
 

@@ -46,7 +46,8 @@ def build_engine(
         layout = generation_layout(section.degrees, process.world_size)
         mesh = build_model_mesh(layout, process.rank, process.device.type)
         length, routes = config.training.seq_len, config.rl.routing_replay
-        return LocalEngine(policy, max_length=length, mesh=mesh, routes=routes, is_stopped=is_stopped)
+        rows = section.max_num_seqs
+        return LocalEngine(policy, max_length=length, mesh=mesh, rows=rows, routes=routes, is_stopped=is_stopped)
     dtype = getattr(torch, config.training.mixed_precision_param)
     weights = Path(config.job.dump_folder, "rollout_weights").resolve()
     write = write_adapters if section.send_adapters else write_policy

@@ -13,7 +13,6 @@ from glm46.inference.generation import Continuation, Generation
 from glm46.inference.model_mesh import ModelMesh
 from glm46.inference.sampling import Sampling
 from glm46.model.routes import no_routes
-from glm46.planner.other_networks import ROWS
 from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 from glm46.rollout.weights import whole_weights
 from glm46.training.network import Network
@@ -43,7 +42,7 @@ class LocalEngine:
         *,
         max_length: int,
         mesh: ModelMesh,
-        rows: int = ROWS,
+        rows: int,
         speculative: bool = False,
         routes: bool = False,
         is_stopped: Callable[[], bool] = lambda: False,

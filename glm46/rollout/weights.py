@@ -1,6 +1,7 @@
 """The weights of a network on any layout, whole and with adapters added, one tensor after another."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,7 @@ def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Te
     """
     dtype = getattr(torch, network.plan.config.training.mixed_precision_param)
     weights, pipeline = network.weights(), network.cluster.meshes.pipeline
-    with torch.device("meta"):
-        model = Transformer(shape)
-    wanted = [(name, parameter.shape, dtype) for name, parameter in model.named_parameters()]
-    wanted += [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
+    wanted = [(name, size, own or dtype) for name, size, own in _tensors(shape)]
     owners = _owners([name in weights for name, _, _ in wanted], pipeline)
     for (name, size, kept), owner in zip(wanted, owners, strict=True):
         if name in weights:
@@ -44,6 +42,15 @@ def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Te
         if pipeline is not None:
             dist.broadcast(whole, group=pipeline, group_src=owner)
         yield name, whole
+
+
+@lru_cache(maxsize=1)  # to build the modules takes longer than the rest of a small update
+def _tensors(shape: ModelShape) -> list[tuple[str, torch.Size, torch.dtype | None]]:
+    """Name and size of all parameters, then of all buffers of a model, and the type of the buffers."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    found = [(name, parameter.shape, None) for name, parameter in model.named_parameters()]
+    return found + [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
 
 
 def _owners(has: list[bool], pipeline: dist.ProcessGroup | None) -> list[int]:
