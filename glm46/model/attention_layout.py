@@ -11,14 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """How a context-parallel rank gets the keys of its runs.
+    """How a rank gets the keys of its runs, where these are not its tokens as they lie.
 
     No NamedTuple: a compiled layer would be compiled again for every number of keys, though it only hands this on.
     """
 
     keys: Tensor
-    """int64 [keys]: for each key of the runs, its place among the keys that this rank gets: all of them, flattened
-    [ranks, B, S / ranks]; or those that the other fields say."""
+    """int64 [keys]: for each key of the runs, its place among the keys that this rank gets: without context parallelism
+    its own, flattened [B, S]; with it all of them, flattened [ranks, B, S / ranks]; or those that the other fields
+    say."""
     tokens: Tensor | None = None
     """int64 [sum(send)]: this rank's tokens [B, S / ranks], flattened: those that the first rank needs, then those of
     the second. None: every rank needs most keys and gets all of them."""
@@ -64,7 +65,8 @@ class AttentionLayout(NamedTuple):
 
     Queries are the tokens [B, S] of this rank behind each other, row by row. The last query of a run sees all keys of
     the run, each query before it one key fewer. A run is a document, or the part of a document that a context-parallel
-    rank holds; its keys then start with the document, or with the window of its first query.
+    rank holds; its keys then start with the document, or with the window of its first query. Or it is a document that
+    goes on after a prefix which other documents share: its keys are those of the prefix and its own.
     """
 
     cu_seq_q: Tensor
@@ -79,7 +81,7 @@ class AttentionLayout(NamedTuple):
     window: int | None
     """Most keys that a query sees, its own included; None for all."""
     exchange: KeyExchange | KeyRing | None = None
-    """None without context parallelism."""
+    """None if keys lie as their runs do: without context parallelism and shared prefixes."""
 
     def pin_memory(self) -> "AttentionLayout":
         """A copy in page-locked memory."""
@@ -104,6 +106,7 @@ def attention_layout(
     rank: int = 0,
     *,
     ring: bool = False,
+    prefix_ids: Tensor | None = None,
 ) -> AttentionLayout | None:
     """The layout of whole rows, or of the part of them that a context-parallel rank holds, on the CPU.
 
@@ -114,6 +117,8 @@ def attention_layout(
         places: int64 [B, ranks, S / ranks], the tokens of each rank, ascending; None without context parallelism.
         rank: of the context-parallel group.
         ring: pass keys from rank to rank instead of gathering them; not with a window.
+        prefix_ids: integer [B, S]: the id of the document in the same row that comes before a token's document, -1 for
+            none; not with ``places`` or a window. None: for none.
 
     Returns:
         None for rows that are plainly causal, which have a kernel of their own.
@@ -126,6 +131,9 @@ def attention_layout(
     start, end, first_key = _runs(ids_BS, places_BRS[:, rank], window)
     cu_seq_q, cu_seq_k = _cumulative(end - start), _cumulative(end - first_key)
     max_q, max_k = int((end - start).max()), int((end - first_key).max())
+    if prefix_ids is not None and bool((prefix_ids >= 0).any()):
+        assert places is None and window is None
+        return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
     if places is None:
         return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window)
     tokens_RN = (places_BRS + np.arange(B)[:, None, None] * S).swapaxes(0, 1).reshape(places_BRS.shape[1], -1)
@@ -160,6 +168,21 @@ def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple
         first = of_document[document[index]]
         first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
     return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
+
+
+def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, prefix_BS: np.ndarray) -> AttentionLayout:
+    """The layout of documents, some of which go on after another one."""
+    row = (start // ids_BS.shape[1]).tolist()
+    own, other = (ids.reshape(-1)[start].tolist() for ids in (ids_BS, prefix_BS))
+    number_of = {document: number for number, document in enumerate(zip(row, own, strict=True))}
+    none = len(start)  # an empty range
+    before = [none if place[1] < 0 else number_of[place] for place in zip(row, other, strict=True)]
+    starts, ends = (np.append(bounds, 0) for bounds in (start, end))
+    pairs = [np.stack([bounds[before], bounds[:-1]], 1) for bounds in (starts, ends)]
+    lengths, keys = end - start, (pairs[1] - pairs[0]).sum(1)
+    exchange = KeyExchange(_ranges(*(bounds.reshape(-1) for bounds in pairs)))
+    most = (int(sizes.max()) for sizes in (lengths, keys))
+    return AttentionLayout(_cumulative(lengths), _cumulative(keys), *most, None, exchange)
 
 
 def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: np.ndarray, rank: int) -> KeyRing:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm46 import compat
 from glm46.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.distributed.sequence import SequenceShard
-from glm46.model.attention import Attention, AttentionCore
+from glm46.model.attention import Attention, AttentionCore, keys_of_runs
 from glm46.model.attention_layout import AttentionLayout, KeyRing, attention_layout
 from glm46.model.router import Router
 from glm46.model.transformer import Transformer
@@ -36,6 +35,7 @@ def take_part(
     shard: SequenceShard | None,
     *,
     ring: bool = False,
+    prefix_ids: Tensor | None = None,
 ) -> dict[str, Any]:
     """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
 
@@ -44,12 +44,13 @@ def take_part(
         document_ids: [B, S]; None to attend across documents.
         window: of the model.
         shard: None without context parallelism.
-        ring: see `attention_layout`.
+        ring, prefix_ids: see `attention_layout`.
     """
     size = tuple(rows["input_ids"].shape)
     if shard is None:
-        layout = attention_layout(document_ids, size, window)
+        layout = attention_layout(document_ids, size, window, prefix_ids=prefix_ids)
         return rows if layout is None else rows | {"layout": layout}
+    assert prefix_ids is None
     places = shard.places(document_ids, size, window)
     layout = attention_layout(document_ids, size, window, places, shard.rank, ring=ring)
     return shard.cut(rows, places) | {"layout": layout}
@@ -64,9 +65,7 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
             gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
         else:
             gathered = exchange_rows(x.index_select(0, exchange.tokens), exchange.send, exchange.receive, shard.group)
-        keys = gathered.index_select(0, exchange.keys).unsqueeze(0)
-        compat.let_size_vary(keys, 1)
-        return keys
+        return keys_of_runs(gathered, exchange.keys)
 
     @torch.compiler.disable
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
@@ -76,6 +75,6 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
         # The gathered keys are free again before the values come.
-        return core(q, of_runs(k, layout), of_runs(v, layout), layout)
+        return core(q, of_runs(k, layout), of_runs(v, layout), layout._replace(exchange=None))
 
     return gathering_core

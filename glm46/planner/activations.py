@@ -181,6 +181,11 @@ MOST_GATHERED_BYTES = 4 * 2**30
 """Of the keys and values of one layer. GLM-4.6 reaches it at a million tokens without tensor parallelism."""
 
 
+SHARED_KEYS = 3
+"""Of the rows of reinforcement learning, whose samples share their prompts: keys that the runs of a row have together,
+at most, as a multiple of its tokens."""
+
+
 def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
     """Whether context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
     if cp == 1 or shape.sliding_window is not None:

@@ -15,6 +15,7 @@ from glm46.config.run_config import RunConfig
 from glm46.planner.activations import (
     FP32,
     INDEX,
+    SHARED_KEYS,
     Frozen,
     attended_keys,
     gathered_key_bytes,
@@ -326,26 +327,22 @@ class _Step:
         """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
         layout, shape = self._layout, self._shape
         part = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
+        heads = max(shape.num_key_value_heads / layout.tp, 1)
+        layers = sum(counts[p.index] * len(p.blocks) for p in parts) if self._mode == "none" else 1
         if layout.cp == 1:
-            return 0.0
+            if self._config.rl is None or shape.sliding_window is not None:
+                return 0.0
+            # Those of shared prompts, once for each sample.
+            return layers * (SHARED_KEYS - 1) * 2 * self._rows * self._length * heads * shape.head_dim * self._width
         if keys_travel(shape, self._width, **part):
             return travelling_key_bytes(shape, self._width, **part)
         kept = gathered_key_bytes(shape, self._width, **part)
         # The rank's own keys are counted with its layers, where only what is made of them stays.
-        kept -= (
-            2
-            * self._rows
-            * self._length
-            / layout.cp
-            * max(shape.num_key_value_heads / layout.tp, 1)
-            * (shape.head_dim * self._width)
-        )
+        kept -= 2 * self._rows * self._length / layout.cp * heads * shape.head_dim * self._width
         # Keys and values come one after the other.
         _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
-        gathered = self._rows * received * max(shape.num_key_value_heads / layout.tp, 1) * shape.head_dim * self._width
-        if self._mode != "none":
-            return kept + gathered  # of the layer that is computed, or computed again
-        return sum(counts[part.index] * len(part.blocks) for part in parts) * kept + gathered
+        gathered = self._rows * received * heads * shape.head_dim * self._width
+        return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
 
     def _loss(self, micro_batches: int) -> float:
         """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,

@@ -1,6 +1,7 @@
 """Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor
 
 from glm46.config.model import ModelShape
-from glm46.data.best_fit import best_fit
 from glm46.model.cross_entropy import IGNORE
 from glm46.model.routes import no_routes
+from glm46.planner.activations import SHARED_KEYS
 from glm46.rl.rollouts import Rollout
 from glm46.training.network import Batch
+
+_KEYS_OF_ROW = SHARED_KEYS - 1
+"""Most keys that the documents of a row see together, in rows, before the shared prefixes see their own."""
 
 
 class PackShape(NamedTuple):
@@ -29,19 +33,48 @@ class PackShape(NamedTuple):
     mtp_depth: int
     model: ModelShape | None = None
     """Given under routing replay."""
+    shares_prompts: bool = False
+    """The samples of a prompt that lie in one row have its tokens once."""
 
 
-def pack(lengths: Sequence[int], shape: PackShape) -> list[list[list[list[int]]]]:
+class Item(NamedTuple):
+    """A sample that is to be packed."""
+
+    prompt: int
+    """Equal for samples that can share their prompt."""
+    shared: int
+    """Tokens that they share: those of the prompt but its last one, which predicts the completion."""
+    own: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has alone."""
+        return self.shared + self.own
+
+
+def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
+    """Samples of a rollout; each has a prompt of its own unless they share them."""
+    prompts: dict[tuple[bytes, ...], int] = {}
+    items = []
+    for sample in samples:
+        prompt, routes = rollout.prompt(sample), rollout.routes(sample)
+        shared = len(prompt) - 1
+        key = (prompt.tobytes(), b"" if routes is None else routes[:shared].tobytes())
+        number = prompts.setdefault(key, len(prompts)) if shape.shares_prompts and shared else -1 - sample
+        items.append(Item(number, shared, len(rollout.completion(sample))))  # the last token is only a label
+    return items
+
+
+def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]:
     """Distribute samples: for each rank its micro-batches, each a list of rows, each a list of numbers of samples.
 
-    A row holds at most ``seq_len`` tokens; rows are dealt to the ranks so that these compute equally much attention and
-    equally many micro-batches, at least one. Rows that are missing at the end are padding.
+    A row holds at most ``seq_len`` tokens; rows do not depend on the ranks, and are dealt to them so that these compute
+    equally much attention and equally many micro-batches, at least one. Rows that are missing at the end are padding.
     """
-    row_of, count = best_fit(np.asarray(lengths, dtype=np.int64), shape.seq_len)
-    rows: list[list[int]] = [[] for _ in range(count)]
-    for sample, row in enumerate(row_of.tolist()):
-        rows[row].append(sample)
-    cost = [sum(lengths[sample] * (shape.seq_len + lengths[sample]) for sample in row) for row in rows]
+    rows = _rows(items, shape.seq_len)
+    parts = [_documents(row, items) for row in rows]
+    cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
+    count = len(rows)
     per_rank = -(-max(count, 1) // (shape.ranks * shape.rows)) * shape.rows
     if shape.micro_batches is not None:
         per_rank = shape.micro_batches * shape.rows
@@ -61,51 +94,113 @@ def pack(lengths: Sequence[int], shape: PackShape) -> list[list[list[list[int]]]
     ]
 
 
+def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
+    """Numbers of the samples of each row, those of a prompt together. Prompt by prompt, longest first, each goes
+    into the row that has the prompt, or else the fullest one that has room for both."""
+    of_prompts: dict[int, list[int]] = {}
+    for number, item in enumerate(items):
+        of_prompts.setdefault(item.prompt, []).append(number)
+    for numbers in of_prompts.values():
+        numbers.sort(key=lambda number: -items[number].own)
+    rows: list[list[int]] = []
+    free, keys = np.zeros(len(items), np.int64), np.full(len(items), _KEYS_OF_ROW * seq_len)
+    for numbers in sorted(of_prompts.values(), key=lambda numbers: -sum(items[n].length for n in numbers)):
+        here = -1
+        for number in numbers:
+            item = items[number]
+            if here >= 0 and free[here] >= item.own and keys[here] >= item.length:
+                needed = item.own
+            else:
+                needed = item.length
+                has_room = (free[: len(rows)] >= needed) & (keys[: len(rows)] >= needed)
+                if has_room.any():
+                    here = int(np.where(has_room, free[: len(rows)], seq_len + 1).argmin())
+                else:
+                    here = len(rows)
+                    rows.append([])
+                    free[here] = seq_len
+            rows[here].append(number)
+            free[here] -= needed
+            keys[here] -= item.length
+    return rows
+
+
 def empty_batch(rows: int, seq_len: int) -> Batch:
     """Padding: ``input_ids, positions, document_ids, labels``, int64 [rows, seq_len]."""
-    size = (rows, seq_len)
-    return {
-        "input_ids": torch.zeros(size, dtype=torch.int64),
-        "positions": torch.zeros(size, dtype=torch.int64),
-        "document_ids": torch.full(size, -1, dtype=torch.int64),
-        "labels": torch.full(size, IGNORE, dtype=torch.int64),
-    }
+    return {name: torch.from_numpy(values) for name, values in _empty(rows, seq_len, _PADDING).items()}
 
 
-def build_batch(rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape) -> Batch:
+_PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE}
+
+
+def _empty(rows: int, seq_len: int, fill: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {name: np.full((rows, seq_len), value) for name, value in fill.items()}
+
+
+def build_batch(
+    rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item]
+) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
-    each label in the rollout's tokens, int64 [B, S]; under routing replay ``routes``, none where the rollout has none.
+    each label in the rollout's tokens, int64 [B, S]; if samples share prompts ``prefix_ids``, int64 [B, S], see
+    `attention_layout`; under routing replay ``routes``, none where the rollout has none.
 
     Args:
         rows: numbers of samples in the step.
         first: number in the rollout of the step's first sample.
+        items: of the step.
     """
-    batch = empty_batch(len(rows), shape.seq_len)
-    batch["sample"], batch["place"] = (torch.full_like(batch["labels"], -1) for _ in range(2))
+    fill = _PADDING | {"sample": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
+    arrays = _empty(len(rows), shape.seq_len, fill)
     if shape.model is not None:
-        batch["routes"] = no_routes(tuple(batch["labels"].shape), shape.model)
+        arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
     for b, samples in enumerate(rows):
-        start = 0
-        for document, sample in enumerate(samples):
-            prompt, completion = rollout.prompt(first + sample), rollout.completion(first + sample)
-            length = len(prompt) + len(completion) - 1  # the last token is only a label
-            here, labelled = slice(start, start + length), slice(start + len(prompt) - 1, start + length)
-            batch["input_ids"][b, here] = torch.from_numpy(np.concatenate([prompt, completion])[:-1].astype(np.int64))
-            batch["positions"][b, here] = torch.arange(length)
-            batch["document_ids"][b, here] = document
-            bounds = rollout.bounds(first + sample)
-            is_reply = torch.from_numpy(rollout.arrays["is_reply"][slice(*bounds)])
-            labels = torch.from_numpy(completion.astype(np.int64))
-            batch["labels"][b, labelled] = labels.masked_fill(is_reply, IGNORE)
-            batch["sample"][b, labelled] = torch.full_like(labels, sample).masked_fill(is_reply, -1)
-            batch["place"][b, labelled] = torch.arange(*bounds).masked_fill(is_reply, -1)
-            if "routes" in batch and (routes := rollout.routes(first + sample)) is not None:
-                batch["routes"][b, here] = torch.from_numpy(routes)
-            start += length
+        row, used = {name: values[b] for name, values in arrays.items()}, 0
+        for document, (sample, begin, end, prefix) in enumerate(_documents(samples, items)):
+            here = slice(used, used := used + end - begin)
+            _write(row, here, rollout, first + sample, (begin, end))
+            row["document_ids"][here] = document
+            if prefix is not None:
+                row["prefix_ids"][here] = prefix
+            labelled = row["sample"][here]
+            labelled[row["labels"][here] != IGNORE] = sample
+    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
     if shape.mtp_depth:  # prediction layers are not trained, and a pipeline computes them
         batch["mtp_input_ids"] = torch.zeros((len(rows), shape.mtp_depth, shape.seq_len), dtype=torch.int64)
         batch["mtp_labels"] = torch.full((len(rows), shape.mtp_depth, shape.seq_len), IGNORE, dtype=torch.int64)
     return batch
+
+
+def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[int, int, int, int | None]]:
+    """The documents of a row: a sample, the range of its tokens, and the number of the document before them."""
+    document = 0
+    for _, group in groupby(samples, key=lambda number: items[number].prompt):
+        of_prompt = list(group)
+        shared = items[of_prompt[0]].shared
+        if len(of_prompt) == 1:
+            yield of_prompt[0], 0, items[of_prompt[0]].length, None
+            document += 1
+            continue
+        yield of_prompt[0], 0, shared, None
+        for sample in of_prompt:
+            yield sample, shared, items[sample].length, document
+        document += 1 + len(of_prompt)
+
+
+def _write(row: Mapping[str, np.ndarray], here: slice, rollout: Rollout, sample: int, tokens: tuple[int, int]) -> None:
+    """Write a range of a sample's tokens, with their labels, to a part of a row."""
+    begin, end = tokens
+    prompt, completion = rollout.prompt(sample), rollout.completion(sample)
+    row["input_ids"][here] = np.concatenate([prompt, completion])[begin:end]
+    row["positions"][here] = np.arange(begin, end)
+    if "routes" in row and (routes := rollout.routes(sample)) is not None:
+        row["routes"][here] = routes[begin:end]
+    if end < len(prompt):
+        return
+    start, stop = rollout.bounds(sample)
+    is_reply = rollout.arrays["is_reply"][start:stop]
+    labelled = slice(here.stop - len(completion), here.stop)
+    row["labels"][labelled] = np.where(is_reply, IGNORE, completion)
+    row["place"][labelled] = np.where(is_reply, -1, np.arange(start, stop))
 
 
 def spread(values: Tensor, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.planner.plan import Plan
 from glm46.reliability.run_lock import writing
 from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
-from glm46.rl.packing import PackShape, build_batch, collect, pack, spread
+from glm46.rl.packing import PackShape, build_batch, collect, items_of, pack, spread
 from glm46.rl.rollouts import Rollout, read_fields, write_fields
 from glm46.training.network import Batch, Network
 
@@ -84,12 +84,13 @@ class StepBuilder:
             micro_batches=int(training.global_batch_size) // self._plan.rows_per_micro_batch if is_pipeline else None,
             mtp_depth=self._plan.shape.num_nextn_predict_layers if is_pipeline else 0,
             model=self._plan.shape if self._config.routing_replay else None,
+            shares_prompts=layout.cp == 1 and self._networks["policy"].shape.sliding_window is None,
         )
         steps = []
         for first, end in self._step_bounds(rollout):
-            lengths = [len(rollout.prompt(i)) + len(rollout.completion(i)) - 1 for i in range(first, end)]
-            mine = pack(lengths, shape)[self._cluster.dp_rank]
-            steps.append([build_batch(rollout, rows, first, shape) for rows in mine])
+            items = items_of(rollout, range(first, end), shape)
+            mine = pack(items, shape)[self._cluster.dp_rank]
+            steps.append([build_batch(rollout, rows, first, shape, items) for rows in mine])
         return steps
 
     def _step_bounds(self, rollout: Rollout) -> list[tuple[int, int]]:

@@ -123,7 +123,8 @@ class Network:
             rows["routes"] = compact_routes(rows["routes"], tuple(batch["input_ids"].shape), self.plan.shape)
         window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
         ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
-        part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring)
+        prefix_ids = batch.get("prefix_ids")
+        part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring, prefix_ids=prefix_ids)
         return {name: copy_to_device(value, self.cluster.device) for name, value in part.items()}
 
     def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:

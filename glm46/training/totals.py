@@ -53,7 +53,8 @@ def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document
     """`StepTotals.half_pairs` of this rank's micro-batches: pairs within documents, or within rows without document
     masks. Padding is not counted."""
     total = 0
-    for ids in (batch["document_ids"] for batch in micro_batches):
+    for batch in micro_batches:
+        ids = batch["document_ids"]
         is_real = ids >= 0
         if document_mask:
             keys = ids.long() + torch.arange(ids.shape[0]).unsqueeze(1) * (ids.shape[1] + 1)
@@ -61,4 +62,8 @@ def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document
         else:
             lengths = is_real.sum(1)
         total += int(document_half_pairs(lengths, window).sum())
+        if (prefixes := batch.get("prefix_ids")) is not None:
+            tokens_of = torch.zeros(ids.shape[0], ids.shape[1] + 1, dtype=torch.int64)
+            tokens_of.scatter_add_(1, ids + 1, torch.ones_like(ids))
+            total += 2 * int(tokens_of.gather(1, prefixes + 1)[prefixes >= 0].sum())
     return total

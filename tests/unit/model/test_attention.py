@@ -74,7 +74,7 @@ def of_ranks(q, k, v, documents, window, ranks):
         keys, values = of_runs(k, rank), of_runs(v, rank)
         assert keys.shape[2] == heads
         index = places[:, rank, :, None, None].expand(-1, -1, *q.shape[2:])
-        out = out.scatter(1, index, attend(part(q, rank), keys, values, layouts[rank]))
+        out = out.scatter(1, index, attend(part(q, rank), keys, values, layouts[rank]._replace(exchange=None)))
     return out
 
 
@@ -209,6 +209,7 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window, compiled):
     places = None if ranks == 1 else SequenceShard(None, ranks, 0).places(documents, (1, length), window)
     layout = attention_layout(documents, (1, length), window, places, 0).to(torch.device("meta"))
     keys = length if ranks == 1 else len(layout.exchange.keys)
+    layout = layout._replace(exchange=None)  # its keys are here already
     q = torch.empty(1, length // ranks, 96, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     k, v = (torch.empty(1, keys, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
     if compiled:
@@ -270,6 +271,34 @@ def test_packed_row_equals_its_documents(tiny_shape, random_model, random_batch,
         whole = torch.stack([g.norm() for g in want.values()]).norm().item()
         # FP32 sums in another order; the floor as in the parity test.
         assert max(relative_error(got[name], want[name], 1e-4 * whole) for name in want) < 1e-5
+
+
+def test_documents_that_share_a_prefix_equal_each_with_its_own(tiny_shape, random_model, random_batch, relative_error):
+    """Loss and every gradient, in two rows; one document has no prefix, and padding is behind them."""
+    shape, shared, lengths = tiny_shape(num_nextn_predict_layers=0), 4, (3, 1, 5)
+    model, batch = random_model(shape), random_batch(shape, batch=2, length=shared + sum(lengths) + 2 + 3)
+    sizes = [shared, *lengths, 2, 3]
+    document = torch.repeat_interleave(torch.tensor([0, 1, 2, 3, 4, -1]), torch.tensor(sizes))
+    ids, labels = batch["input_ids"], batch["labels"].masked_fill(document < 1, -100)
+    starts = [0, shared, shared, shared, 0, 0]
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)])
+    prefix = torch.where((document > 0) & (document < 4), 0, -1)
+    both = [x.expand_as(ids) for x in (document, positions, prefix)]
+    layout = attention_layout(both[0], tuple(ids.shape), None, prefix_ids=both[2])
+    assert len(layout.exchange.keys) == 2 * (sum(sizes) + 3 * shared)
+
+    def alone(number):
+        places = torch.cat([torch.arange(shared * (number < 4)), (document == number).nonzero()[:, 0]])
+        return model(input_ids=ids[:, places], labels=labels[:, places]).loss
+
+    together = model(input_ids=ids, labels=labels, positions=both[1], layout=layout, is_real=both[0] >= 0)
+    apart = sum(alone(number) for number in range(1, 5))
+    assert relative_error(together.loss, apart) < 1e-6
+    assert int(together.tokens_per_expert[0].sum()) == 2 * (sum(sizes) - 3) * shape.num_experts_per_tok
+    got, want = gradients(model, together.loss), gradients(model, apart)
+    whole = torch.stack([g.norm() for g in want.values()]).norm().item()
+    # FP32 sums in another order; the floor as in the parity test.
+    assert max(relative_error(got[name], want[name], 1e-4 * whole) for name in want) < 1e-5
 
 
 def test_a_window_hides_what_lies_before_it(tiny_shape, random_model):

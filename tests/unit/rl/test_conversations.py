@@ -16,7 +16,7 @@ from glm46.rewards.calculator import calculate
 from glm46.rewards.scorer import Reply, Scorer
 from glm46.rl.asking import Asking
 from glm46.rl.drawing import InOrder, draw_rollout
-from glm46.rl.packing import PackShape, build_batch
+from glm46.rl.packing import PackShape, build_batch, items_of
 from glm46.rl.prompts import Prompt
 from glm46.rollout.records import Completion, SamplingRules, Span
 
@@ -84,7 +84,8 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
     assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
 
-    batch = build_batch(rollout, [[0]], 0, PackShape(256, 1, 1, None, 0))
+    shape = PackShape(256, 1, 1, None, 0)
+    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape))
     labels = batch["labels"][0, : len(ids) - 1].numpy()
     assert np.array_equal(labels != IGNORE, is_target[1:])
     assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])

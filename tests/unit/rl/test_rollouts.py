@@ -1,5 +1,7 @@
 """The journal of rollouts, and their samples as micro-batches."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from glm46.config.errors import UserError
 from glm46.model.cross_entropy import IGNORE
-from glm46.rl.packing import PackShape, build_batch, collect, pack, spread
+from glm46.planner.activations import SHARED_KEYS
+from glm46.rl.packing import Item, PackShape, build_batch, collect, items_of, pack, spread
 from glm46.rl.rollouts import (
     DrawnSample,
     Rollout,
@@ -74,9 +77,17 @@ def test_fields_of_a_rollout_are_needed_inside_of_it(tmp_path):
         read_fields(tmp_path, 5)
 
 
+def batch_of(rollout: Rollout, rows: list[list[int]], shape: PackShape) -> dict:
+    return build_batch(rollout, rows, 0, shape, items_of(rollout, range(len(rollout)), shape))
+
+
+def alone(lengths: list[int]) -> list[Item]:
+    return [Item(number, 0, length) for number, length in enumerate(lengths)]
+
+
 def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
     shape = PackShape(seq_len=8, rows=2, ranks=1, micro_batches=None, mtp_depth=0)
-    batch = build_batch(rollout, [[0, 2], []], 0, shape)
+    batch = batch_of(rollout, [[0, 2], []], shape)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 11, 12, 0, 0], [0] * 8]
     assert batch["labels"][0].tolist() == [IGNORE, 7, 8, 9, 12, 13, IGNORE, IGNORE]
     assert batch["positions"][0].tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
@@ -84,10 +95,43 @@ def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
     assert batch["sample"][0].tolist() == [-1, 0, 0, 0, 2, 2, -1, -1]
     values = torch.arange(1.0, rollout.tokens + 1)
     assert spread(values, batch)[0].tolist() == [0, 1, 2, 3, 5, 6, 0, 0]
-    assert spread(torch.zeros(0), build_batch(rollout_of(), [[], []], 0, shape)).count_nonzero() == 0
+    assert spread(torch.zeros(0), batch_of(rollout_of(), [[], []], shape)).count_nonzero() == 0
     into = torch.zeros(rollout.tokens)
     collect(spread(values, batch), batch, into)
     assert into.tolist() == [1, 2, 3, 0, 5, 6]
+
+
+def test_samples_of_a_row_share_their_prompt():
+    """But its last token, which predicts the first one of each completion."""
+    rollout = rollout_of(
+        sample(8, [5, 6, 3], [7, 8, 9], 1.0), sample(8, [5, 6, 3], [10], 0.0), sample(9, [5, 6], [12, 13], 0.5)
+    )
+    shape = PackShape(seq_len=10, rows=1, ranks=1, micro_batches=None, mtp_depth=0, shares_prompts=True)
+    (((row,),),) = pack(items_of(rollout, range(3), shape), shape)
+    assert row == [0, 1, 2]
+    batch = {name: values[0].tolist() for name, values in batch_of(rollout, [row], shape).items()}
+    assert batch["input_ids"] == [5, 6, 3, 7, 8, 3, 5, 6, 12, 0]
+    assert batch["labels"] == [IGNORE, IGNORE, 7, 8, 9, 10, IGNORE, 12, 13, IGNORE]
+    assert batch["positions"] == [0, 1, 2, 3, 4, 2, 0, 1, 2, 0]
+    assert batch["document_ids"] == [0, 0, 1, 1, 1, 2, 3, 3, 3, -1]
+    assert batch["prefix_ids"] == [-1, -1, 0, 0, 0, 0, -1, -1, -1, -1]
+    assert batch["sample"] == [-1, -1, 0, 0, 0, 1, -1, 2, 2, -1]
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12),
+)
+def test_rows_of_shared_prompts_have_room_for_their_tokens_and_keys(groups):
+    items = [Item(number, shared, own) for number, (shared, owns) in enumerate(groups) for own in owns]
+    shape = PackShape(seq_len=16, rows=1, ranks=1, micro_batches=None, mtp_depth=0, shares_prompts=True)
+    rows = [row for (row,) in pack(items, shape)[0]]
+    assert sorted(number for row in rows for number in row) == list(range(len(items)))
+    for row in rows:
+        prompts = [items[number].prompt for number in row]
+        assert len(set(prompts)) == 1 + sum(a != b for a, b in pairwise(prompts)) if row else True
+        shared = sum({items[number].prompt: items[number].shared for number in row}.values())
+        assert shared + sum(items[number].own for number in row) <= 16
+        assert shared + sum(items[number].length for number in row) <= SHARED_KEYS * 16
 
 
 @given(
@@ -97,7 +141,7 @@ def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
 )
 def test_every_sample_is_in_one_row_and_ranks_have_equally_many_micro_batches(lengths, ranks, rows):
     shape = PackShape(seq_len=16, rows=rows, ranks=ranks, micro_batches=None, mtp_depth=0)
-    of_ranks = pack(lengths, shape)
+    of_ranks = pack(alone(lengths), shape)
     assert len(of_ranks) == ranks
     assert len({len(batches) for batches in of_ranks}) == 1
     assert of_ranks[0], "at least one micro-batch, so that all ranks compute"
@@ -111,11 +155,12 @@ def test_rows_are_dealt_so_that_ranks_compute_equally_much():
     lengths = [16] * 4 + [1] * 4 + [8, 7, 6, 5]
     shape = PackShape(seq_len=16, rows=1, ranks=2, micro_batches=None, mtp_depth=0)
     loads = [
-        sum(sum(lengths[i] for i in row) for batch in batches for row in batch) for batches in pack(lengths, shape)
+        sum(sum(lengths[i] for i in row) for batch in batches for row in batch)
+        for batches in pack(alone(lengths), shape)
     ]
     assert np.ptp(loads) <= 16
 
 
 def test_a_pipeline_has_its_number_of_micro_batches():
     shape = PackShape(seq_len=16, rows=2, ranks=2, micro_batches=3, mtp_depth=1)
-    assert [len(batches) for batches in pack([4, 4], shape)] == [3, 3]
+    assert [len(batches) for batches in pack(alone([4, 4]), shape)] == [3, 3]
