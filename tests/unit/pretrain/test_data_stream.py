@@ -242,8 +242,11 @@ def test_a_new_stage_with_a_higher_loss_is_no_spike(make_config, source_folder, 
     ]  # fmt: skip
     config = make_config(
         data={"sources": [{"name": "test", "path": str(source_folder)}, two_sources[0]], "stages": stages},
-        training={"seq_len": 64, "steps": 63, "global_batch_size": 16, "spike_window": 16, "max_skipped_steps": 0},
-    )
+        training={
+            "seq_len": 64, "steps": 63, "global_batch_size": 16, "local_batch_size": 16, "spike_window": 16,
+            "max_skipped_steps": 0,
+        },
+    )  # fmt: skip
     assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
