@@ -14,7 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # a variable of glibc
+if __name__ == "__main__" and _THRESHOLD not in os.environ:
+    # Freed blocks shall return to the system at once, so that resident memory is that of living tensors. Before the
+    # imports, which take seconds.
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {_THRESHOLD: "65536"})
+
+import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +31,6 @@ from glm46.model.attention_layout import attention_layout  # noqa: E402
 from glm46.model.rope import rotary_tables  # noqa: E402
 
 _HIDDEN = 256
-_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"  # a variable of glibc
 
 
 def measure(length: int, document: int, ranks: int, window: int | None) -> dict:
@@ -83,9 +88,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--window", type=int)
     arguments = parser.parse_args()
-    if _THRESHOLD not in os.environ:
-        # Freed blocks shall return to the system at once, so that resident memory is that of living tensors.
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {_THRESHOLD: "65536"})
     measure(256, 256, 1, None)  # starts torch's threads and kernels
     for ranks in arguments.ranks:
         for length in arguments.lengths:
