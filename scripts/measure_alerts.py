@@ -21,6 +21,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from glm46.reliability.stop import started_ranks
+
 ROOT = Path(__file__).parents[1]
 GOALS = {"TrainingDown": 75, "TrainingNotFinite": 15, "LossSpike": 45, "TrainingStalled": 150}
 """Seconds; the stall counts as one 120 s after the last step, and has 30 s from then."""
@@ -140,8 +142,8 @@ def measure(folder: Path) -> dict[str, float]:
             time.sleep(0.2)
         began = time.time()
         time.sleep(40)  # until Prometheus has found all of them
-        (rank,) = subprocess.run(["pgrep", "-P", str(runs["b"].pid)], capture_output=True, text=True).stdout.split()
-        os.kill(int(rank), signal.SIGSTOP)
+        (rank,) = started_ranks(runs["b"].pid)
+        os.kill(rank, signal.SIGSTOP)
         faults["TrainingStalled"] = heartbeat(folder, "b")["moved"]
         os.kill(runs["a"].pid, signal.SIGKILL)
         faults["TrainingDown"] = time.time()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from glm46.distributed.environment import environment_without_ranks
 from glm46.preflight.results import FAIL, SKIP, Result, Subject, limited
-from glm46.reliability.stop import EXIT_STOPPED
+from glm46.reliability.stop import EXIT_STOPPED, started_ranks
 
 _STEPS, _STOPPED_AT, _KILLED_AT = 16, 5, 11
 _RUN_SECONDS = 95.0
@@ -143,9 +143,7 @@ class _Run:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [int(word) for file in children for word in file.read_text().split()]
-        return [pid for pid in sorted(pids) if b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return sorted(started_ranks(self.process.pid))
 
     def output(self) -> str:
         """All that it and earlier ones of its name have said."""

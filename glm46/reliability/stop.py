@@ -149,9 +149,10 @@ def exit_now(code: int, reason: str) -> None:
     os._exit(code)
 
 
-def started_ranks() -> list[int]:
-    """Process ids of the ranks of this launcher: living children of its server that lead a process group."""
-    me, table = os.getpid(), _processes()
+def started_ranks(launcher: int | None = None) -> list[int]:
+    """Process ids of the ranks of a launcher, by default of this one: living children of its server that lead a process
+    group."""
+    me, table = launcher or os.getpid(), _processes()
     return [
         process
         for process, (parent, group) in table.items()
