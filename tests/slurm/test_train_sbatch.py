@@ -36,9 +36,13 @@ class Job:
     Args:
         words: overrides of the config.
         nodes: of the allocation of a job with spares; 0 for the script without.
+        options: of sbatch.
     """
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, config, *words: str, nodes: int = 0):
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, config, *words: str,
+        nodes: int = 0, options: tuple[str, ...] = (),
+    ):  # fmt: skip
         self._cluster, self._folder = cluster, folder
         folder.mkdir()
         table = config.job.model_copy(update={"dump_folder": str(folder / "run")})
@@ -51,7 +55,7 @@ class Job:
         script = ["deploy/slurm/train.sbatch"]
         if nodes:
             script, variables["NODES"] = [f"--nodes={nodes}", "deploy/slurm/spares.sbatch"], "2"
-        command = ("sbatch", "--parsable", output, *script, *words)
+        command = ("sbatch", "--parsable", output, *options, *script, *words)
         self.number = cluster.call(*command, cwd=ROOT, **variables).strip()
 
     def state(self) -> dict[str, str]:
@@ -125,6 +129,20 @@ def test_a_stopped_job_goes_on_as_an_undisturbed_one(cluster, config, expected, 
     stopped.wait(lambda: len(stopped.losses()) >= 30)
     cluster.call("scancel", "--signal=USR1", "--batch", stopped.number)
     check_same_after_a_requeue(stopped, "the signal", expected)
+
+
+def test_a_job_goes_on_behind_its_time_limit(cluster, make_config, tmp_path):
+    """Slurm sends the signal up to a minute early, so after 35 s or more of the two minutes."""
+    config = make_config(training={"steps": 1_000_000}, checkpoint={"interval": 1_000_000})
+    job = Job(cluster, tmp_path / "job", config, options=("--time=2", "--signal=B:USR1@25"))
+    report("from the start to the requeue at the time limit", job.wait(lambda: job.state()["Restarts"] == "1"))
+    saved = job.losses()[-1][0]
+    job.wait(lambda: job.losses()[-1][0] > saved + 3)
+    cluster.call("scancel", job.number)
+    job.wait(job.has_ended)
+    cluster.wait_for_nodes(len(cluster.nodes))
+    steps = [step for step, _ in job.losses()]
+    assert f"resumed after step {saved}" in job.output() and steps == list(range(1, steps[-1] + 1))
 
 
 def test_a_preempted_job_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
