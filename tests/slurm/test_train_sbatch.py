@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,12 +37,13 @@ class Job:
     Args:
         words: overrides of the config.
         nodes: of the allocation of a job with spares; 0 for the script without.
+        ranks: on each node.
         options: of sbatch.
     """
 
     def __init__(
         self, cluster: SlurmCluster, folder: Path, config, *words: str,
-        nodes: int = 0, options: tuple[str, ...] = (),
+        nodes: int = 0, ranks: int = 1, options: tuple[str, ...] = (),
     ):  # fmt: skip
         self._cluster, self._folder = cluster, folder
         folder.mkdir()
@@ -49,7 +51,7 @@ class Job:
         (folder / "run.toml").write_text(dump_config(config.model_copy(update={"job": table})))
         variables = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "CONFIG_FILE": str(folder / "run.toml"), "NGPU": "1", "OMP_NUM_THREADS": "1",
+            "CONFIG_FILE": str(folder / "run.toml"), "NGPU": str(ranks), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         output = f"--output={folder}/%x-%j.log"
         script = ["deploy/slurm/train.sbatch"]
@@ -143,6 +145,22 @@ def test_a_job_goes_on_behind_its_time_limit(cluster, make_config, tmp_path):
     cluster.wait_for_nodes(len(cluster.nodes))
     steps = [step for step, _ in job.losses()]
     assert f"resumed after step {saved}" in job.output() and steps == list(range(1, steps[-1] + 1))
+
+
+def test_several_ranks_of_each_node_go_on_after_one_is_killed(cluster, config, expected, tmp_path):
+    """Within the allocation. They compute what one rank of each node computes, with sums in another order."""
+    halved = config.training.model_copy(update={"local_batch_size": 1})
+    job = Job(cluster, tmp_path / "job", config.model_copy(update={"training": halved}), ranks=2)
+    job.wait(lambda: len(job.losses()) >= 30)
+    found = ranks(cluster, "n2")
+    assert len(found) == len(ranks(cluster, "n1")) == 2
+    os.kill(found[-1], signal.SIGKILL)
+    report("from the kill of a rank to the resume", job.wait(lambda: "resumed after step" in job.output()))
+    job.wait(job.has_ended)
+    assert (job.state()["JobState"], job.state()["Restarts"]) == ("COMPLETED", "0"), job.output()
+    assert [step for step, _ in job.losses()] == list(range(1, STEPS + 1))
+    # Sums of FP32 numbers in another order, which later steps amplify.
+    assert dict(job.losses()[:20]) == pytest.approx(dict(expected[:20]), rel=1e-3)
 
 
 def test_a_preempted_job_goes_on_as_an_undisturbed_one(cluster, config, expected, tmp_path):
