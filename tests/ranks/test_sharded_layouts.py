@@ -36,7 +36,7 @@ BOUNDS = {
 }
 
 GRAPHS = {
-    "fsdp-compiled-inductor": (0, 3),
+    "fsdp-full_ac-compiled-inductor": (0, 3),
     "pp2-ZBVZeroBubble-micro4-compiled": (0, 3),
     "pp2-DualPipeV-micro4-compiled": (0, 3),
     "ep2-compiled": (9, 11),

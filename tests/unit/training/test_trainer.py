@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,9 @@ def test_a_failed_save_is_reported_and_the_next_one_works(make_config, monkeypat
 
 
 @pytest.mark.slow
-def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path):
+def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path, monkeypatch):
+    # Inductor with recomputation is in the layout fsdp-full_ac-compiled-inductor.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     eager = make_config(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
     compiled = make_config(
         job={"dump_folder": str(tmp_path / "compiled")}, training={"steps": 2}, compile={"enable": True},
