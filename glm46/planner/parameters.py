@@ -6,9 +6,12 @@ convert by it. It needs no torch, so that planning is fast. A test holds the row
 the model.
 """
 
+import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Literal
 
 from glm46.config.adapter import Adapter, AdapterTarget
@@ -81,8 +84,10 @@ class Parameter:
 
     def shape(self, shape: ModelShape) -> tuple[int, ...]:
         """Shape of our whole tensor in a model of this shape."""
-        sizes = _with_groups(dimensions(shape)) | ({} if self.rank is None else {"r": self.rank})
-        return tuple(sizes[dim] for dim in self.dims.split())
+        sizes = _all_dimensions(shape)
+        if self.rank is not None:
+            sizes = {**sizes, "r": self.rank}
+        return tuple([sizes[dim] for dim in self.dims.split()])
 
     def numel(self, shape: ModelShape) -> int:
         """Elements of our whole tensor."""
@@ -137,9 +142,11 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     }
 
 
-def _with_groups(sizes: dict[str, int]) -> dict[str, int]:
-    """With the groups of columns of weights in FP8."""
-    return sizes | {f"{dim}/{FP8_BLOCK}": size // FP8_BLOCK for dim, size in sizes.items()}
+@functools.lru_cache(maxsize=64)
+def _all_dimensions(shape: ModelShape) -> Mapping[str, int]:
+    """`dimensions`, and the groups of columns of weights in FP8. A search of layouts asks millions of times."""
+    sizes = dimensions(shape)
+    return MappingProxyType(sizes | {f"{dim}/{FP8_BLOCK}": size // FP8_BLOCK for dim, size in sizes.items()})
 
 
 def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
