@@ -19,6 +19,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.rl import RL
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import Process, join, leave
+from glm46.model.attention_layout import attention_layout
 from glm46.model.cross_entropy import IGNORE
 from glm46.model.routes import compact_routes
 from glm46.model.transformer import Transformer
@@ -71,11 +72,16 @@ LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts
 TEMPERATURE, LONGEST = 0.7, 20
 
 
-def make_samples() -> tuple[dict[str, Tensor], Rewards]:
+def make_samples(layout: Layout) -> tuple[dict[str, Tensor], Rewards]:
     """All rows of a step: each document with labels is a sample, whose missing labels are tokens of a tool. The old
-    policy is near that of new weights, where all tokens are about equally likely."""
+    policy is near that of new weights, where all tokens are about equally likely. The first document of a row comes
+    before the second and the third too, where samples share prompts: without context parallelism."""
     generator = torch.Generator().manual_seed(7)
     batch = make_batch(0)
+    if layout.context == 1:
+        goes_on = (batch["document_ids"] == 1) | (batch["document_ids"] == 2)
+        batch["prefix_ids"] = torch.where(goes_on, 0, -1)
+        batch["positions"] += (batch["document_ids"] == 0).sum(1, keepdim=True) * goes_on
     is_target = batch["labels"] != IGNORE
     document = batch["document_ids"] + torch.arange(ROWS).unsqueeze(1) * SEQ_LEN
     numbers = torch.full((ROWS * SEQ_LEN,), -1)
@@ -107,6 +113,11 @@ def objectives_of(networks: dict, rl: RL) -> dict:
     return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})
 
 
+def reference_of(layout: Layout) -> tuple:
+    """What decides what one process computes."""
+    return layout.reference, layout.context == 1
+
+
 def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
     """Of one process without any transform: metrics and gradients by algorithm and network."""
     config, found = make_config(layout), {}
@@ -123,15 +134,18 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
         initialise(model, config.debug.seed)
     for name in ALGORITHMS:
         rl = resolved(name)
-        batch, rewards = make_samples()
+        batch, rewards = make_samples(layout)
         prepare_fields([[batch]], [rewards], rl, LONGEST, lambda x: x)
         is_real = batch["document_ids"] >= 0
         weights = torch.tensor(AUX_WEIGHTS[0]) / int(is_real.sum())
         for of, objective in objectives_of(dict.fromkeys(models, network), rl).items():
             model = models[of]
-            names = ["input_ids", "positions", "document_ids", "labels"]
+            names = ["input_ids", "positions", "labels"]
             names += ["mtp_input_ids", "mtp_labels"] if of == "policy" else []
-            arguments = {"options": OPTIONS, "form": objective.form, "is_real": is_real}
+            attention = attention_layout(
+                batch["document_ids"], (ROWS, SEQ_LEN), None, prefix_ids=batch.get("prefix_ids")
+            )
+            arguments = {"options": OPTIONS, "form": objective.form, "is_real": is_real, "layout": attention}
             if "routes" in objective.fields:
                 arguments["routes"] = compact_routes(make_routes(0, shape), (ROWS, SEQ_LEN), shape)
             output = model(**{key: batch[key] for key in names}, **arguments)
@@ -153,7 +167,7 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
     share = ROWS // layout.micro_batches // plan.layout.dp_degree
     for name in ALGORITHMS:
         rl = resolved(name)
-        rows, rewards = make_samples()
+        rows, rewards = make_samples(layout)
         rows["routes"] = make_routes(0, plan.shape)
         first = [(m * plan.layout.dp_degree + cluster.dp_rank) * share for m in range(layout.micro_batches)]
         batches = [{key: tensor[start : start + share] for key, tensor in rows.items()} for start in first]
@@ -177,7 +191,7 @@ def compare_some(layouts: list[Layout], references: dict[tuple, dict]) -> None:
     faulthandler.enable()
     process = join(60)
     for layout in layouts:
-        found, reference = run_layout(process, layout), references[layout.reference]
+        found, reference = run_layout(process, layout), references[reference_of(layout)]
         ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, {key: squares(of, reference[key][1]) for key, (_, of) in found.items()})
         if process.is_main:
@@ -197,7 +211,7 @@ def main(world_size: int, *names: str) -> None:
     """Compare the named layouts of this world size, or all, with one process, which is this one."""
     torch.set_num_threads(1)
     layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
-    references = {layout.reference: run_reference(layout) for layout in layouts.values()}
+    references = {reference_of(layout): run_reference(layout) for layout in layouts.values()}
     run_cases(world_size, list(layouts), lambda some: compare_some([layouts[name] for name in some], references), 5)
 
 
