@@ -3,6 +3,7 @@
 It reads one JSON object per line, what to start or whom to look after, and answers with a process id or an exit code.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +27,8 @@ def _fork(task: dict) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
+        # A launcher, which is no rank, would otherwise train on after the tests have been killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         output = os.open(task["output"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(descriptor, place)
