@@ -65,11 +65,7 @@ class _Fork(socketserver.StreamRequestHandler):
         os.environ.update(environment)
         code = 0
         try:
-            if sys.argv[0] == "-u":  # torchrun's; the outputs are flushed at the end
-                del sys.argv[0]
-            if sys.argv[0] == "-m":
-                runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-            elif sys.argv[0] == "-c":
+            if sys.argv[0] == "-c":
                 exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})
             else:
                 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,7 +9,7 @@ from glm46.distributed.process import join, leave
 from glm46.optim.optimizers import build_optimizers
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
-from tests.ranks.sharded_layouts import LAYOUTS, STEPS, build_job, make_batch, make_config, micro_batches, whole
+from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, make_config, micro_batches, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,7 +89,7 @@ def trained(process, layout) -> tuple[list, dict]:
     if layout.offload:
         assert all(local_tensor(parameter).is_pinned() for parameter in job.network.parameters.values())
     figures = []
-    for step in range(STEPS):
+    for step in range(layout.steps):
         totals = count_step(job, [make_batch(step)])
         outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
         figures.append((outcome.sums["loss"].item(), outcome.grad_norm))

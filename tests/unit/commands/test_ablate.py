@@ -275,9 +275,9 @@ def test_the_shipped_ablation_resolves_to_its_variants():
 
 
 @pytest.mark.slow
-def test_two_variants_are_really_trained(file, tmp_path, monkeypatch, warm_python):
+def test_two_variants_are_really_trained(file, tmp_path, monkeypatch):
     """Through the launcher: from the same weights on the same data, FP8 moves the loss a little."""
-    monkeypatch.setattr(sys, "executable", warm_python)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
     path = file(
         {"variants": [{"name": "plain"}, {"name": "fp8", "keys": {"float8": fp8}}]}, validation={"enable": True}

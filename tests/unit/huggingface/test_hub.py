@@ -182,7 +182,7 @@ def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_pat
     monkeypatch.setattr(
         hub_folders, "local_folder", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache"
     )
-    monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, signals: started.append(argv) or SimpleNamespace(code=0))
+    monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
     assert main([*verb, f"--model={HF}", "--tokenizer", f"{HF}@main", "--nproc", "2"]) == 0
     folder = str(tmp_path / "in_the_cache")
     assert started == [[*verb, f"--model={folder}", "--tokenizer", folder]] and len(asked) == 2
