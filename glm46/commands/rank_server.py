@@ -11,6 +11,7 @@ The server has one thread, and never uses a GPU: a process that was forked after
 not use one. If a library opens the driver while it is imported, each rank starts a new interpreter instead.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -206,6 +207,7 @@ def _send(descriptor: int, pid: int, code: int | None) -> None:
 def _become_rank(arguments: list[str], variables: dict[str, str]) -> list[str]:
     """Give this forked process what a new interpreter would have; returns its command line."""
     os.setsid()
+    atexit.register(gc.unfreeze)  # what is still frozen at the end, Triton's library reports as leaks
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     replace_variables(variables)
     if _driver_is_open():
