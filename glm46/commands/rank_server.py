@@ -190,11 +190,11 @@ def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
                 return None
             *orders, received = (received + data).split(b"\n")
             for order in map(json.loads, orders):
-                pid = os.fork()
+                server, pid = os.getpid(), os.fork()
                 if pid == 0:
                     for inherited in (descriptor, woken, sender):
                         os.close(inherited)
-                    return _become_rank(**order)
+                    return _become_rank(server, **order)
                 children.add(pid)
                 _send(descriptor, pid, None)
 
@@ -204,15 +204,15 @@ def _send(descriptor: int, pid: int, code: int | None) -> None:
         os.write(descriptor, f"[{pid}, {json.dumps(code)}]\n".encode())
 
 
-def _become_rank(arguments: list[str], variables: dict[str, str]) -> list[str]:
+def _become_rank(server: int, arguments: list[str], variables: dict[str, str]) -> list[str]:
     """Give this forked process what a new interpreter would have; returns its command line."""
     os.setsid()
     atexit.register(gc.unfreeze)  # what is still frozen at the end, Triton's library reports as leaks
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     replace_variables(variables)
+    die_with_parent(server)
     if _driver_is_open():
         os.execve(sys.executable, [sys.executable, "-u", "-m", "glm46", *arguments], variables)
-    die_with_parent()
     set_process_name(f"glm46-rank{launched_rank()}")
     return arguments
 

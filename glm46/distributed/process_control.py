@@ -11,15 +11,18 @@ _PR_SET_NAME = 15
 """Source: linux/prctl.h."""
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the system kill this process when its parent ends, the server of ranks or torchrun; it would otherwise go on
     and keep its GPU.
 
     Does nothing in a process that is no rank.
+
+    Args:
+        parent: its process id, known before a fork: it may have ended since then. None: the parent of now.
     """
     if launched_world_size() is None:
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
