@@ -150,7 +150,7 @@ def _read_line(prompt: str) -> str:
     """A line of standard input. A terminal gets the prompt.
 
     Raises:
-        _Ended: there is no more.
+        _Ended: the input has ended.
     """
     while True:
         try:

@@ -15,7 +15,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have the system kill this process when its parent ends, the server of ranks or torchrun; it would otherwise go on
     and keep its GPU.
 
-    Does nothing in a process that is no rank.
+    Has no effect in a process that is not a rank.
 
     Args:
         parent: its process id, known before a fork: it may have ended since then. None: the parent of now.

@@ -27,7 +27,7 @@ def _fork(task: dict) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
-        # A launcher, which is no rank, would otherwise train on after the tests have been killed.
+        # Ranks end with their parent, a launcher does not: it would go on training after the tests were killed.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         output = os.open(task["output"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
