@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm46.config.presets import resolve_shape
 from glm46.distributed.process import join, leave
+from glm46.model.cross_entropy import token_logprobs
 from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
 from glm46.training.step import train_step
@@ -48,8 +49,8 @@ def bf16_run(layout: Layout):
     return config.model_copy(update={"training": training, "model": model})
 
 
-def one_process(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
-    """Loss sum and gradients of one process, in a plain forward and backward."""
+def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of the labels and gradients of one process, in a plain forward and backward."""
     config = bf16_run(Layout())
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
@@ -57,9 +58,10 @@ def one_process(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     initialise(model, config.debug.seed)
     model.cast(dtype)
     batch = make_batch(0)
-    sums = model(**batch, options=OPTIONS)
-    loss_of_step(batch)(sums).backward()
-    return sums.loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+    loss_of_step(batch)(model(**batch, options=OPTIONS)).backward()
+    with torch.no_grad():
+        logprobs = model(**batch, options=OPTIONS, form=token_logprobs).logprobs
+    return logprobs, {name: p.grad.float() for name, p in model.named_parameters()}
 
 
 def measure(truth: dict[str, Tensor]) -> None:
@@ -83,11 +85,13 @@ def measure(truth: dict[str, Tensor]) -> None:
 def main() -> None:
     """FP32 first (its gradients are given by their norms), then one process in BF16, then the layouts."""
     torch.set_num_threads(1)
-    loss, truth = one_process(torch.float32)
+    logprobs, truth = one_process(torch.float32)
+    loss = -logprobs.sum().item()
     print(json.dumps({"layout": "fp32", "loss": loss, "gradients": {n: g.norm().item() for n, g in truth.items()}}))
-    loss, gradients = one_process(torch.bfloat16)
+    rounded, gradients = one_process(torch.bfloat16)
+    of_tokens = torch.dist(rounded, logprobs).item()
     apart = {name: math.dist(g.flatten().tolist(), truth[name].flatten().tolist()) for name, g in gradients.items()}
-    print(json.dumps({"layout": "one process", "loss": loss, "gradients": apart}), flush=True)
+    print(json.dumps({"layout": "one process", "loss_of_tokens": of_tokens, "gradients": apart}), flush=True)
     run_ranks(2, lambda: measure(truth))
 
 

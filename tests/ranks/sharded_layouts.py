@@ -508,6 +508,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 },
                 "optimizer": {
                     "lr": 1e-3,
+                    # Above the rounding of gradients: AdamW divides by their size, and a tiny one is mostly rounding.
+                    "eps": 1e-4,
                     "ns_dtype": "float32",
                     "state_offload": "cpu" if layout.offload else "none",
                 }

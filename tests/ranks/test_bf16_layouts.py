@@ -30,6 +30,8 @@ def test_a_layout_is_as_near_to_fp32_as_one_process_in_bf16(figures, layout):
         of_one_token = ONE_TOKEN * truth["gradients"][name] if LEADS_TO_EXPERTS.search(name) else 0.0
         assert error < max(2 * one["gradients"][name], of_one_token), name
     assert math.hypot(*found["gradients"].values()) < 1.25 * math.hypot(*one["gradients"].values())
-    assert abs(found["loss"] - truth["loss"]) < 2 * abs(one["loss"] - truth["loss"])
+    # Roundings of tokens have either sign: their sum has the norm of one process's as its standard deviation.
+    assert abs(found["loss"] - truth["loss"]) < 3 * one["loss_of_tokens"]
+    assert one["loss_of_tokens"] < 1e-4 * truth["loss"]
     # The rounding itself: BF16 keeps 8 bits, and some tokens go to another expert than in FP32.
     assert 1e-3 < math.hypot(*one["gradients"].values()) / math.hypot(*truth["gradients"].values()) < 0.05
