@@ -5,18 +5,23 @@ optimizer states keep their types. A rank scales what it holds: under tensor par
 data parallelism its own tokens.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
+from glm46.distributed.local_tensor import local_tensor
 from glm46.model.experts import grouped_mm, grouped_outer
 from glm46.model.moe import MoE
 from glm46.model.transformer import Transformer
@@ -68,6 +73,38 @@ def _gathered_in_fp8(weight: Tensor, recipe: "Float8Linear") -> Tensor:
         return WeightWithDynamicFloat8CastTensor(weight, recipe.linear_mm_config, E4M3)
     local = WeightWithDynamicFloat8CastTensor(weight.to_local(), recipe.linear_mm_config, E4M3)
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+class GatheredScales:
+    """The scales of the weights that FSDP2 gathers in FP8. torchao computes one in each gather, with a collective;
+    between two steps of the optimizer they stay the same, and one collective is enough for all."""
+
+    def __init__(self, parameters: Iterable[Tensor], dense: DeviceMesh):
+        """``dense``: see `Meshes.dense`. The parameters are taken now: during a forward they are gathered weights."""
+        shards = map(compat.shard_gathered_in_fp8, parameters)
+        self._weights = [shard for shard in shards if shard is not None]
+        self._group = dense.get_group("shard")
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Gathers in this context use the scales of the weights as they are now, which must not change in it.
+        Collective."""
+        if not self._weights:
+            yield
+            return
+        from torchao.float8.float8_utils import amax_to_scale
+
+        amax = torch.stack([torch.linalg.vector_norm(local_tensor(weight), math.inf) for weight in self._weights])
+        dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
+        self._set(amax_to_scale(amax, E4M3).unbind())
+        try:
+            yield
+        finally:
+            self._set([None] * len(self._weights))
+
+    def _set(self, scales: Sequence[Tensor | None]) -> None:
+        for weight, scale in zip(self._weights, scales, strict=True):
+            compat.give_fp8_scale(weight, scale)
 
 
 def linear_product(float8: Float8) -> LinearProduct:

@@ -27,13 +27,14 @@ def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, f
 
 def drawing(plan: Plan) -> float:
     """Bytes of the local engine on a rank of its largest pipeline stage: the keys and values of its rows, and copied
-    weights, unless the rank has the whole policy in the type of its products. Ranks with parts of the model gather one
-    tensor at a time to take theirs."""
+    weights, unless the rank has the whole policy in the type of its products and without adapters. Ranks with parts of
+    the model gather one tensor at a time to take theirs."""
     config, shape = plan.config, plan.shape.model_copy(update={"num_nextn_predict_layers": 0})
     if config.rl is None or config.rollout is None or config.rollout.kind != "local":
         return 0.0
     width = 4 if config.training.mixed_precision_param == "float32" else 2
     is_own = plan.layout.world_size == 1 and config.training.dtype == config.training.mixed_precision_param
+    is_own = is_own and config.adapter is None  # sums with adapters, and what is in FP8, are copies
     layout, rows = generation_layout(config.rollout.degrees, plan.layout.world_size), named_rows(shape)
     is_split = layout.non_dp_degree * layout.ep > 1
     gathered = max(row.numel(shape) for row in rows.values()) if is_split else 0

@@ -157,6 +157,11 @@ class _Step:
             for call in self._of_micro_batch(rank, part):
                 yield call._replace(calls=call.calls * self._micro_batches)
             yield from self._norms(part)
+        if in_fp8 := sum(
+            len(self._gathered_in_fp8(unit)) for part in parts for unit in fsdp_units(part, self._shape, self._layout)
+        ):
+            shards = self._layout.dense_shards
+            yield _Call("shard", "all_reduce", shards, "scales of weights", 1, in_fp8 * self._master)
         yield from self._step_sums(parts)
 
     def of_evaluation(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
@@ -221,7 +226,8 @@ class _Step:
                 size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
             )
             yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
-            yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
+            if not self._has_backward:  # a step computes them at once
+                yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
             reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce
             reduces *= reduced > 0
             yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shards * reduced)
