@@ -55,6 +55,22 @@ def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, recipe: str) -
     return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
 
 
+def shard_gathered_in_fp8(weight: Tensor) -> Tensor | None:
+    """The tensor that FSDP2 holds of a weight that it gathers in FP8, as torchao wraps it; None of other weights.
+    `DTensor.to_local` gives another object with its memory."""
+    shard = getattr(weight, "_local_tensor", None)
+    return shard if hasattr(shard, "_precomputed_scale") else None
+
+
+def give_fp8_scale(shard: Tensor, scale: Tensor | None) -> None:
+    """The scale [] that gathers of such a shard use; None: each gather computes it, with a collective.
+
+    torchao sets it only for the layers of its own class, over all ranks that share a matrix, those of tensor
+    parallelism too (`precompute_float8_dynamic_scale_for_fsdp`).
+    """
+    shard._precomputed_scale = scale
+
+
 def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """FP32 product of BF16 matrices. A GPU makes it without FP32 copies of them; no other device has the operator, and
     its derivative is not in torch."""
@@ -106,25 +122,23 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor
     An operator behind `F.scaled_dot_product_attention`, which keeps the mask of every call for backward.
     """
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), attn_mask=_added(mask, q.dtype)
+        q, k, v, attn_mask=added_mask(mask, q.dtype).unsqueeze(1)
     )
-    return out[0].transpose(0, 1), log_sum[0]
+    return out, log_sum
 
 
 def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`plain_attention_backward` by torch's CPU kernel."""
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)),
-        log_sum.unsqueeze(0), 0.0, False, attn_mask=_added(mask, q.dtype),
-    )  # fmt: skip
-    return tuple(x[0].transpose(0, 1) for x in gradients)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, log_sum, 0.0, False, attn_mask=added_mask(mask, q.dtype).unsqueeze(1)
+    )
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the kernel adds to the scores: 0 where the mask is true, -inf elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to the scores: 0 where the mask is true, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def let_backward_run_twice() -> None:

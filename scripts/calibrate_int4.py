@@ -6,7 +6,8 @@
 llm-compressor pins releases of torch and transformers, so it has an environment of its own; nothing of glm46 is needed
 there. It reads the folder through transformers, so the prediction layers are left out, and holds the model in memory.
 Routed and shared experts, attention and dense layers are quantised in groups of 128; embedding, head, router and norms
-are not. Every expert sees every token of the calibration text, so none is calibrated on too little.
+are not. Every expert sees every token of the calibration text, so none is calibrated on too little: time grows with
+tokens x experts. llm-compressor shows a bar for each layer.
 """
 
 import argparse
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder in BF16 or FP32")
     parser.add_argument("--text", required=True, help="glob of text files, such as those of the training; not held out")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--samples", type=int, default=32, help="default: 32; more for a larger model, if time allows")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sample; default: 256")
     arguments = parser.parse_args()
     if arguments.output.exists():
         sys.exit(f"error: --output {arguments.output}: exists; give another folder, or remove it")
@@ -50,7 +51,7 @@ def main() -> None:
         model=model,
         tokenizer=tokenizer,
         dataset=Dataset.from_list(samples[::step][: arguments.samples]),
-        recipe=GPTQModifier(targets="Linear", scheme="W4A16", actorder=None, ignore=["lm_head", "re:.*mlp.gate$"]),
+        recipe=GPTQModifier(targets="Linear", scheme="W4A16", actorder="static", ignore=["lm_head", "re:.*mlp.gate$"]),
         max_seq_length=arguments.length,
         num_calibration_samples=arguments.samples,
         output_dir=str(arguments.output),

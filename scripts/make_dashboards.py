@@ -143,6 +143,13 @@ DASHBOARDS = {
             "received {{instance}} {{device}}": 'rate(node_network_receive_bytes_total{device!="lo", '
             'instance=~"$instance"}[$__rate_interval])',
         }),
+        Panel("Bus bandwidth of collectives", "Bps", {
+            "{{collective}} {{message_size}}": "avg by (collective, message_size) "
+            '(nccl_busbw_gbps{instance=~"$instance"}) * 1e9',
+        }, "By NCCL's Inspector plugin."),
+        Panel("Time of an all-reduce", "s", {
+            "{{message_size}}": 'avg by (message_size) (nccl_allreduce_time_ms{instance=~"$instance"}) / 1000',
+        }, "By NCCL's Inspector plugin."),
         Panel("Clock offset", "s", {"{{instance}}": 'node_timex_offset_seconds{instance=~"$instance"}'}),
     )),
 }  # fmt: skip

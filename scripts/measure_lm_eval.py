@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from glm46.evaluation.answers import Answers  # noqa: E402
+from glm46.evaluation.answers import Answers, Keys  # noqa: E402
 from glm46.evaluation.lm_eval_model import LmEvalModel  # noqa: E402
 from glm46.evaluation.results import Results  # noqa: E402
 from glm46.evaluation.standard import find_tasks  # noqa: E402
@@ -44,7 +44,7 @@ def main() -> None:
         arguments.model, tokenizer=None, dtype=torch.float32, device=torch.device("cpu")
     )
     names = arguments.tasks.split(",")
-    for name, task in find_tasks(names, [], fewshot=None, limit=None, run_code=False).loaded["tasks"].items():
+    for name, task in find_tasks(names, [], fewshot=None, limit=None).loaded["tasks"].items():
         task.build_all_requests(limit=None, rank=0, world_size=1)
         kind = task.instances[0].request_type
         ratios, other_answers = [], 0
@@ -55,6 +55,7 @@ def main() -> None:
                 Answers(Loaded(model, tokenizer, ModelMesh()), Results(None, {})),
                 tokenizer,
                 model.shape.max_position_embeddings,
+                Keys(),
             )
             for one in (ours, theirs) if number % 2 == 0 else (theirs, ours):
                 start = time.perf_counter()

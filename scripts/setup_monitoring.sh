@@ -183,6 +183,17 @@ find_programs() {
     done
 }
 
+# Refuse files that somebody has edited, and that Prometheus or Alertmanager would not read.
+check_edited() {
+    local tool name said
+    for tool in "promtool check config prometheus.yml" "amtool check-config alertmanager.yml"; do
+        name=${tool##* }
+        [ -e "$folder/$name" ] && command -v "${tool%% *}" >/dev/null || continue
+        said=$(cd "$folder" && $tool 2>&1) ||
+            refuse "$folder/$name or the rules that it names: ${tool% *}: $(echo "$said" | grep -v '^ *$' | tail -n 1); correct or remove the file"
+    done
+}
+
 start_all() {
     start prometheus --config.file=prometheus.yml --storage.tsdb.path=data/prometheus \
         --web.console.templates=consoles --web.listen-address="$bind:${port[prometheus]}"
@@ -233,6 +244,7 @@ case $folder in /*) ;; *) folder=$PWD/$folder ;; esac
 case $action in
     start)
         find_programs
+        check_edited
         if [ -z "$dry" ]; then
             { mkdir -p "$folder" && [ -w "$folder" ]; } 2>/dev/null ||
                 refuse "--folder $folder: cannot be written; state another folder"

@@ -1,4 +1,5 @@
-"""Worker extension of vLLM for reinforcement learning with glm46: weights from a disk, and the experts of each token.
+"""Worker extension of vLLM for reinforcement learning with glm46: weights from a disk or by broadcast, and the
+experts of each token.
 
 Start the server with this folder in PYTHONPATH and ``--worker-extension-cls glm_ext.Extension``; its methods are
 called by ``POST /collective_rpc {"method": ..., "args": [...]}``. It changes parts of vLLM that have no stable
@@ -9,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import vllm
+from glm_weights import Receiver
 from vllm import envs
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 2
+REVISION = 3
 """Of these methods; the client compares it."""
 
 if vllm.__version__.split("+")[0] != VLLM_RELEASE:
@@ -75,8 +82,8 @@ class _ForgottenKernels:
     over packed ones: the server answers 200 and computes with neither the old weights nor the new ones. Layers that
     were not loaded get their kernels back."""
 
-    def __init__(self, model: torch.nn.Module):
-        methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    def __init__(self, *models: torch.nn.Module):
+        methods = [getattr(module, "quant_method", None) for model in models for module in model.modules()]
         self._kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
 
     def __enter__(self):
@@ -144,6 +151,9 @@ class Extension:
             "lora_rank": lora.max_lora_rank if lora and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING else 0,
             "expert_adapters": torch.cuda.is_available(),
             "returns_routes": bool(config.aux_output_config and config.aux_output_config.enable_return_routed_experts),
+            "device": self.device.type,
+            "workers": config.parallel_config.world_size,
+            "replicas": config.parallel_config.data_parallel_size,
             "dense_layers": config.model_config.hf_config.first_k_dense_replace,
         }
 
@@ -154,11 +164,44 @@ class Extension:
     def glm46_load(self, folder: str) -> dict:
         """Load the weights of a folder in place. After an error the weights are neither old nor new: load again."""
         version = _check_files(Path(folder))
-        with _ForgottenKernels(self.model_runner.get_model()):
-            self.reload_weights(weights_path=folder)
+        config, model = self.vllm_config.model_config, self.model_runner.get_model()
+        config.model, config.model_weights, config.revision = folder, "", None
+        self._glm46_reload(get_model_loader(self.vllm_config.load_config).get_all_weights(config, model))
+        return {"version": version}
+
+    def glm46_receive(self, invitation: str) -> dict:
+        """Join the trainer's group and load the weights that it broadcasts; see `glm_weights.Receiver`. After an error
+        the weights are neither old nor new."""
+        tensors = Receiver(invitation, self.rank, self.device)
+        self._glm46_reload(tensors)
+        return {"version": tensors.version}
+
+    def _glm46_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the model, and the prediction layers that draft for it, which vLLM's own call leaves as they are."""
+        model, draft = self.model_runner.get_model(), self.model_runner.get_draft_model()
+        drafting: dict[str, torch.Tensor] = {}
+
+        def passed() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if draft is not None and self._glm46_is_of_draft(name):
+                    drafting[name] = tensor.to("cpu", copy=True)  # a part of a bucket would keep the bucket
+                yield name, tensor
+
+        with _ForgottenKernels(*filter(None, (model, draft))):
+            self.reload_weights(weights_iterator=passed())
+            if draft is not None:
+                with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
+                    initialize_layerwise_reload(draft)
+                    draft.load_weights(drafting.items())
+                    finalize_layerwise_reload(draft, self.vllm_config.speculative_config.draft_model_config)
         if hasattr(self, "_glm46_routes"):
             self._glm46_routes.rows.clear()  # of requests that nobody asked for
-        return {"version": version}
+
+    def _glm46_is_of_draft(self, name: str) -> bool:
+        layers, number = self.vllm_config.model_config.hf_config.num_hidden_layers, name.split(".")[2:3]
+        return name in ("lm_head.weight", "model.embed_tokens.weight") or (
+            name.startswith("model.layers.") and int(number[0]) >= layers
+        )
 
     def glm46_record_routes(self) -> None:
         """Record the experts of all requests from now on."""

@@ -21,10 +21,10 @@ from glm46.commands.ranks import joined, on_all_ranks, start_ranks
 from glm46.config.errors import UserError
 from glm46.config.validation import validate_table
 from glm46.data.manifest import Manifest, load_manifest
-from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.evaluation.against import Against, compare
 from glm46.evaluation.answers import Answers
+from glm46.evaluation.drafts import Drafts, draft_scores
 from glm46.evaluation.loss import Loss
 from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position
@@ -85,7 +85,7 @@ def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
             else nullcontext(lambda _: None)
         ) as advance:
             for task, measure in work.measures.items():
-                score = partial(compare, work.other) if task == "against" else None
+                score = {"against": partial(compare, work.other), "drafts": draft_scores}.get(task)
                 found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance, score)
         if work.other is not None:
             found["against"]["other"] = str(arguments.against)
@@ -108,8 +108,9 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     from glm46.evaluation.lm_eval_model import LmEvalModel
 
     model, tokenizer, _ = work.loaded
+    positions, keys = model.shape.max_position_embeddings, work.standard.keys
     try:
-        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, model.shape.max_position_embeddings))
+        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys))
     finally:
         answers.end()
 
@@ -132,8 +133,11 @@ class _Work(NamedTuple):
 def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     """The model, the measures and earlier results. Collective."""
     standard = _find_standard(arguments)
-    loaded = load_model(arguments, drafts=False)
+    loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
+    if "drafts" in arguments.tasks and not model.shape.num_nextn_predict_layers:
+        folder = arguments.model or arguments.checkpoint
+        raise UserError(f"--tasks drafts: {folder} has no prediction layers; take another task, or another folder")
     training = _training(arguments.checkpoint)
     if set(arguments.tasks).isdisjoint(TASKS):
         sources, training = {}, training._replace(sources={})
@@ -144,7 +148,7 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     for manifest in manifests.values():
         manifest.require_tokenizer(tokenizer.fingerprint)
     lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
-    measures = _measures(arguments, manifests, tokenizer, training, lengths)
+    measures = _measures(arguments, manifests, loaded, training, lengths)
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
     if other is not None:
         measures["against"] = Against(measures["loss"], _digest(_files([arguments.against])))
@@ -203,20 +207,24 @@ def _training(checkpoint: Path | None) -> _Training:
 def _measures(
     arguments: argparse.Namespace,
     manifests: Mapping[str, Manifest],
-    tokenizer: Tokenizer,
+    loaded: Loaded,
     training: _Training,
     lengths: tuple[int, ...],
 ) -> dict[str, Measure]:
     """The tasks, in the order of `TASKS`."""
+    tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
     usual = {"samples": arguments.samples, "seed": arguments.seed}
+    of_loss = partial(
+        Loss,
+        manifests,
+        tokenizer,
+        length=training.seq_len or min(lengths),
+        samples=arguments.samples,
+        document_mask=training.document_mask,
+    )
     make = {
-        "loss": lambda: Loss(
-            manifests,
-            tokenizer,
-            length=training.seq_len or min(lengths),
-            samples=arguments.samples,
-            document_mask=training.document_mask,
-        ),
+        "loss": of_loss,
+        "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
         "position": lambda: Position(manifests, lengths=lengths, **usual),
         "needle": lambda: Needle(manifests, tokenizer, lengths=lengths, depths=arguments.depths, **usual),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from glm46.commands.model_options import add_model_options
 from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
-from glm46.evaluation.rows import TASKS
+from glm46.evaluation.rows import TASKS, USUAL_TASKS
 
 _LENGTHS = (1024, 2048, 4096)
 """Of a model whose training is unknown."""
@@ -25,8 +25,9 @@ def evaluate_parser() -> VerbParser:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--tasks", type=_tasks, default=TASKS, metavar="NAMES",
-        help=f"with commas: {','.join(TASKS)}, which are the default, tasks of lm-eval such as gsm8k, and task files",
+        "--tasks", type=_tasks, default=USUAL_TASKS, metavar="NAMES",
+        help=f"with commas: {','.join(TASKS)}, tasks of lm-eval such as gsm8k, and task files; default: "
+        f"{','.join(USUAL_TASKS)}",
     )  # fmt: skip
     parser.add_argument(
         "--task-folder", type=Path, action="append", default=[], metavar="FOLDER",

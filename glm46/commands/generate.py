@@ -1,11 +1,14 @@
 """``python -m glm46 generate``: generate text with a checkpoint or a Hugging Face folder."""
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from glm46.commands.chat_ranks import first_of_ranks
 from glm46.commands.model_options import add_model_options, load_model
 from glm46.commands.options import VerbParser, verb_parser
 from glm46.commands.ranks import joined, on_all_ranks, processes, start_ranks
@@ -15,6 +18,7 @@ from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
 from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
+from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.huggingface.hub import fetch_options, with_folders
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
@@ -41,16 +45,16 @@ def generate_command(argv: Sequence[str]) -> int:
     raise_for_options(arguments)
     arguments.tools = read_tools(arguments.tools) if arguments.tools is not None else ()
     is_chat = not arguments.prompt
-    if is_chat and (count := processes(arguments)) > 1:
-        raise UserError(
-            f"--chat without --prompt: a chat in the terminal runs in one process, not in {count}; set NGPU=1, or "
-            "serve the model (serve-config) and talk to the server with deploy/chat_client.py"
-        )
-    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     if is_chat:
-        _chat(arguments)
+        _raise_for_chat_ranks(arguments)
+    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
+    argv = with_folders(argv, folders)
+    if is_chat:
+        others = launched_world_size() is None and processes(arguments) > 1
+        with first_of_ranks("generate", argv, processes(arguments)) if others else nullcontext() as send, joined():
+            _chat(arguments, send)
         return 0
-    code = start_ranks("generate", with_folders(argv, folders), arguments)
+    code = start_ranks("generate", argv, arguments)
     if code is not None:
         return code
     with joined():
@@ -81,23 +85,50 @@ def _generate(arguments: argparse.Namespace) -> None:
         mesh.gather_rows([one.text(stop) for one in mine])
 
 
-def _chat(arguments: argparse.Namespace) -> None:
-    """Talk in the terminal, in this process."""
-    (model, tokenizer, _), _, stop = _read(arguments)
+def _raise_for_chat_ranks(arguments: argparse.Namespace) -> None:
+    """Raise UserError if a chat cannot run in the processes that are asked for."""
+    count, start = processes(arguments), "--chat without --prompt"
+    stage = max(arguments.tensor_parallel_degree, arguments.expert_parallel_degree)
+    needed = stage * arguments.pipeline_parallel_degree
+    if launched_world_size() is not None and launched_rank() == 0:
+        raise UserError(f"{start}: starts its processes itself, beside the terminal; use NGPU={count}, not a launcher")
+    if count != needed:
+        raise UserError(
+            f"{start}: {count} processes, but by the degrees {needed} hold a model, and a chat has one answer at a "
+            f"time; set NGPU={needed}, or --tensor-parallel-degree {count}"
+        )
+    if count > 1 and arguments.device is not None:
+        raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
 
-    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
-        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
+
+def _chat(arguments: argparse.Namespace, send: Callable[[list[int]], None] | None) -> None:
+    """Talk in the terminal on rank 0, whose prompts the others get on standard input. Collective."""
+    (model, tokenizer, mesh), _, stop = on_all_ranks(lambda: _read(arguments))
+
+    def generation(prompt: list[int], is_stopped: Callable[[], bool] = lambda: False):
         one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
+        mine = [one] if mesh.row_group == 0 else []  # other ranks run their experts
         return one, Generation(
-            decoder_for(model, [one], drafts=arguments.speculative),
-            [one],
+            decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
+            mine,
             sampling=_sampling(arguments),
             stop=stop,
             vocab_size=tokenizer.vocab_size,
             is_stopped=is_stopped,
         )
 
-    TerminalChat(tokenizer, answer, stop, arguments.system, arguments.tools, arguments.thinking).run()
+    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
+        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
+        if send is not None:
+            send(prompt)
+        return generation(prompt, is_stopped)
+
+    if mesh.rank > 0:
+        for line in sys.stdin:
+            generation(json.loads(line))[1].run()
+        return
+    options = (arguments.system, arguments.tools, arguments.thinking)
+    TerminalChat(tokenizer, answer, stop, *options, is_alone=send is None).run()
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:

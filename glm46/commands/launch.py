@@ -15,16 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from glm46.checkpoint.integrity import published_steps
 from glm46.commands.environment import describe_version
 from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
-from glm46.commands.node_client import CONNECTIONS, Driver
+from glm46.commands.node_client import ANSWER_SECONDS, CONNECTIONS, Driver
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_node
-from glm46.commands.options import config_parser, parse_with_overrides, positive, process_count
+from glm46.commands.options import config_parser, fetched_overrides, parse_with_overrides, positive, process_count
 from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
 from glm46.commands.restarts import keep_running
+from glm46.commands.saved_steps import LONGEST_ABSENCE, SavedSteps, known_step
 from glm46.commands.standby import Standby
 from glm46.commands.torchrun import EXIT_USER_ERROR, End, LauncherSignals, load_torchrun, run_ranks
 from glm46.config.ablation import require_one_run
@@ -51,8 +52,6 @@ from glm46.reliability.verdict import hung_ranks
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough for sharding and collectives to happen; more would only split the same cores further."""
-_STATE = "GLM46_STATE"
-"""A variable: the file that tells a job script the newest checkpoint, as variables of a shell."""
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
 
@@ -119,29 +118,29 @@ def launch_command(argv: Sequence[str]) -> int:
 
 def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
     """Train on this node, as often as it takes; returns the exit code of the last start."""
+    saved = SavedSteps(_load(arguments, overrides, None), known_step())
+    saved.wait(LONGEST_ABSENCE, _report)
     try:
         ready = _check(arguments, overrides, 0)
     except _DoesNotFit as error:
         print(*error.faults, sep="\n", file=sys.stderr)
         return EXIT_USER_ERROR
-    nodes, folder = ready.nodes, ready.plan.config.checkpoint_folder
-
-    def newest_step() -> int:
-        return max(published_steps(folder), default=0)
+    nodes = ready.nodes
 
     def repeat(start: Callable[[int, StartTimes], End]) -> End:
         def start_once(number: int, times: StartTimes) -> End:
+            saved.wait(LONGEST_ABSENCE, _report)
             end = start(number, times)
             # Another node may have got a signal that ends it: the job system starts all again.
             return end._replace(is_final=end.is_final or nodes.count > 1 and end.code == EXIT_STOPPED)
 
-        return keep_running(start_once, newest_step, arguments.max_restarts)
+        return keep_running(start_once, saved.newest, arguments.max_restarts)
 
-    end = _train(ready, arguments, overrides, standby, repeat)
-    if nodes.rank == 0 and (file := set_variables([_STATE]).get(_STATE)):
-        with suppress(OSError):
-            Path(file).write_text(f"newest_step={newest_step()}\n")
-    return end.code
+    try:
+        return _train(ready, arguments, standby, saved, repeat).code
+    finally:
+        if nodes.rank == 0:
+            saved.tell_job()
 
 
 def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
@@ -165,6 +164,10 @@ class _Ready:
     processes: int
     """Of this node."""
     typed: Start
+    stated: RunConfig
+    """As loaded, with ids of the hub where `plan` has this node's folders."""
+    of_ranks: tuple[str, ...]
+    """Overrides of the ranks."""
 
 
 class _DoesNotFit(UserError):
@@ -182,33 +185,34 @@ def _take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standb
     while (order := driver.next_order()) is not None:
         for name, value in order["variables"].items():
             set_variable(name, value)
-        code = _follow(order["number"], arguments, order["overrides"], standby, driver) or code
+        code = _follow(order, arguments, standby, driver) or code
     return code
 
 
-def _follow(
-    number: int, arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby, driver: Driver
-) -> int | None:
+def _follow(order: dict[str, Any], arguments: argparse.Namespace, standby: Standby, driver: Driver) -> int | None:
     """Answer an order, and start the ranks once if the driver says so; returns the exit code, None without a start."""
-    known, faults = {"versions": describe_version()}, ()
+    number, overrides = order["number"], order["overrides"]
+    known, faults, saved = {"versions": describe_version()}, (), None
     try:
+        saved = SavedSteps(_load(arguments, overrides, None), order["newest_step"])
+        saved.wait(ANSWER_SECONDS / 2, _report)
         ready = _check(arguments, overrides, number)
-        digest = hashlib.sha256(dump_config(ready.plan.config).encode()).hexdigest()
+        digest = hashlib.sha256(dump_config(ready.stated).encode()).hexdigest()
         known |= {"config": digest, "processes": ready.processes}
     except UserError as error:
-        faults = error.faults
+        faults, known["is_stopped"] = error.faults, error.exit_code == EXIT_STOPPED
     text = driver.answer(faults=faults, **known)
     if text is None:
         return None
     times, end = StartTimes.inherited({START_TIMES: text}), End(EXIT_USER_ERROR)
     try:
-        end = _train(ready, arguments, overrides, standby, lambda start: start(number, times))
+        end = _train(ready, arguments, standby, saved, lambda start: start(number, times))
     except UserError as error:
         print(*(f"error: {fault}" for fault in error.faults), sep="\n", file=sys.stderr, flush=True)
     config = ready.plan.config
     hung = hung_ranks(Path(config.job.dump_folder)) if end.code == EXIT_HANG else []
-    newest = max(published_steps(config.checkpoint_folder), default=0)
-    driver.report(code=end.code, is_final=end.is_final, failed_at=end.failed_at, newest_step=newest, hung_ranks=hung)
+    facts = {"code": end.code, "is_final": end.is_final, "failed_at": end.failed_at, "hung_ranks": hung}
+    driver.report(newest_step=saved.newest(), **facts)
     return end.code
 
 
@@ -253,23 +257,27 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
         _load(arguments, overrides, world_size)  # raises the faults, with their origin
+    stated, of_ranks = config, (*overrides, *fetched_overrides(config))
+    if len(of_ranks) > len(overrides):
+        config = _load(arguments, of_ranks, None)
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
     if nodes.rank == 0:
         _refuse_start(config, typed)
-    return _Ready(plan, nodes, machine, nproc, typed)
+    return _Ready(plan, nodes, machine, nproc, typed, stated, of_ranks)
 
 
 def _train(
     ready: _Ready,
     arguments: argparse.Namespace,
-    overrides: Sequence[str],
     standby: Standby,
+    saved: SavedSteps,
     repeat: Callable[[Callable[[int, StartTimes], End]], End],
 ) -> End:
     """Train on this node.
 
     Args:
+        saved: is kept up to date.
         repeat: calls the function that it gets, which starts the ranks and waits for their end, once or more.
     """
     plan, nodes = ready.plan, ready.nodes
@@ -282,10 +290,10 @@ def _train(
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
             options = rendezvous_options(nodes, ready.processes, number)
             exporter.starts(number)
-            command = ["train", "--exported", "--config", str(arguments.config), *overrides]
+            command = ["train", "--exported", "--config", str(arguments.config), *ready.of_ranks]
             return run_ranks(options, command, standby.signals, standby.server, times)
 
-    with exporting(plan.config if nodes.rank == 0 else None) as exporter:
+    with exporting(plan.config if nodes.rank == 0 else None) as exporter, saved.watched():
         if nodes.rank == 0:
             _prepare(plan)
         end = repeat(start)
@@ -335,9 +343,10 @@ def _prepare(plan: Plan) -> None:
     is read. The other nodes wait at the rendezvous and then find the shards in the same place."""
     # Imported here: a refusal before this does not need the libraries of the data.
     from glm46.data.corpus import check_epochs, describe_sources
+    from glm46.huggingface.hub import local_inputs
     from glm46.prepare.pipeline import prepare_run
 
-    manifests = prepare_run(plan, report=_report)
+    manifests = prepare_run(plan, report=_report, local_inputs=local_inputs)
     try:
         check_epochs(plan, manifests)
     except UserError:

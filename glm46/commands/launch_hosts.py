@@ -10,6 +10,7 @@ from pathlib import Path
 from glm46.commands.hosts import PASSED_VARIABLES, HostNodes, describe_nodes, host_command, places
 from glm46.commands.nodes import VARIABLES, refuse_hosts
 from glm46.commands.restarts import keep_running
+from glm46.commands.saved_steps import StorageLost, known_step
 from glm46.commands.spares import Places, fewer_replicas
 from glm46.commands.torchrun import EXIT_FAILED_RANK, End
 from glm46.config.check import check_config
@@ -56,6 +57,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
     if nproc is not None and check_config(config, world_size=nproc * count):
         load(arguments, overrides, nproc * count)  # raises the faults, with their origin
     starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
+    starts.nodes.newest_step = known_step()
     state_file(arguments.hostfile).unlink(missing_ok=True)
     try:
         return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
@@ -120,9 +122,8 @@ class _Starts:
         options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
         variables = variables_that_begin(*PASSED_VARIABLES)
         command = host_command(variables, [*options, *self._overrides])
-        orders = [
-            {"number": number, "variables": place, "overrides": overrides} for place in places(training, variables)
-        ]
+        order = {"number": number, "overrides": overrides, "newest_step": self.nodes.newest_step}
+        orders = [{**order, "variables": place} for place in places(training, variables)]
         self.nodes.connect(training, self._places.spares, command, orders)
         faults = self.nodes.faults(is_restart=number > 0)
         if not faults:
@@ -133,7 +134,7 @@ class _Starts:
         found = {node for nodes in faults.values() for node in nodes}
         is_replaceable = number > 0 or bool(self._places.spares) and not any(node.answer for node in found)
         if not is_replaceable or len(found) == len(training):
-            raise UserError(*texts)
+            raise (StorageLost if all(node.answer.get("is_stopped") for node in found) else UserError)(*texts)
         return [node.host for node in found], "; ".join(texts)
 
     def _sort_out(self, training: Sequence[Host]) -> None:

@@ -149,6 +149,13 @@ def print_keys() -> None:
             console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))
 
 
+def fetched_overrides(config: RunConfig) -> list[str]:
+    """Overrides that put local folders and files in place of ids of the hub, which are fetched; see `fetched_keys`."""
+    from glm46.huggingface.hub import fetched_keys
+
+    return [f"--{key}={place}" for key, place in fetched_keys(config).items()]
+
+
 def task_module(config: RunConfig) -> str:
     """The module that trains a config."""
     room = "rl" if config.rl is not None else "pretrain" if config.finetune is None else "finetune"

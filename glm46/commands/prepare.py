@@ -6,7 +6,7 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
-from glm46.commands.options import VerbParser, config_parser, parse_with_overrides, verb_parser
+from glm46.commands.options import VerbParser, config_parser, fetched_overrides, parse_with_overrides, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.overrides import key_parts
@@ -27,23 +27,28 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
     arguments, overrides = parse_with_overrides(parser, argv)
     # Imported here: --help needs no numpy.
+    from glm46.huggingface.hub import local_inputs
     from glm46.planner.plan import resolve_plan
     from glm46.prepare.pipeline import prepare_run
 
+    overrides = [*overrides, *fetched_overrides(load_config(arguments.config, overrides))]
     plan = resolve_plan(load_config(arguments.config, overrides))
-    for name, manifest in prepare_run(plan, report=print).items():
+    for name, manifest in prepare_run(plan, report=print, local_inputs=local_inputs).items():
         validation, train = manifest.splits["validation"], manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
     return 0
 
 
 def _prepare_files(argv: Sequence[str]) -> int:
+    from glm46.huggingface.hub import fetched_keys, local_inputs
     from glm46.prepare.pipeline import prepare_text
 
     arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")
     stated = {key: _value(key, text) for key, text in arguments.items() if text is not None}
-    prepare_text(read_recipe(file, stated), report=print)
+    recipe = read_recipe(file, stated)
+    local = fetched_keys(recipe) | {"input": local_inputs(recipe.input)}
+    prepare_text(recipe.model_copy(update=local), report=print)
     return 0
 
 

@@ -52,7 +52,7 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
     hosts = _checked(arguments)
     connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in set_variables(VARIABLES) else "ssh"
     answers = _ask(hosts, connection, [*argv, "--on-host", "look"])
-    _refuse_answers(hosts, answers, arguments)
+    _refuse_answers(hosts, answers, arguments, connection)
     for host, answer in zip(hosts, answers, strict=True):
         print(
             f"{host.name}: {answer['versions']}, driver {answer['driver']}, {answer['gpus']} GPUs, {answer['network']}"
@@ -62,14 +62,16 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         print(f"--- on each host: mkdir -m 700 {arguments.nvme_path}")
         print("".join(f"--- {output / name}\n{text}" for name, text in files.items()), end="")
         return 0
-    _refuse_answers(hosts, _ask(hosts, connection, [*argv, "--on-host", "make"]), arguments)
+    _refuse_answers(hosts, _ask(hosts, connection, [*argv, "--on-host", "make"]), arguments, connection)
     output.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (output / name).write_text(text)
         (output / name).chmod(0o644 if name == "hostfile" else 0o755)
     print(f"{arguments.nvme_path} is there on {counted(len(hosts), 'host')}, mode 700")
     print(f"written to {output}: {', '.join(files)}")
-    print(f"next: python -m glm46 preflight --hostfile {output / 'hostfile'} --config {arguments.config}")
+    preflight, config = "python -m glm46 preflight", f"--config {arguments.config}"
+    by_srun, by_ssh = f"srun --ntasks-per-node=1 {preflight}", f"{preflight} --hostfile {output / 'hostfile'}"
+    print(f"next: {by_srun if connection == 'srun' else by_ssh} {config}")
     return 0
 
 
@@ -202,12 +204,17 @@ def _ask(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[di
         return list(pool.map(ask, hosts))
 
 
-def _refuse_answers(hosts: Sequence[Host], answers: Sequence[Any], arguments: argparse.Namespace) -> None:
+def _refuse_answers(
+    hosts: Sequence[Host], answers: Sequence[Any], arguments: argparse.Namespace, connection: str
+) -> None:
     """Raise what keeps hosts from training, for all of them."""
     faults, first = [], next((answer for answer in answers if isinstance(answer, dict)), {})
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
-            remedy = f"`ssh {host.login} true` must succeed without a question"
+            test = (
+                shlex.join(CONNECTIONS[connection](host, "true")) if connection == "srun" else f"ssh {host.login} true"
+            )
+            remedy = f"`{test}` must succeed without a question"
             if "ermission denied" in answer:
                 remedy += f": ssh-keygen -t ed25519, if you have no key, then ssh-copy-id {host.login}"
             faults.append(f"{host.name}: {answer}; {remedy}, and this folder and {sys.executable} must be there")

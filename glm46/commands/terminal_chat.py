@@ -37,6 +37,7 @@ class TerminalChat:
         system: first message of each conversation.
         tools: see `read_tools`.
         thinks: whether the model may think before it answers.
+        is_alone: whether no other ranks write with this one, which a second Ctrl-C would leave waiting.
     """
 
     tokenizer: Tokenizer
@@ -45,6 +46,7 @@ class TerminalChat:
     system: str | None = None
     tools: Sequence[Mapping] = ()
     thinks: bool = False
+    is_alone: bool = True
     _messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class TerminalChat:
         """Write and show the assistant's turn; returns whether it waits for results of calls."""
         prompt = chat_prompt(self.tokenizer, self._messages, tools=self.tools, thinking=thinks)
         reader, shown, kind = TurnReader(self.tokenizer), 0, None
-        with _stoppable() as is_stopped:
+        with _stoppable(can_interrupt=self.is_alone) as is_stopped:
             one, rounds = self.answer(prompt, is_stopped)
             for _ in rounds:
                 text = one.text(self.stop)
@@ -177,12 +179,12 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[Callable[[], bool]]:
+def _stoppable(*, can_interrupt: bool) -> Iterator[Callable[[], bool]]:
     """Ctrl-C makes the function true. A second one, of a user who cannot wait for a long prompt, interrupts."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:
-        if noted:
+        if noted and can_interrupt:
             raise KeyboardInterrupt
         noted.append(number)
 

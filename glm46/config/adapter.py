@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Section
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
@@ -46,9 +46,10 @@ class Adapter(Section):
     converts its own where it computes with them; those with a size that is not a multiple of 128 do not. Absent:
     training.mixed_precision_param."""
 
-    initial_load_path: str | None = None
-    """A PEFT folder whose adapters training goes on from, with a new optimizer: of the same kind, targets and layers,
-    and of these ranks. Its alpha may differ; B is then scaled. Absent: new adapters, which change nothing."""
+    initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
+    """A PEFT folder, or ``hf://owner/name`` of the hub, whose adapters training goes on from, with a new optimizer: of
+    the same kind, targets and layers, and of these ranks. Its alpha may differ; B is then scaled. Absent: new adapters,
+    which change nothing."""
 
     save_merged: Annotated[bool, Needs("checkpoint.last_save_in_hf"), Needs("checkpoint.initial_load_in_hf")] = False
     """At the end of training also write the base with the adapters added, in the types of the base."""

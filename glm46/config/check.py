@@ -10,6 +10,7 @@ from pathlib import Path
 
 from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.float8_layers import FLOAT8_RULES
+from glm46.config.hub_ids import hub_keys
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.rules_adapter import adapter_is_possible
 from glm46.config.rules_data import DATA_RULES
@@ -182,6 +183,17 @@ def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
         )
 
 
+def weights_of_the_hub_are_in_its_format(config: RunConfig) -> Faults:
+    """An id of the hub is not the step folder of a checkpoint."""
+    starts = [("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf)]
+    if config.rl is not None and config.rl.reference is not None:
+        starts.append(("rl.reference.load_path", "rl.reference.load_in_hf", config.rl.reference.load_in_hf))
+    ids = {found.key: found.value for found in hub_keys(config)}
+    for key, switch, is_hf in starts:
+        if key in ids and not is_hf:
+            yield Fault((key, switch), f"{key} = {show(ids[key])}: is in Hugging Face's format; set {switch} = true")
+
+
 def folders_are_inside_or_absolute(config: RunConfig) -> Faults:
     """Folders of the run are absolute paths or inside the dump folder: retention deletes step folders."""
     for key, folder in (
@@ -225,6 +237,7 @@ SECTION_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     state_file_has_a_folder,
     hugging_face_knows_the_model,
     run_starts_from_one_checkpoint,
+    weights_of_the_hub_are_in_its_format,
     folders_are_inside_or_absolute,
     events_have_a_folder_of_their_own,
     stated_keys_have_an_effect,

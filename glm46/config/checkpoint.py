@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
 
 
 class Checkpoint(Section):
@@ -43,9 +43,10 @@ class Checkpoint(Section):
     """Checkpoint (a step folder) of another run that this run continues when ``folder`` has none yet: step, tokens,
     clock and position in the data are kept. Later starts resume from ``folder``."""
 
-    initial_load_path: LocalPath | None = None
+    initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
-    previous phase. Under [adapter]: the base, of which every start reads the weights and nothing else."""
+    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Under
+    [adapter]: the base, of which every start reads the weights and nothing else."""
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
     """Load only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""

@@ -15,3 +15,10 @@ class UserError(Exception):
     def __init__(self, *faults: str):
         self.faults = faults
         super().__init__("\n".join(faults))
+
+
+class UnreadableError(UserError):
+    """The system cannot read a file of the run, as after its storage was lost. The exit code, that of a failed rank,
+    allows a restart, which waits for storage."""
+
+    exit_code = 1

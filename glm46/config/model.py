@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, create_model
 
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Section
 
 _YARN = Needs("rope_type", "yarn")
 
@@ -116,9 +116,9 @@ class _ModelBase(Section):
     flavor: str
     """Preset to start from; the list is in glm46/config/presets.py."""
 
-    tokenizer_path: LocalPath = "builtin"
-    """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file or a Hugging Face
-    tokenizer.json."""
+    tokenizer_path: Annotated[ModelFolder, OnHub("tokenizer")] = "builtin"
+    """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file, a Hugging Face
+    tokenizer.json or its folder, or ``hf://owner/name``."""
 
 
 # [model] has every field of ModelShape with the default "absent", so that each shape key is documented once.

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import Environment, Prompts, PromptSet, RewardTable
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
@@ -91,8 +91,8 @@ class Reference(Section):
     """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
     are those of the policy. They are frozen, sharded as the policy, and read at every start."""
 
-    load_path: LocalPath
-    """A step folder of a checkpoint, or a Hugging Face folder."""
+    load_path: Annotated[ModelFolder, OnHub("model")]
+    """A step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub."""
 
     load_in_hf: bool = False
     """Whether ``load_path`` is a Hugging Face folder."""

@@ -1,16 +1,19 @@
 """Tables of [rl] about what is asked and how answers are judged: prompts, rewards, validation."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Section
+from glm46.config.section import DataFile, OnHub, Section
 
 
 class Prompts(Section):
     """[rl.prompts]: the prompts of a run. All are read once in an order that debug.seed decides, then again in another
     order."""
 
-    file: LocalPath
-    """Lines of JSON (.jsonl) or a Parquet file (.parquet), one prompt each."""
+    file: Annotated[DataFile, OnHub("dataset")]
+    """Lines of JSON (.jsonl) or a Parquet file (.parquet), one prompt each: a path, or a file of a data set of the hub,
+    ``hf://datasets/owner/name/file``."""
 
     prompt_key: str = "prompt"
     """Key of the prompt: a text, or a list of messages ``{role, content}`` that ends with the user's. Dots lead into
@@ -69,7 +72,7 @@ class PromptSet(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in metrics."""
 
-    file: LocalPath
+    file: Annotated[DataFile, OnHub("dataset")]
     """As that of [rl.prompts], with its keys."""
 
     samples: int = Field(1, ge=1)

@@ -71,6 +71,15 @@ class Rollout(Section):
     ``{folder}`` and ``{port}`` in it stand for the model and the port. The servers end with the run. Absent: they run
     already."""
 
+    weights: Annotated[Literal["disk", "broadcast"], Needs("kind", "vllm")] = "disk"
+    """How servers get the policy. disk: all ranks write a folder, which each server loads. broadcast: rank 0 sends the
+    tensors to the workers of the servers, over NCCL between GPUs and else over gloo, without a disk that they share."""
+
+    weights_dtype: Annotated[Literal["fp8-block", "fp8-channel"] | None, _SERVED] = None
+    """Servers get the projections in FP8, with a scale for each 128 x 128 weights or each row, as ``convert to-hf
+    --dtype`` writes them; start them with such a folder. The samples are those of rounded weights, which rl.correction
+    weighs. Absent: in training.mixed_precision_param."""
+
     weights_folder: Annotated[LocalPath | None, _SERVED] = None
     """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""

@@ -76,11 +76,6 @@ def float8_base_has_whole_blocks(config: RunConfig, adapter: Adapter, shape: Mod
     if adapter.base_dtype is None:
         return
     key, tp = f"adapter.base_dtype = {show(adapter.base_dtype)}", config.parallelism.tensor_parallel_degree
-    if config.rl is not None:
-        yield Fault(
-            ("adapter.base_dtype", "rl"),
-            f"{key}: is not possible with [rl], whose rollouts take whole weights; remove adapter.base_dtype",
-        )
     # Columns of the projections back to the hidden size, which tensor parallelism splits; experts stay whole.
     split = {
         "model.num_attention_heads x model.head_dim": shape.num_attention_heads * shape.head_dim,

@@ -188,12 +188,27 @@ def _read(config: RunConfig, stage: DataStage) -> set[int]:
 
 
 def validation_tasks_differ(config: RunConfig) -> Faults:
-    """Each kind of validation task is there at most once: its columns are named after it."""
-    kinds = [task.kind for task in config.validation.tasks]
-    for index, kind in enumerate(kinds):
-        if kind in kinds[:index]:
-            key, other = (f"validation.tasks[{i}].kind" for i in (index, kinds.index(kind)))
-            yield Fault((key, other), f"{key} = {show(kind)}: the same as {other}; put the lengths into one task")
+    """Each kind of validation task, and each standard task, is there at most once: its columns are named after it."""
+    found: dict[str, str] = {}
+    for index, task in enumerate(config.validation.tasks):
+        key = f"validation.tasks[{index}].{'names' if task.kind == 'standard' else 'kind'}"
+        for name in task.names if task.kind == "standard" else (task.kind,):
+            if other := found.get(name):
+                remedy = "name each task once" if task.kind == "standard" else "put the lengths into one task"
+                yield Fault((key, other), f"{key} = {show(name)}: the same as {other}; {remedy}")
+            found.setdefault(name, key)
+
+
+def validation_tasks_are_whole(config: RunConfig) -> Faults:
+    """A validation task says what it measures."""
+    for index, task in enumerate(config.validation.tasks):
+        key = "names" if task.kind == "standard" else "lengths"
+        if not getattr(task, key):
+            place, example = f"validation.tasks[{index}]", '["glm46_next_line"]' if key == "names" else "[4096]"
+            yield Fault(
+                (f"{place}.{key}", f"{place}.kind"),
+                f"{place}.{key}: required with kind = {show(task.kind)}; add it, for example {key} = {example}",
+            )
 
 
 def validation_tasks_run_in_validations(config: RunConfig) -> Faults:
@@ -219,5 +234,6 @@ DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     chats_are_read_whole,
     preferences_read_pairs,
     validation_tasks_differ,
+    validation_tasks_are_whole,
     validation_tasks_run_in_validations,
 )

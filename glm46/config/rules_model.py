@@ -106,7 +106,7 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
 def validation_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
     """No row of a validation task is longer than the positions of the model."""
     for index, task in enumerate(config.validation.tasks):
-        if max(task.lengths) > shape.max_position_embeddings:
+        if max(task.lengths, default=0) > shape.max_position_embeddings:
             key = f"validation.tasks[{index}].lengths"
             yield Fault(
                 (key, "model.max_position_embeddings"),

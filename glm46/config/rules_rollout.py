@@ -69,6 +69,18 @@ def adapters_can_be_sent(config: RunConfig) -> Faults:
     """There are adapters, of a kind that servers add to their weights."""
     if config.rollout is None or not config.rollout.send_adapters:
         return
+    if config.rollout.weights == "broadcast":
+        yield Fault(
+            ("rollout.send_adapters", "rollout.weights"),
+            'rollout.send_adapters = true, rollout.weights = "broadcast": servers take adapters from a folder alone; '
+            "remove one of the two",
+        )
+    if config.rollout.weights_dtype is not None:
+        yield Fault(
+            ("rollout.send_adapters", "rollout.weights_dtype"),
+            f"rollout.send_adapters = true, rollout.weights_dtype = {show(config.rollout.weights_dtype)}: adapters are "
+            "not quantised; remove one of the two",
+        )
     if config.adapter is None or config.adapter.name != "lora":
         has = "[adapter]: absent" if config.adapter is None else f"adapter.name = {show(config.adapter.name)}"
         yield Fault(

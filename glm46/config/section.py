@@ -1,7 +1,8 @@
 """The base class of all sections of the TOML file, and the types that several sections share."""
 
+import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -75,6 +76,62 @@ def _no_url(path: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
+
+HUB = "hf:/"
+"""How an id of the Hugging Face hub begins, as text or as a `Path`, which has one slash of the two."""
+
+
+class HubId(NamedTuple):
+    """What an id names."""
+
+    repository: str
+    revision: str | None
+    """A branch, tag or commit."""
+    path: str | None
+    """Of a data set: a file, folder or glob in it; None: all of it."""
+
+
+@dataclass(frozen=True)
+class OnHub:
+    """Metadata of a field that takes an id of the hub in place of a folder or file: ``hf://owner/name@revision``, or
+    ``hf://datasets/owner/name@revision/path``. The id is replaced by the local folder before a run begins."""
+
+    kind: Literal["model", "tokenizer", "dataset"]
+
+    def parse(self, stated: str) -> HubId | None:
+        """The parts of an id; None if it is malformed."""
+        found = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(stated)
+        return found and HubId(**({"path": None} | found.groupdict()))
+
+    @property
+    def form(self) -> str:
+        """For messages."""
+        if self.kind == "dataset":
+            return "hf://datasets/owner/name/file or hf://datasets/owner/name@revision/file"
+        return "hf://owner/name or hf://owner/name@revision"
+
+
+_MODEL_ID = re.compile(r"hf:/+(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>\S+))?/?")
+_DATASET_ID = re.compile(
+    r"hf:/+datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/\s]+))?(?:/(?P<path>.+?))?/?"
+)
+
+
+def _on_hub(kind: Literal["model", "tokenizer", "dataset"]) -> AfterValidator:
+    def check(path: str) -> str:
+        if not path.startswith(HUB):
+            return _no_url(path)
+        if OnHub(kind).parse(path) is None:
+            raise ValueError(f"not an id of the hub; give {OnHub(kind).form}")
+        return path
+
+    return AfterValidator(check)
+
+
+ModelFolder = Annotated[str, _on_hub("model")]
+"""A folder of this machine, or a model of the hub. The field also has `OnHub`."""
+DataFile = Annotated[str, _on_hub("dataset")]
+"""A file of this machine, or one of a data set of the hub. The field also has `OnHub`, or its reader takes ids."""
 
 
 def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

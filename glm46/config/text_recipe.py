@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import DataFile, LocalPath, ModelFolder, Needs, OnHub, Section
 
 CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""
@@ -20,10 +20,11 @@ class Recipe(Section):
     """[data.sources.recipe]: how to make the source above it from text files, if its ``path`` does not exist. The same
     recipe on the same text gives the same bytes."""
 
-    input: tuple[LocalPath, ...] = Field(min_length=1)
+    input: tuple[DataFile, ...] = Field(min_length=1)
     """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, .json that has rows with ``text_key``,
     and any other file as one text; each may be compressed as .gz or .zst. Hidden files of a folder are skipped.
-    ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs."""
+    ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs.
+    ``hf://datasets/owner/name``, with a path or glob behind it, is a data set of the hub."""
 
     text_key: Annotated[str, Needs("format", "text", unless="decontaminate")] = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
@@ -127,5 +128,6 @@ class TextRecipe(Recipe):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in its shards. Absent: the last part of ``output``."""
 
-    tokenizer: LocalPath = "builtin"
-    """"builtin", a .tiktoken rank file, or a Hugging Face tokenizer.json; as model.tokenizer_path of the runs."""
+    tokenizer: Annotated[ModelFolder, OnHub("tokenizer")] = "builtin"
+    """"builtin", a .tiktoken rank file, a Hugging Face tokenizer.json or its folder, or ``hf://owner/name``; as
+    model.tokenizer_path of the runs."""

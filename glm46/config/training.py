@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import CountOrAll, Needs, Schedule, Section
+from glm46.config.section import CountOrAll, LocalPath, Needs, Schedule, Section
 
 
 class Training(Section):
     """[training]: budget, batch size, precision and handling of loss spikes."""
 
     local_batch_size: int = Field(1, ge=1)
-    """Sequences per rank and micro-batch."""
+    """Sequences per rank and micro-batch; with [rl] the most rows of one."""
 
     global_batch_size: Schedule | None = None
     """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree;
@@ -67,21 +67,30 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ValidationTask(Section):
-    """[[validation.tasks]]: what a validation measures on held-out documents beside the loss."""
+    """[[validation.tasks]]: what a validation measures beside the loss."""
 
-    kind: Literal["position", "needle"]
-    """position: loss by position in long documents. needle: how often the model repeats a sentence that it read at some
-    depth of a long text (docs/evaluation.md)."""
+    kind: Literal["position", "needle", "standard"]
+    """position: loss by position in long held-out documents. needle: how often the model repeats a sentence that it
+    read at some depth of a long held-out text. standard: tasks of lm-eval (docs/evaluation.md)."""
 
-    lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(min_length=1)
+    lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Needs("kind", ("position", "needle"))] = ()
     """Tokens per row, also beyond training.seq_len, at most model.max_position_embeddings. position takes the longest
-    one that a held-out document has; needle measures each."""
+    one that a held-out document has; needle measures each. Required for both."""
 
     depths: Annotated[tuple[Share, ...], Needs("kind", "needle")] = Field((0.0, 0.5, 1.0), min_length=1)
     """Places of the sentence in the text before the question, as shares of it: 0 is its begin."""
 
+    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Needs("kind", "standard")] = ()
+    """Tasks of lm-eval, of this package and of ``task_folders`` by name, and task files. Required for standard."""
+
+    task_folders: Annotated[tuple[LocalPath, ...], Needs("kind", "standard")] = ()
+    """Folders with your own task files."""
+
+    fewshot: Annotated[int | None, Needs("kind", "standard")] = Field(None, ge=0)
+    """Examples before a question. Absent: as each task says."""
+
     samples: int = Field(16, ge=1)
-    """position: most documents. needle: rows of each length and depth."""
+    """position: most documents. needle: rows of each length and depth. standard: most documents of each task."""
 
     freq: int | None = Field(None, ge=1)
     """Steps between two measurements, a multiple of validation.freq; also before the first step and after the last.
@@ -104,7 +113,7 @@ class Validation(Section):
     """Sequences per rank and batch. Absent: as in training."""
 
     tasks: Annotated[tuple[ValidationTask, ...], Needs("enable")] = ()
-    """Further tasks of validations; each kind at most once."""
+    """Further tasks of validations; position and needle at most once."""
 
 
 class Debug(Section):

@@ -11,11 +11,11 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UnreadableError, UserError
 from glm46.data.shards import BLOCK_BYTES, NOT_A_TARGET, open_shard
 
 _REMEDY = (
@@ -29,6 +29,7 @@ class VerifiedShard:
 
     Raises:
         UserError: as `open_shard`; and by each method, with file and bytes, if the bytes that it reads are damaged.
+        UnreadableError: by each method, if the system cannot read them.
     """
 
     def __init__(self, file: Path, vocab_size: int):
@@ -103,12 +104,16 @@ class VerifiedShard:
                 self._close = weakref.finalize(self, self._handle.close)
             data = os.pread(self._handle.fileno(), size, place)
         except OSError as error:
-            self._refuse(place, size, f"cannot be read ({error.strerror})")
+            self.close()  # the descriptor stays broken when its storage returns
+            raise UnreadableError(
+                f"{self._file}: bytes {place} to {place + size - 1}: cannot be read: {error.strerror}; mount its "
+                "storage again; the same command then resumes from the newest checkpoint"
+            ) from error
         if len(data) < size:
             self._refuse(place + len(data), size - len(data), "missing, the file is truncated")
         return data
 
-    def _refuse(self, place: int, size: int, reason: str) -> None:
+    def _refuse(self, place: int, size: int, reason: str) -> NoReturn:
         raise UserError(f"{self._file}: bytes {place} to {place + size - 1}: {reason}; {_REMEDY}")
 
 

@@ -1,15 +1,16 @@
 """A UserError on one rank is raised on all ranks; otherwise the other ranks would wait for the failed one forever."""
 
+import re
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UnreadableError, UserError
 
 _Result = TypeVar("_Result")
-_MARK = f"{UserError.__module__}.{UserError.__qualname__}: "
+_MARK = re.compile("|".join(f"{kind.__module__}.{kind.__qualname__}: " for kind in (UserError, UnreadableError)))
 
 
 def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
@@ -54,14 +55,17 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
     """Raise UserError on every rank, because some rank has one. Collective; ranks without an error pass None.
 
     Raises:
-        UserError: always; on rank 0 with the faults of all ranks, on the others without faults.
+        UserError: always; on rank 0 with the faults of all ranks, on the others without faults. UnreadableError if all
+            of them are.
     """
-    found: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, error and tuple(map(_without_traceback, error.faults)))
-    faults = dict.fromkeys(fault for faults in found for fault in faults or ())
-    raise UserError(*on_first_rank(*faults))
+    found: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
+    is_unreadable = isinstance(error, UnreadableError)
+    dist.all_gather_object(found, error and (tuple(map(_without_traceback, error.faults)), is_unreadable))
+    errors = [each for each in found if each is not None]
+    faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)
+    raise (UnreadableError if all(each for _, each in errors) else UserError)(*on_first_rank(*faults))
 
 
 def _without_traceback(fault: str) -> str:
     """A worker process of the loader puts a traceback before the fault."""
-    return fault.rpartition(_MARK)[2].strip()
+    return _MARK.split(fault)[-1].strip()

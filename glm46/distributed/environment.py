@@ -1,7 +1,11 @@
 """Environment variables of this process. The only file that reads them; it needs no torch."""
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+_TEMPORARY = threading.Lock()
 
 
 def visible_gpus() -> str | None:
@@ -55,6 +59,20 @@ def replace_variables(variables: Mapping[str, str]) -> None:
 def set_variable(name: str, value: str) -> None:
     """Set a variable for this process and its children."""
     os.environ[name] = value
+
+
+@contextmanager
+def temporary_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a constructor that reads it; other threads that call this wait."""
+    with _TEMPORARY:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
 
 
 def share_cores(cores: int, processes: int) -> None:

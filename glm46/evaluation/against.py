@@ -105,7 +105,7 @@ def compare(
     ]
     if outputs[0] is None:
         return None
-    labels = outputs[0].predictions
+    labels = outputs[0].predictions[0]
     column = labels.clamp(min=0).reshape(-1, 1)
     chunks = []
     for start in range(0, labels.numel(), _CHUNK_TOKENS):

@@ -2,21 +2,23 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from glm46.data.tokenizer import Tokenizer
 from glm46.evaluation.results import Results
+from glm46.evaluation.rows import TASKS
+from glm46.files.progress import tokens_progress
 from glm46.huggingface.tokenizer_files import control_ids, stop_ids
 from glm46.inference.decoder import Decoder
 from glm46.inference.generation import Continuation, Generation
 from glm46.inference.loading import Loaded
 from glm46.inference.sampling import Sampling
 from glm46.inference.scoring import MOST_SLOTS, Request, Score, score
-
-Advance = Callable[[int], None]
-"""Called with the number of tokens of the requests just answered, on rank 0."""
 
 _ROUNDS = 4
 """Continuations of a row of the decoder between two saves."""
@@ -33,39 +35,35 @@ class Prompt(NamedTuple):
     seed: int
 
 
-class Answers:
-    """Answers requests. The methods of rank 0 wait for the other ranks, which run `follow`.
+class Keys(NamedTuple):
+    """What messages call that which the user states."""
 
-    Args:
-        results: keep the answers of rank 0, so that a stopped call goes on.
-    """
+    names: str = "--tasks"
+    folders: str = "--task-folder"
+    fewshot: str = "--fewshot"
+    run_code: str = "allow it with --run-code"
+    """The remedy of tasks that run what the model writes."""
+    others: tuple[str, ...] = TASKS
+    """Names in the same place that are not of lm-eval."""
 
-    def __init__(self, loaded: Loaded, results: Results):
-        self._loaded, self._results = loaded, results
-        self._not_text = control_ids(loaded.tokenizer)
 
-    def scores(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
-        """Scores in the order of the requests. On rank 0."""
-        keys = [_key("score", request) for request in requests]
-        missing = [*{key: one for key, one in zip(keys, requests, strict=True) if self._lacks(key)}.items()]
-        if missing:
-            self._lead("_score", [request for _, request in missing], [key for key, _ in missing], advance)
-        found = (self._results.figures[key] for key in keys)
-        return [Score(logprob, bool(is_greedy)) for logprob, is_greedy in found]
+class Answering(Protocol):
+    """What answers on rank 0."""
 
-    def texts(self, prompts: Sequence[Prompt], advance: Advance) -> list[str]:
-        """Texts in the order of the prompts. On rank 0."""
-        keys = [_key("text", prompt) for prompt in prompts]
-        missing = [*{key: one for key, one in zip(keys, prompts, strict=True) if self._lacks(key)}.items()]
-        # The longest ones first; equal prompts are neighbours and share their computation.
-        missing.sort(key=lambda pair: (-len(pair[1].tokens) - pair[1].max_new_tokens, pair[1].tokens))
-        for sampling in dict.fromkeys(prompt.sampling for _, prompt in missing):
-            some = [(key, prompt) for key, prompt in missing if prompt.sampling == sampling]
-            self._lead("_continue", [prompt for _, prompt in some], [key for key, _ in some], advance)
-        return [
-            _before(self._text([int(token) for token in self._results.figures[key]]), prompt.until)
-            for key, prompt in zip(keys, prompts, strict=True)
-        ]
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """Scores in the order of the requests."""
+        ...
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Texts in the order of the prompts."""
+        ...
+
+
+class FirstRankLeads:
+    """Methods that rank 0 calls and all ranks run, the others from `follow`."""
+
+    def __init__(self, world_size: int):
+        self._world_size = world_size
 
     def follow(self) -> None:
         """Compute with rank 0 until its `end`. On the other ranks."""
@@ -75,22 +73,62 @@ class Answers:
             if found[0] is None:
                 return
             name, requests = found[0]
-            getattr(self, name)(requests, [], lambda _: None)
+            getattr(self, name)(requests)
 
     def end(self) -> None:
         """Let the other ranks return from `follow`. On rank 0."""
-        if self._loaded.mesh.layout.world_size > 1:
+        if self._world_size > 1:
             dist.broadcast_object_list([None], src=0)
 
-    def _lacks(self, key: str) -> bool:
-        return key not in self._results.figures
-
-    def _lead(self, name: str, requests: list, keys: list[str], advance: Advance) -> None:
-        if self._loaded.mesh.layout.world_size > 1:
+    def _lead(self, name: str, requests: Sequence[Request | Prompt], *own: Any) -> Any:
+        """Run a method on all ranks; rank 0 gives it further arguments."""
+        if self._world_size > 1:
             dist.broadcast_object_list([(name, requests)], src=0)
-        getattr(self, name)(requests, keys, advance)
+        return getattr(self, name)(requests, *own)
 
-    def _score(self, requests: Sequence[Request], keys: Sequence[str], advance: Advance) -> None:
+
+class Answers(FirstRankLeads):
+    """Answers requests with a model that was loaded for inference; see `Answering`.
+
+    Args:
+        results: keep the answers of rank 0, so that a stopped call goes on.
+    """
+
+    def __init__(self, loaded: Loaded, results: Results):
+        super().__init__(loaded.mesh.layout.world_size)
+        self._loaded, self._results = loaded, results
+
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """See `Answering`."""
+        keys = [_key("score", request) for request in requests]
+        missing = {key: one for key, one in zip(keys, requests, strict=True) if key not in self._results.figures}
+        if missing:
+            total = sum(len(request.inputs) for request in missing.values())
+            with tokens_progress("scoring", total, partial(print, file=sys.stderr)) as advance:
+                self._lead("_score", [*missing.values()], [*missing], advance)
+        found = (self._results.figures[key] for key in keys)
+        return [Score(logprob, bool(is_greedy)) for logprob, is_greedy in found]
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See `Answering`."""
+        keys = [_key("text", prompt) for prompt in prompts]
+        missing = {key: one for key, one in zip(keys, prompts, strict=True) if key not in self._results.figures}
+        total = sum(prompt.max_new_tokens for prompt in missing.values())
+        with tokens_progress("writing", total, partial(print, file=sys.stderr)) as advance:
+            for sampling in dict.fromkeys(prompt.sampling for prompt in missing.values()):
+                some = [(key, prompt) for key, prompt in missing.items() if prompt.sampling == sampling]
+                # The longest ones first; equal prompts are neighbours and share their computation.
+                some.sort(key=lambda pair: (-len(pair[1].tokens) - pair[1].max_new_tokens, pair[1].tokens))
+                self._lead("_continue", [prompt for _, prompt in some], [key for key, _ in some], advance)
+        tokenizer = self._loaded.tokenizer
+        return [
+            text_before(tokenizer, [int(token) for token in self._results.figures[key]], prompt.until)
+            for key, prompt in zip(keys, prompts, strict=True)
+        ]
+
+    def _score(
+        self, requests: Sequence[Request], keys: Sequence[str] = (), advance: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Compute scores. Collective over all ranks; those without keys keep none."""
         model, _, mesh = self._loaded
         for batch in score(model, mesh, requests, advance):
@@ -98,7 +136,9 @@ class Answers:
                 if keys:
                     self._results.add(keys[number], [found.logprob, float(found.is_greedy)])
 
-    def _continue(self, prompts: Sequence[Prompt], keys: Sequence[str], advance: Advance) -> None:
+    def _continue(
+        self, prompts: Sequence[Prompt], keys: Sequence[str] = (), advance: Callable[[int], None] = lambda _: None
+    ) -> None:
         """As `_score`, for prompts of one sampling, the longest first."""
         model, tokenizer, mesh = self._loaded
         first, replicas = 0, mesh.layout.dp_degree
@@ -118,23 +158,32 @@ class Answers:
             )
             for _ in generation:
                 for one, prompt in zip(written, mine, strict=True):
-                    if one.finish is None and one.tokens:
-                        text = self._text(one.tokens)
-                        one.finish = "stop" if _before(text, prompt.until) != text else None
+                    if one.finish is None and one.tokens and has_ended(tokenizer, one.tokens, prompt.until):
+                        one.finish = "stop"
             found = mesh.gather_rows([one.text(frozenset(stop_ids(tokenizer))) for one in written])
             for key, tokens in zip(keys[first : first + len(some)], found, strict=False):
                 self._results.add(key, tokens)
             first += len(some)
             advance(sum(map(len, found)))
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._loaded.tokenizer.decode([token for token in tokens if token not in self._not_text])
 
-
-def _before(text: str, until: Sequence[str]) -> str:
+def text_before(tokenizer: Tokenizer, tokens: Sequence[int], until: Sequence[str]) -> str:
+    """The text of tokens, without control tokens, up to the first of these ends."""
+    text = _text(tokenizer, tokens)
     for end in until:
         text = text.split(end)[0]
     return text
+
+
+def has_ended(tokenizer: Tokenizer, tokens: Sequence[int], until: Sequence[str]) -> bool:
+    """Whether one of these ends is in the text of tokens."""
+    text = _text(tokenizer, tokens)
+    return any(end in text for end in until)
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    not_text = control_ids(tokenizer)
+    return tokenizer.decode([token for token in tokens if token not in not_text])
 
 
 def _key(kind: str, request: Request | Prompt) -> str:

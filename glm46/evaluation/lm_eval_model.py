@@ -4,9 +4,7 @@ Texts become tokens as in lm-eval's own backend `hf`, and requests are truncated
 the folder of a model is what this gives for the model.
 """
 
-import sys
 from collections.abc import Sequence
-from functools import partial
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -15,8 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import END_OF_TEXT, Tokenizer
-from glm46.evaluation.answers import Answers, Prompt
-from glm46.files.progress import tokens_progress
+from glm46.evaluation.answers import Answering, Keys, Prompt
 from glm46.inference.sampling import Sampling
 from glm46.inference.scoring import Request
 
@@ -31,11 +28,12 @@ class LmEvalModel(TemplateLM):
 
     Args:
         positions: tokens that the model reads at most.
+        keys: names in messages.
     """
 
-    def __init__(self, answers: Answers, tokenizer: Tokenizer, positions: int):
+    def __init__(self, answers: Answering, tokenizer: Tokenizer, positions: int, keys: Keys):
         super().__init__()
-        self._answers, self._tokenizer, self._positions = answers, tokenizer, positions
+        self._answers, self._tokenizer, self._positions, self._keys = answers, tokenizer, positions, keys
 
     @property
     def eot_token_id(self) -> int:
@@ -57,8 +55,8 @@ class LmEvalModel(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: object) -> list[tuple[float, bool]]:
         found = [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         for request, task in zip(found, self._tasks, strict=True):
-            self._require_room(task, len(request.inputs), "lower --fewshot, or leave it out")
-        return [tuple(one) for one in self._scores(found)]
+            self._require_room(task, len(request.inputs), f"lower {self._keys.fewshot}, or leave it out")
+        return [tuple(one) for one in self._answers.scores(found)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-probability of each text, in windows as long as the model's positions."""
@@ -72,7 +70,7 @@ class LmEvalModel(TemplateLM):
                 parts.append(Request(tuple(context), tuple(continuation)))
                 owners.append(number)
         sums = [0.0] * len(requests)
-        for owner, found in zip(owners, self._scores(parts), strict=True):
+        for owner, found in zip(owners, self._answers.scores(parts), strict=True):
             sums[owner] += found.logprob
         return sums
 
@@ -89,12 +87,13 @@ class LmEvalModel(TemplateLM):
             options = normalize_gen_kwargs(stated, _MAX_NEW_TOKENS)
             if unknown := [name for name in options if name not in _KNOWN]:
                 raise UserError(
-                    f"--tasks {request.task_name}: generation_kwargs.{unknown[0]} is not supported; there are "
-                    f"{', '.join(sorted(_KNOWN))}"
+                    f"{self._keys.names} {request.task_name}: generation_kwargs.{unknown[0]} is not supported; "
+                    f"there are {', '.join(sorted(_KNOWN))}"
                 )
             tokens, until = tuple(self.tok_encode(context)), options.get("until") or []
             most = options["max_gen_toks"]
-            self._require_room(request.task_name, len(tokens) + most, "lower --fewshot, or max_gen_toks of the task")
+            remedy = f"lower {self._keys.fewshot}, or max_gen_toks of the task"
+            self._require_room(request.task_name, len(tokens) + most, remedy)
             sampling = Sampling(
                 *(options.get(name) or default for name, default in
                   (("temperature", 0.0), ("top_k", None), ("top_p", 1.0), ("min_p", 0.0)))
@@ -106,18 +105,11 @@ class LmEvalModel(TemplateLM):
             prompts.append(
                 Prompt(tokens or (self.eot_token_id,), most, ends, sampling, 0 if sampling.is_greedy else seed)
             )
-        total = sum(prompt.max_new_tokens for prompt in prompts)
-        with tokens_progress("writing", total, partial(print, file=sys.stderr)) as advance:
-            return self._answers.texts(prompts, advance)
-
-    def _scores(self, requests: Sequence[Request]):
-        total = sum(len(request.inputs) for request in requests)
-        with tokens_progress("scoring", total, partial(print, file=sys.stderr)) as advance:
-            return self._answers.scores(requests, advance)
+        return self._answers.texts(prompts)
 
     def _require_room(self, task: str, tokens: int, remedy: str) -> None:
         if tokens > self._positions:
             raise UserError(
-                f"--tasks {task}: a request has {tokens} tokens, the model {self._positions} positions "
+                f"{self._keys.names} {task}: a request has {tokens} tokens, the model {self._positions} positions "
                 f"(max_position_embeddings); {remedy}"
             )

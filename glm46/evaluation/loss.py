@@ -40,6 +40,7 @@ class Loss:
         length: int,
         samples: int,
         document_mask: bool,
+        mtp_depth: int = 0,
     ):
         """Raises UserError if a source has no held-out text.
 
@@ -48,10 +49,11 @@ class Loss:
             length: tokens of a row.
             samples: most rows of each source.
             document_mask: restart positions at each document.
+            mtp_depth: prediction layers that the rows have inputs for.
         """
         self.width = len(_SUMS)
         self._token_bytes = tokenizer.token_bytes()
-        self._layout = BatchLayout(length, 0, 1, 0, 1, document_mask)
+        self._layout = BatchLayout(length, mtp_depth, 1, 0, 1, document_mask)
         self.keys: dict[str, list[str]] = {}
         """Keys of the rows of each source."""
         self.rows = []
@@ -66,7 +68,8 @@ class Loss:
             self.rows += rows
 
     def _row(self, source: ConcatenatedRows | PackedRows, eos_id: int, row: int) -> Batch:
-        builder, buffer = self._layout.builder(eos_id), np.empty(self._layout.seq_len + 1, np.int64)
+        builder = self._layout.builder(eos_id)
+        buffer = np.empty(self._layout.seq_len + 1 + self._layout.mtp_depth, np.int64)
         builder.add(row, buffer, *source.read(row, buffer), is_marked=source.is_marked)
         return builder.finish()
 
@@ -76,9 +79,12 @@ class Loss:
         return [-float(logprobs_S.sum()), float(len(labels)), float(self._token_bytes[labels].sum())]
 
     def result(self, figures: Figures) -> dict[str, Any]:
-        """``sources``: the `Sums` of each."""
+        """``sources``: the `Sums` of each, and their ``perplexity``."""
         sources = {
             name: dict(zip(_SUMS, map(sum, zip(*(figures[key] for key in keys), strict=True)), strict=True))
             for name, keys in self.keys.items()
         }
-        return {"sources": sources, "columns": loss_columns(sources)}
+        columns = loss_columns(sources)
+        for name, sums in sources.items():
+            sums["perplexity"] = float(np.exp(columns[f"loss/{name}"]))
+        return {"sources": sources, "columns": columns}

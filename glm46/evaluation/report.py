@@ -5,6 +5,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from glm46.files.durable import replace_durably
 
 if TYPE_CHECKING:
@@ -22,15 +24,36 @@ def table(task: str, result: Result, window: int | None) -> list[str]:
         return _standard_table(result)
     if task == "against":
         return _against_table(result)
+    if task == "drafts":
+        return _drafts_table(result)
     return _loss_table(result) if task == "loss" else _needle_table(result)
 
 
 def _loss_table(result: Result) -> list[str]:
-    lines = ["Loss on held-out text", f"  {'source':<24}{'nats per token':>16}{'bits per byte':>16}{'targets':>12}"]
+    lines = [
+        "Loss on held-out text",
+        f"  {'source':<24}{'nats per token':>16}{'perplexity':>14}{'bits per byte':>16}{'targets':>12}",
+    ]
     targets = {f"/{name}": sums["targets"] for name, sums in result["sources"].items()}
     for suffix, count in (targets | {"": sum(targets.values())}).items():
         loss, bits = (result["columns"][f"{column}{suffix}"] for column in ("loss", "bits_per_byte"))
-        lines.append(f"  {suffix[1:] or 'all':<24}{loss:>16.4f}{bits:>16.4f}{count:>12,.0f}")
+        lines.append(
+            f"  {suffix[1:] or 'all':<24}{loss:>16.4f}{float(np.exp(loss)):>14,.2f}{bits:>16.4f}{count:>12,.0f}"
+        )
+    return lines
+
+
+def _drafts_table(result: Result) -> list[str]:
+    sources = result["sources"]
+    total = {name: np.sum([own[name] for own in sources.values()], axis=0) for name in ("accepted", "drafts")}
+    depths = [f"depth {k + 1}" for k in range(len(total["drafts"]))]
+    lines = [
+        "Drafts of the prediction layers that are the model's most likely token",
+        f"  {'source':<24}" + "".join(f"{name:>12}" for name in depths) + f"{'drafts':>12}",
+    ]
+    for name, own in (sources | {"all": total}).items():
+        shares = np.divide(own["accepted"], np.maximum(own["drafts"], 1.0))
+        lines.append(f"  {name:<24}" + "".join(f"{share:>12.4f}" for share in shares) + f"{sum(own['drafts']):>12,.0f}")
     return lines
 
 

@@ -26,8 +26,8 @@ from glm46.evaluation.rows import (
 from glm46.files.durable import replace_durably
 from glm46.inference.loading import Loaded
 from glm46.inference.model_mesh import ModelMesh
-from glm46.model.cross_entropy import HeadForm, HeadOutput, token_logprobs
-from glm46.model.transformer import Transformer
+from glm46.model.cross_entropy import HeadForm, token_logprobs
+from glm46.model.transformer import LossSums, Transformer
 
 _TOKENS_AT_ONCE = 8192
 """Tokens of a batch of short rows."""
@@ -131,17 +131,18 @@ def measure_rows(
 
 def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
     output = run_rows(model, mesh, batch, document_mask, token_logprobs)
-    return None if output is None else (output.logprobs, output.predictions)
+    return None if output is None else (output.logprobs, output.predictions[0])
 
 
-def run_rows(
-    model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm
-) -> HeadOutput | None:
-    """The output head's result [B, S] for rows with padding, without logits of a whole row; None on stages without the
-    head. Collective over the ranks in step."""
+def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm) -> LossSums | None:
+    """The model's result for rows with padding, without logits of a whole row; None on stages without the head. Rows
+    with inputs of the prediction layers run these, too. Collective over the ranks in step."""
     weight, whole = local_tensor(next(model.parameters())), padded(batch, mesh.layout.tp)
     ids = whole["document_ids"]
-    inputs = {name: whole[name].to(weight.device) for name in ("input_ids", "positions", "labels")}
+    names = ["input_ids", "positions", "labels"]
+    if model.mtp and "mtp_labels" in whole:
+        names += ["mtp_input_ids", "mtp_labels"]
+    inputs = {name: whole[name].to(weight.device) for name in names}
     # Rows of one document are plainly causal, which has a kernel of its own; padding is behind them.
     if document_mask and ids.any():
         inputs["document_ids"] = ids.to(weight.device)
@@ -154,4 +155,4 @@ def run_rows(
     if not mesh.is_last:
         mesh.send(output.hidden)
         return None
-    return HeadOutput(output.predictions[0], logprobs=output.logprobs)
+    return output

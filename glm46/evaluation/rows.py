@@ -7,7 +7,7 @@ that `evaluate` (`measure_rows`) and a training run on any layout (`glm46/pretra
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from glm46.data.batches import IGNORE, BatchBuilder
 from glm46.data.manifest import Manifest
 from glm46.data.packing import TokenStream
 
-TASKS = ("loss", "position", "needle")
+TASKS = ("loss", "position", "needle", "drafts")
 """Names of the tasks of an evaluation."""
+USUAL_TASKS = TASKS[:3]
+"""Those that every model has."""
 
 Batch = dict[str, Tensor]
-"""As the loader makes it, without the inputs of multi-token prediction."""
+"""As the loader makes it; only the rows of `Drafts` have inputs of multi-token prediction."""
+
+_Row = TypeVar("_Row")
 
 Figures = dict[str, list[float]]
 """Figures of finished rows by their key."""
@@ -80,13 +84,15 @@ def build_batch(rows: Sequence[Row]) -> Batch:
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
-    """Rows with padding behind them, so that a mesh can split them evenly."""
+    """Rows with padding behind them, so that a mesh can split them evenly; inputs of prediction layers if there are."""
     missing = -batch["input_ids"].shape[1] % multiple
     fill = {"input_ids": 0, "labels": IGNORE, "positions": 0, "document_ids": -1}
+    if "mtp_labels" in batch and batch["mtp_labels"].shape[1]:
+        fill |= {"mtp_input_ids": 0, "mtp_labels": IGNORE}
     return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
 
 
-def share_of_rows(rows: Sequence[Row], rank: int, ranks: int) -> tuple[range, list[Row]]:
+def share_of_rows(rows: Sequence[_Row], rank: int, ranks: int) -> tuple[range, list[_Row]]:
     """The places of this rank's rows, and the rows that it computes: equally many on all ranks, with the last row again
     where there are too few."""
     share = -(-len(rows) // ranks)

@@ -5,12 +5,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
-from glm46.evaluation.rows import TASKS
+from glm46.evaluation.answers import Keys
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -35,10 +36,17 @@ class StandardTasks:
     loaded: "TaskDict"
     limit: int | None
     """Most documents of a task."""
+    keys: Keys
 
 
 def find_tasks(
-    names: Sequence[str], folders: Sequence[Path], *, fewshot: int | None, limit: int | None, run_code: bool
+    names: Sequence[str],
+    folders: Sequence[Path],
+    *,
+    fewshot: int | None,
+    limit: int | None,
+    run_code: bool = False,
+    keys: Keys = Keys(),  # noqa: B008 - frozen
 ) -> StandardTasks:
     """Find tasks by name or file, and load their data.
 
@@ -47,59 +55,59 @@ def find_tasks(
         fewshot: examples before a question; None: as each task says.
         limit: most documents of a task.
         run_code: take tasks that run what the model writes.
+        keys: names in messages.
 
     Raises:
         UserError: lm-eval is not installed, a file or folder is missing, a name is not known, or a task cannot be
             loaded.
     """
-    faults = [f"--tasks {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
-    faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
+    faults = [f"{keys.names} {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
+    faults += [f"{keys.folders} {folder}: no such folder" for folder in folders if not folder.is_dir()]
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
-    manager = _manager_that_knows(names, folders)
+    manager = _manager_that_knows(names, folders, keys)
     try:
         loaded = manager.load([*names])
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         kind = f"{type(error).__name__}: {_one_line(error)}"
         raise UserError(
-            f"--tasks {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
+            f"{keys.names} {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and not run_code:
-            raise UserError(
-                f"--tasks {name}: runs code that the model writes, on this machine; allow it with --run-code"
-            )
+            raise UserError(f"{keys.names} {name}: runs code that the model writes, on this machine; {keys.run_code}")
         if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
+            raise UserError(f"{keys.names} {name}: has images; the model reads text only; take another task")
         stated = task.get_config("num_fewshot")
         if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
             task.set_config(key="num_fewshot", value=fewshot or 0)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    return StandardTasks(loaded, limit)
+    return StandardTasks(loaded, limit, keys)
 
 
-def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskManager":
+def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":
     """The list of tasks, without lm-eval's own unless one is asked for. Raises UserError, see `find_tasks`."""
     try:
+        from lm_eval.api import task
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        near = nearest(names[0], TASKS, 0.5)
-        hint = f"did you mean {near}? " if near else f"there are {', '.join(TASKS)}; "
-        raise UserError(
-            f"--tasks {names[0]}: unknown task; {hint}other tasks need lm-eval: pip install '.[eval]'"
-        ) from error
+        near = nearest(names[0], keys.others, 0.5)
+        hint = f"did you mean {near}? " if near else f"there are {', '.join(keys.others)}; "
+        hint = f"unknown task; {hint}other tasks need" if keys.others else "needs"
+        raise UserError(f"{keys.names} {names[0]}: {hint} lm-eval: pip install '.[eval]'") from error
+    task.tqdm = partial(task.tqdm, disable=True)  # a bar for each task, beside those of this package
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn of are refused
     paths = [str(folder) for folder in (FOLDER, *folders)]
     manager = TaskManager(include_path=paths, include_defaults=False)
     wanted = [name for name in names if not _is_file(name)]
     if not set(wanted) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)  # reads more than 10,000 files
-    known = [*TASKS, *manager.all_tasks]
+    known = [*keys.others, *manager.all_tasks]
     unknown = [(name, nearest(name, known, 0.5)) for name in wanted if name not in manager.all_tasks]
     if unknown:
         raise UserError(
             *(
-                f"--tasks {name}: unknown task; "
+                f"{keys.names} {name}: unknown task; "
                 + (f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those of lm-eval")
                 for name, near in unknown
             )
@@ -107,16 +115,26 @@ def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskM
     return manager
 
 
-def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
+def run_tasks(tasks: StandardTasks, model: "LmEvalModel", *, has_errors: bool = True) -> dict[str, Any]:
     """The result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
+
+    Args:
+        has_errors: compute standard errors, for some metrics in processes of their own.
 
     Raises:
         UserError: see `LmEvalModel`.
     """
     from lm_eval import evaluate
 
+    options = {} if has_errors else {"bootstrap_iters": 0}
+    state = random.getstate()
     random.seed(0)  # as lm-eval's own command
-    found = evaluate(model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True)
+    try:
+        found = evaluate(
+            model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True, **options
+        )
+    finally:
+        random.setstate(state)
     figures = []
     for task, metrics in (found["results"] | found.get("groups", {})).items():
         documents, examples = found["n-samples"].get(task, {}).get("effective"), found["n-shot"].get(task)
@@ -129,7 +147,12 @@ def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
             figures.append(
                 figure | {"value": value, "standard_error": error if isinstance(error, (int, float)) else None}
             )
-    return {"figures": figures, "columns": {f"{one['task']}/{one['metric']}": one["value"] for one in figures}}
+    return {"figures": figures, "columns": {_column(one): one["value"] for one in figures}}
+
+
+def _column(figure: dict[str, Any]) -> str:
+    names = [figure["task"], figure["metric"], figure["filter"]]
+    return "/".join(names[:2] if figure["filter"] == "none" else names)  # filters of a task have the same metric
 
 
 def _is_file(name: str) -> bool:

@@ -11,10 +11,10 @@ from glm46.data.chat import chat_prompt
 from glm46.data.conversation import Message
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
-from glm46.finetune.answers import greedy_answers
 from glm46.finetune.preferences import Preferences
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.planner.plan import Plan
+from glm46.pretrain.network_rows import greedy_answers
 from glm46.pretrain.task import Pretraining
 from glm46.reliability.stop import StopRequest
 from glm46.training.build import run
@@ -111,7 +111,7 @@ class FineTuning:
             network,
             self._prompts,
             max_new_tokens=self._config.max_new_tokens,
-            stop=ends,
+            has_ended=lambda _, answer: answer[-1] in ends,
             is_stopped=lambda: stop.signal_name is not None,
         )
         ended = [bool(answer) and answer[-1] in ends for answer in answers]

@@ -43,14 +43,16 @@ def export_weights(
     *,
     options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
     report: ReportBytes | None = None,
+    ranks: Ranks | None = None,
 ) -> int:
-    """Write a folder that `transformers`, vLLM and SGLang open. Collective.
+    """Write a folder that `transformers`, vLLM and SGLang open. Collective over `ranks`.
 
     Args:
         folder: must not exist; on a disk that all ranks share.
         config: content of config.json, from `config_of`.
         tensors: our name -> source of its values; ranks may hold different names. The ranks' parts must cover every
             element of the model.
+        ranks: that write it; None: all.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -60,7 +62,7 @@ def export_weights(
         CheckpointError: on all ranks, if writing failed on any of them, or a weight is not finite. Nothing is left on
             the disk.
     """
-    ranks = Ranks.of_this_run()
+    ranks = ranks or Ranks.of_this_run()
     assert options.scheme is None or ranks.size == 1
     names = HFNames(shape, repeat_shared=options.repeat_shared)
     files = _lay_out_files(names, options)

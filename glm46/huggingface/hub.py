@@ -1,21 +1,24 @@
-"""Folders of the Hugging Face hub, named ``hf://owner/name`` where a verb takes a folder."""
+"""Folders of the Hugging Face hub, named ``hf://owner/name`` where a verb or a config takes a folder, and files of its
+data sets, named ``hf://datasets/owner/name/file``."""
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.config.hub_ids import hub_keys
+from glm46.config.section import HUB, OnHub, Section
 
-_ID = re.compile(r"hf:/+(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>\S+))?/?")
-"""A `Path` has one slash of the two."""
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja")
-"""Of models and adapters: weights and their index, config, tokenizer, chat template."""
-TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja")
+MODEL, TOKENIZER, DATASET = OnHub("model"), OnHub("tokenizer"), OnHub("dataset")
+_FILES = {
+    "model": ("*.safetensors", "*.json", "*.jinja"),
+    "tokenizer": ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja"),
+}
+"""Of the top folder. Of models and adapters: weights and their index, config, tokenizer, chat template."""
 
 
 def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
-    """Replace options that name a repository of the hub by its local folder, see `local_folder`.
+    """Replace options that name a repository of the hub by its local folder, see `local_path`.
 
     Returns:
         The folder of each id, for `with_folders`.
@@ -23,9 +26,8 @@ def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
     folders = {}
     for name in names:
         stated = getattr(arguments, name)
-        if stated is not None and str(stated).startswith("hf:/"):
-            files = TOKENIZER_FILES if name == "tokenizer" else MODEL_FILES
-            folder = local_folder(stated, files, f"--{name}")
+        if stated is not None and str(stated).startswith(HUB):
+            folder = local_path(stated, TOKENIZER if name == "tokenizer" else MODEL, f"--{name}")
             setattr(arguments, name, type(stated)(folder))
             folders[str(Path(stated))] = str(folder)
     return folders
@@ -40,32 +42,67 @@ def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
     return replaced
 
 
-def local_folder(stated: Path | str, files: Sequence[str], option: str) -> Path:
-    """The folder in huggingface_hub's cache that holds the files of a repository. Those that are missing or have
-    changed are downloaded, with huggingface_hub's progress, token and variables (``HF_HOME``, ``HF_TOKEN``,
-    ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``); processes that ask for the same file wait for one download.
+def fetched_keys(config: Section) -> dict[str, str]:
+    """The local folder or file of each key of a config that is an id, by its dotted key; see `local_path`.
+
+    Raises:
+        UserError: with one fault for each key that cannot be had.
+    """
+    found, faults = {}, []
+    for key, mark, value in hub_keys(config):
+        try:
+            found[key] = str(local_path(value, mark, f"{key} ="))
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(*faults)
+    return found
+
+
+def local_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
+    """Names of input files with local paths in place of ids of data sets; see `local_path`."""
+    return tuple(str(local_path(one, DATASET, "input =")) if one.startswith(HUB) else one for one in inputs)
+
+
+def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:
+    """The folder in huggingface_hub's cache that holds the files of a repository, or the file, folder or glob in it
+    that the id names. Those that are missing or have changed are downloaded, with huggingface_hub's progress, token and
+    variables (``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``); processes that ask for the same file
+    wait for one download.
 
     Args:
-        stated: ``hf://owner/name``, with ``@revision`` a branch, tag or commit.
-        files: patterns of names; folders inside the repository are left out.
+        stated: ``hf://owner/name`` or ``hf://datasets/owner/name/path``, with ``@revision`` behind the name.
         option: named in messages.
 
     Raises:
         UserError: huggingface_hub is not installed, the id is malformed, or the files are neither in the cache nor
             received from the hub.
     """
-    found = _ID.fullmatch(str(stated))
+    found = mark.parse(str(stated))
     if found is None:
-        raise UserError(f"{option} {stated}: not an id of the hub; give hf://owner/name or hf://owner/name@revision")
-    repository, revision = found["repository"], found["revision"]
-    at = f"{option} hf://{repository}" + (f"@{revision}" if revision else "")
+        raise UserError(f"{option} {stated}: not an id of the hub; give {mark.form}")
+    repository, revision, path = found
+    is_dataset = mark.kind == "dataset"
+    at = f"{option} hf://{'datasets/' * is_dataset}{repository}" + (f"@{revision}" if revision else "")
+    patterns = [path, f"{path}/*"] if path else ["*"]
+    wanted = {"allow_patterns": patterns} if is_dataset else {
+        "allow_patterns": [*_FILES[mark.kind]], "ignore_patterns": "*/*"
+    }  # fmt: skip
+    folder = _snapshot(repository, revision, at, repo_type="dataset" if is_dataset else "model", **wanted)
+    place = folder if path is None else folder / path
+    if path is not None and not any(folder.glob(path)):
+        raise UserError(f"{at}/{path}: the data set has no such file; correct the path, or connect this machine")
+    return place
+
+
+def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
         raise UserError(f"{at}: huggingface_hub is not installed; pip install 'glm46[hf]', or give a folder") from None
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files), ignore_patterns="*/*"))
+        return Path(snapshot_download(repository, revision=revision, **wanted))
     except RevisionNotFoundError as error:
         raise UserError(f"{at}: the repository has no such revision; give a branch, tag or commit") from error
     except RepositoryNotFoundError as error:
@@ -75,7 +112,8 @@ def local_folder(stated: Path | str, files: Sequence[str], option: str) -> Path:
     # The last are errors of the HTTP library, which differs between releases of huggingface_hub.
     except (OSError, ValueError, *HfHubHTTPError.__bases__) as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        kind = " --repo-type dataset" if wanted["repo_type"] == "dataset" else ""
         raise UserError(
             f"{at}: not in the cache of huggingface_hub, and not received from the hub ({reason}); "
-            f"connect this machine, or run `hf download {repository}` on another and give that folder"
+            f"connect this machine, or run `hf download {repository}{kind}` on another and give that folder"
         ) from error

@@ -102,7 +102,10 @@ def _scheme_of_group(format: str, weights: Mapping[str, Any]) -> Scheme | None:
     if kind == (Fp8.format, 8, "block"):
         rows, columns = weights["block_structure"]
         return Fp8((int(rows), int(columns)))
-    if kind == (Int4.format, 4, "group") and int(weights["group_size"]) % 8 == 0 and not weights.get("actorder"):
+    # With "weight", also called "static", columns were rounded in another order and are stored as without; "group" and
+    # "dynamic" permute them.
+    is_ordered = weights.get("actorder") in (None, "weight", "static")
+    if kind == (Int4.format, 4, "group") and int(weights["group_size"]) % 8 == 0 and is_ordered:
         return Int4(int(weights["group_size"]))
     return None
 

@@ -136,8 +136,9 @@ class CachedCore:
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first slots of rows to other rows, all at once: targets may be sources."""
-        for cache in (self.keys, self.values):
-            cache[list(targets), :, :length] = cache[list(sources), :, :length]  # the right side is a copy
+        from_rows, to_rows = torch.tensor([sources, targets], device=self.keys.device)
+        for cache in (self.keys[:, :, :length], self.values[:, :, :length]):
+            cache.index_copy_(0, to_rows, cache.index_select(0, from_rows))
 
     @staticmethod
     def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:

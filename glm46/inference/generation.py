@@ -38,24 +38,18 @@ class Continuation:
         return self.tokens[:-1] if self.tokens and self.tokens[-1] in stop else self.tokens
 
 
-@dataclass
 class _Row:
     """A row of the decoder: what it continues, and the drafts of its next tokens."""
 
-    of: Continuation
-    kind: int
-    """Equal for equal prompts."""
-    drafts: list[int] = field(default_factory=list)
-
-    @property
-    def last(self) -> int:
+    def __init__(self, of: Continuation, kind: int):
+        self.of, self.kind = of, kind
+        """Kinds are equal for equal prompts."""
+        self.seed = signed(of.seed)
+        self.drafts: list[int] = []
+        self.last = of.tokens[-1] if of.tokens else of.prompt[-1]
         """The token to be fed next, the last known one."""
-        return self.of.tokens[-1] if self.of.tokens else self.of.prompt[-1]
-
-    @property
-    def position(self) -> int:
+        self.position = len(of.prompt) + len(of.tokens) - 1
         """Position of that token."""
-        return len(self.of.prompt) + len(self.of.tokens) - 1
 
 
 def decoder_for(
@@ -156,9 +150,8 @@ class Generation:
 
     def _fill(self, new: list[int]) -> None:
         """Compute or copy the keys and values of the prompts of new rows."""
-        kept = (
-            row for row in range(self._decoder.batch) if row not in new or self._cached[row] == self._rows[row].kind
-        )
+        of_others = set(range(self._decoder.batch)).difference(new)
+        kept = (*of_others, *(row for row in new if self._cached[row] == self._rows[row].kind))
         held = {self._cached[row]: row for row in kept}
         computed: dict[int, int] = {}
         sources: dict[int, int] = {}
@@ -190,13 +183,12 @@ class Generation:
             places = self._tensor([[start + 1] for start in starts]) + torch.arange(
                 tokens.shape[1], device=tokens.device
             )
-            seeds = self._tensor([[signed(row.of.seed)] for row in rows]).expand_as(places)
+            seeds = self._tensor([[row.seed] for row in rows]).expand_as(places)
             drawing = draw(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
             found = torch.stack([x.double() for x in drawing])
-        drawn, logprobs = decoder.mesh.share(found, (2, *tokens.shape)).tolist()
-        taken = [
-            self._take(row, list(map(int, tokens)), of) for row, tokens, of in zip(rows, drawn, logprobs, strict=True)
-        ]
+        drawn, logprobs = decoder.mesh.share(found, (2, *tokens.shape))
+        of_rows = zip(rows, drawn.long().tolist(), logprobs.tolist(), strict=True)
+        taken = [self._take(row, tokens, of) for row, tokens, of in of_rows]
         self._keep_routes()
         if decoder.depth:
             for row, drafts in zip(rows, self._draft(hidden, taken, starts), strict=True):
@@ -215,18 +207,22 @@ class Generation:
         Args:
             drawn: for each number of drafts the token after them.
         """
-        agreed = next((i for i, draft in enumerate(row.drafts) if draft != drawn[i]), len(row.drafts))
+        agreed = 0
+        while agreed < len(row.drafts) and row.drafts[agreed] == drawn[agreed]:
+            agreed += 1
         self.drafted += len(row.drafts)
         self.accepted += agreed
         one, known = row.of, drawn[: agreed + 1]
-        kept = known[: one.max_new_tokens - len(one.tokens)]
-        stop = next((i for i, token in enumerate(kept) if token in self._stop), None)
-        if stop is not None:
-            kept, one.finish = kept[: stop + 1], "stop"
-        one.tokens += kept
-        one.logprobs += logprobs[: len(kept)]
-        if one.finish is None and len(one.tokens) == one.max_new_tokens:
-            one.finish = "length"
+        for token, logprob in zip(known, logprobs, strict=False):
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            row.last, row.position = token, row.position + 1
+            if token in self._stop:
+                one.finish = "stop"
+            elif len(one.tokens) == one.max_new_tokens:
+                one.finish = "length"
+            if one.finish is not None:
+                break
         return known
 
     def _draft(self, hidden: Tensor | None, known: list[list[int]], starts: Sequence[int]) -> list[list[int]]:

@@ -2,11 +2,14 @@
 
 Both take the same arguments, so that everything but the kernel itself is proved on a CPU. Neither holds a tensor that
 grows with queries times keys.
+
+Shape letters: N queries, M keys, H query heads, K key heads, C = head_dim, P = pieces of a block, G = H / K.
 """
 
-import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +17,14 @@ from glm46 import compat
 from glm46.model.attention_layout import AttentionLayout
 
 _BLOCK = 128
-"""Queries of a block. Fewer: more calls. More: a block of several short documents computes more pairs for nothing."""
+"""Queries of a run that a block has, at most."""
+
+_SCORES = 2**18
+"""Of the heads of all pairs of a block of several runs, at most: they stay in a cache, and many heads need no more
+memory."""
+
+_PADDED = 1.25
+"""Pairs of such a block with padding over those without, at most."""
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,24 +84,95 @@ def part_attention_backward(
     return _block_attention_backward(*tensors, None, causal)
 
 
-def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool) -> Iterator[tuple[slice, Tensor]]:
-    """For each block of queries the keys that some of them sees, and a mask [queries, keys], true = sees.
+class _Block(NamedTuple):
+    """What one call computes: a piece, or whole runs of similar sizes."""
+
+    queries: slice | Tensor
+    """Of several pieces int64 [P, queries of the longest]; N is padding."""
+    keys: slice | Tensor
+    """Likewise; M is padding."""
+    mask: Tensor
+    """bool [P, queries, keys], true = sees. Padding is not seen, and sees what the last query of its run sees."""
+
+
+def _rows(tokens: Tensor, heads: int) -> Tensor:
+    """Numbers of the rows [P, heads, n] of tokens [P, n] in a tensor [tokens * heads, ...], flattened."""
+    return (tokens.unsqueeze(1) * heads + torch.arange(heads, device=tokens.device).unsqueeze(1)).flatten()
+
+
+def _read(x_NHC: Tensor, tokens: slice | Tensor) -> Tensor:
+    """Tokens of a block, [P, H, n, C]; padding has the values of some row."""
+    if isinstance(tokens, slice):
+        return x_NHC[tokens].transpose(0, 1).unsqueeze(0)
+    N, H, C = x_NHC.shape
+    rows = x_NHC.reshape(N * H, C).index_select(0, _rows(tokens, H).clamp_(max=N * H - 1))
+    return rows.view(len(tokens), H, -1, C)
+
+
+def _write(x_PHNC: Tensor, tokens: slice | Tensor, into_NHC: Tensor) -> None:
+    """The inverse of `_read`. Padding goes to the token after the last one, if there is room for it."""
+    if isinstance(tokens, slice):
+        into_NHC[tokens] = x_PHNC[0].transpose(0, 1)
+        return
+    N, H, _ = into_NHC.shape
+    rows, found = _rows(tokens, H), x_PHNC.flatten(0, 2)
+    if tokens.max() >= N:
+        is_real = rows < N * H
+        rows, found = rows[is_real], found[is_real]
+    into_NHC.flatten(0, 1).index_copy_(0, rows, found.to(into_NHC.dtype))
+
+
+def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool, heads: int) -> Iterator[_Block]:
+    """All pairs of queries and keys that see each other, in few calls with little padding.
 
     A query sees consecutive keys, and the first and the last of them never move back from one query to the next.
     """
-    lengths = (cu_seq_q[1:] - cu_seq_q[:-1]).long()
-    ahead = (cu_seq_k[1:] - cu_seq_q[1:]).repeat_interleave(lengths)
-    if causal:
-        end_N = torch.arange(1, ahead.numel() + 1, device=ahead.device) + ahead
-    else:
-        end_N = cu_seq_k[1:].long().repeat_interleave(lengths)
-    first_N = cu_seq_k[:-1].repeat_interleave(lengths)
+    end_q, end_k = cu_seq_q.cpu().numpy().astype(np.int64), cu_seq_k.cpu().numpy().astype(np.int64)
+    # Pieces: at most `_BLOCK` queries of a run, the last of which sees the last key.
+    pieces_of = -(-np.diff(end_q) // _BLOCK)
+    run = np.arange(len(pieces_of)).repeat(pieces_of)
+    first = end_q[run] + _BLOCK * (np.arange(len(run)) - (pieces_of.cumsum() - pieces_of)[run])
+    end = np.minimum(first + _BLOCK, end_q[run + 1])
+    seen, seen_of_first = (end_k[run + 1] - (end_q[run + 1] - 1 - query) * causal for query in (end - 1, first))
+    begin = end_k[run] if window is None else np.maximum(end_k[run], seen_of_first - window)
+    pieces = np.stack([first, end - first, begin, seen - begin], 1)
+    is_whole = pieces_of[run] == 1  # shares no key with another piece
+    whole = pieces[is_whole]
+    whole = whole[np.lexsort((whole[:, 3], whole[:, 1]))[::-1]]
+    parts = [slice(n, n + 1) for n in np.flatnonzero(~is_whole).tolist()]
+    for of, part in (
+        *((pieces, part) for part in parts),
+        *((whole, part) for part in _similar(whole, _SCORES // heads)),
+    ):
+        yield _joined(torch.from_numpy(of[part]).to(cu_seq_q.device), window, causal, int(end_q[-1]), int(end_k[-1]))
+
+
+def _similar(pieces: np.ndarray, most_pairs: int) -> Iterator[slice]:
+    """Divide pieces, those with most queries first, into blocks of so many pairs, at most."""
+    start = pairs = widest = most = 0
+    for number, (queries, keys) in enumerate(pieces[:, 1::2].tolist()):
+        wider = max(widest, keys)
+        padded = (number + 1 - start) * most * wider
+        if number > start and padded > min(most_pairs, _PADDED * (pairs + queries * keys)):
+            yield slice(start, number)
+            start, pairs, wider = number, 0, keys
+        pairs, widest, most = pairs + queries * keys, wider, queries if number == start else most
+    if len(pieces):
+        yield slice(start, len(pieces))
+
+
+def _joined(pieces: Tensor, window: int | None, causal: bool, all_queries: int, all_keys: int) -> _Block:
+    """A block of pieces, int64 [P, 4]: first query, number of queries, first key, number of keys."""
+    query, queries, key, keys = pieces.t().unsqueeze(-1)
+    n, m = (torch.arange(int(size.max()), device=pieces.device) for size in (queries, keys))
+    end = keys - queries + 1 + n.minimum(queries - 1) if causal else keys.expand(-1, len(n))
+    mask = m < end.unsqueeze(-1)
     if window is not None:
-        first_N = torch.maximum(first_N, end_N - window)
-    for first, end in zip(first_N.split(_BLOCK), end_N.split(_BLOCK), strict=True):
-        keys = slice(int(first[0]), int(end[-1]))
-        key = torch.arange(keys.start, keys.stop, device=end.device)
-        yield keys, (key >= first.unsqueeze(1)).logical_and_(key < end.unsqueeze(1))
+        mask &= m >= end.unsqueeze(-1) - window
+    if len(pieces) == 1:
+        (first, count, first_key, count_keys) = pieces[0].tolist()
+        return _Block(slice(first, first + count), slice(first_key, first_key + count_keys), mask)
+    return _Block((query + n).where(n < queries, all_queries), (key + m).where(m < keys, all_keys), mask)
 
 
 def _attend_in_blocks(
@@ -105,13 +186,21 @@ def _attend_in_blocks(
     Returns:
         [N, H, C], and the log-sum-exp of the scores, FP32 or FP64 [H, N].
     """
-    out, log_sum = torch.empty_like(q_NHC), _empty_log_sum(q_NHC)
-    forward = compat.cpu_attention if q_NHC.device.type == "cpu" else plain_attention
-    start = 0
-    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal):
-        rows = slice(start, start := start + mask.shape[0])
-        out[rows], log_sum[:, rows] = forward(q_NHC[rows], k_MKC[keys], v_MKC[keys], mask)
-    return out, log_sum
+    N, H, C = q_NHC.shape
+    out = q_NHC.new_empty(N, H, C)  # no room for padding: backward keeps it
+    log_sum = q_NHC.new_empty(N + 1, H, 1, dtype=torch.promote_types(q_NHC.dtype, torch.float32))
+    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, H):
+        forward = compat.cpu_attention if _has_cpu_kernel(q_NHC, mask) else plain_attention
+        found, sums = forward(_read(q_NHC, queries), _read(k_MKC, keys), _read(v_MKC, keys), mask)
+        _write(found, queries, out)
+        _write(sums.unsqueeze(-1), queries, log_sum)
+    return out, log_sum[:N, :, 0].t().contiguous()
+
+
+def _has_cpu_kernel(x: Tensor, mask: Tensor) -> bool:
+    """Whether torch's CPU kernel computes a block. It starts anew for each head of each run: short runs take three
+    times as long as products, which however round scores to the type of the operands."""
+    return x.device.type == "cpu" and (len(mask) == 1 or x.dtype.itemsize < 4)
 
 
 block_attention = torch.library.custom_op("glm46::block_attention", _attend_in_blocks, mutates_args=())
@@ -122,12 +211,8 @@ _block_attention_part = torch.library.custom_op("glm46::block_attention_part", _
 
 @block_attention.register_fake
 def _(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window, causal):
-    return torch.empty_like(q_NHC), _empty_log_sum(q_NHC)
-
-
-def _empty_log_sum(q_NHC: Tensor) -> Tensor:
     dtype = torch.promote_types(q_NHC.dtype, torch.float32)
-    return q_NHC.new_empty(q_NHC.shape[1], q_NHC.shape[0], dtype=dtype)
+    return torch.empty_like(q_NHC), q_NHC.new_empty(q_NHC.shape[1], q_NHC.shape[0], dtype=dtype)
 
 
 @torch.library.custom_op("glm46::block_attention_backward", mutates_args=())
@@ -136,20 +221,21 @@ def _block_attention_backward(
     cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
-    # A key gets a part of its gradient from every block; the sum of many parts needs FP32.
-    wide = log_sum_HN.dtype
-    grad_q = torch.empty_like(q_NHC)
-    grad_k, grad_v = torch.zeros_like(k_MKC, dtype=wide), torch.zeros_like(v_MKC, dtype=wide)
-    backward = compat.cpu_attention_backward if q_NHC.device.type == "cpu" else plain_attention_backward
-    start = 0
-    for keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal):
-        rows = slice(start, start := start + mask.shape[0])
-        grad_q[rows], of_k, of_v = backward(
-            grad_NHC[rows], q_NHC[rows], k_MKC[keys], v_MKC[keys], out_NHC[rows], log_sum_HN[:, rows], mask
-        )
-        grad_k[keys] += of_k
-        grad_v[keys] += of_v
-    return grad_q, grad_k.to(k_MKC.dtype), grad_v.to(v_MKC.dtype)
+    # A key gets a part of its gradient from every block of its run; their sum needs FP32.
+    N, M = len(q_NHC), len(k_MKC)
+    grad_q = q_NHC.new_empty(N + 1, *q_NHC.shape[1:])
+    grad_k, grad_v = (x.new_zeros(M + 1, *x.shape[1:], dtype=log_sum_HN.dtype) for x in (k_MKC, v_MKC))
+    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, q_NHC.shape[1]):
+        backward = compat.cpu_attention_backward if _has_cpu_kernel(q_NHC, mask) else plain_attention_backward
+        grad, q, out, sums = (_read(x, queries) for x in (grad_NHC, q_NHC, out_NHC, log_sum_HN.t().unsqueeze(-1)))
+        if not isinstance(queries, slice):  # padding weighs nothing
+            sums = sums.masked_fill((queries == N)[:, None, :, None], torch.inf)
+        k, v = _read(k_MKC, keys), _read(v_MKC, keys)
+        of_q, of_k, of_v = backward(grad, q, k, v, out, sums.squeeze(-1), mask)
+        _write(of_q, queries, grad_q)
+        for found, total in ((of_k, grad_k), (of_v, grad_v)):
+            _write(found if not isinstance(keys, slice) else found + _read(total, keys), keys, total)
+    return grad_q[:N], grad_k[:M].to(k_MKC.dtype), grad_v[:M].to(v_MKC.dtype)
 
 
 @_block_attention_backward.register_fake
@@ -170,43 +256,42 @@ def _gradients(ctx, grad_NHC: Tensor, _):
 block_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def plain_attention(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, mask_NM: Tensor) -> tuple[Tensor, Tensor]:
+def plain_attention(q_PHNC: Tensor, k_PKMC: Tensor, v_PKMC: Tensor, mask_PNM: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of one block by products, on any device; the form that the kernels are held to.
 
     Returns:
-        [N, H, C], and the log-sum-exp of the scores, [H, N].
+        [P, H, N, C], and the log-sum-exp of the scores, [P, H, N].
     """
-    scores_KGNM = _scores(q_NHC, k_MKC, mask_NM)
-    log_sum_KGN = scores_KGNM.logsumexp(-1)
-    weights = scores_KGNM.sub_(log_sum_KGN.unsqueeze(-1)).exp_().to(v_MKC.dtype)
-    out_KGNC = weights @ v_MKC.transpose(0, 1).unsqueeze(1)
-    return out_KGNC.flatten(0, 1).transpose(0, 1), log_sum_KGN.flatten(0, 1)
+    weights = _scores(_grouped(q_PHNC, k_PKMC), k_PKMC, mask_PNM)
+    largest = weights.amax(-1, keepdim=True)
+    total = weights.sub_(largest).exp_().sum(-1, keepdim=True)
+    out = weights.div_(total).to(v_PKMC.dtype) @ v_PKMC
+    return out.view(q_PHNC.shape), total.log_().add_(largest).view(q_PHNC.shape[:3])
 
 
 def plain_attention_backward(
-    grad_NHC: Tensor, q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, out_NHC: Tensor, log_sum_HN: Tensor, mask_NM: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_PHNC: Tensor, q_PHNC: Tensor, k_PKMC: Tensor, v_PKMC: Tensor, out_PHNC: Tensor, log_sum_PHN: Tensor,
+    mask_PNM: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the query, key and value of `plain_attention`."""
-    heads = k_MKC.shape[1]
-    grad_KGNC = _grouped(grad_NHC, heads)
-    weights = _scores(q_NHC, k_MKC, mask_NM).sub_(log_sum_HN.unflatten(0, (heads, -1)).unsqueeze(-1)).exp_()
-    grad_v = (weights.to(grad_NHC.dtype).mT @ grad_KGNC).sum(1).transpose(0, 1)
-    grad_weights = grad_KGNC @ v_MKC.transpose(0, 1).unsqueeze(1).mT
+    grad, q, out = (_grouped(x, k_PKMC) for x in (grad_PHNC, q_PHNC, out_PHNC))
+    weights = _scores(q, k_PKMC, mask_PNM)
+    weights = weights.sub_(log_sum_PHN.reshape(*q.shape[:3], 1)).exp_()
+    grad_v = weights.to(grad.dtype).mT @ grad
     # The derivative of softmax subtracts the mean of the gradient under the weights, which is grad * out.
-    mean = (grad_NHC * out_NHC).sum(-1, dtype=weights.dtype).t().unflatten(0, (heads, -1)).unsqueeze(-1)
-    grad_scores = weights.mul_(grad_weights - mean).mul_(q_NHC.shape[-1] ** -0.5).to(q_NHC.dtype)
-    grad_q = (grad_scores @ k_MKC.transpose(0, 1).unsqueeze(1)).flatten(0, 1).transpose(0, 1)
-    grad_k = (grad_scores.mT @ _grouped(q_NHC, heads)).sum(1).transpose(0, 1)
-    return grad_q, grad_k, grad_v
+    mean = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
+    grad_scores = (grad @ v_PKMC.mT).to(weights.dtype).sub_(mean).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+    return (grad_scores @ k_PKMC).view(q_PHNC.shape), grad_scores.mT @ q, grad_v
 
 
-def _grouped(x_NHC: Tensor, heads: int) -> Tensor:
-    """[K, G, N, C]: the query heads that share a key beside each other."""
-    return x_NHC.transpose(0, 1).unflatten(0, (heads, -1))
+def _grouped(x_PHNC: Tensor, of_keys_PKMC: Tensor) -> Tensor:
+    """[P, K, G * N, C]: the query heads that share a key behind each other, so that each key is read once."""
+    return x_PHNC.reshape(*of_keys_PKMC.shape[:2], -1, x_PHNC.shape[3])
 
 
-def _scores(q_NHC: Tensor, k_MKC: Tensor, mask_NM: Tensor) -> Tensor:
-    """Scaled scores [K, G, N, M] in FP32 or FP64, -inf where the mask is false."""
-    scores = _grouped(q_NHC, k_MKC.shape[1]) @ k_MKC.transpose(0, 1).unsqueeze(1).mT
-    wide = torch.promote_types(q_NHC.dtype, torch.float32)
-    return (scores.to(wide) * q_NHC.shape[-1] ** -0.5).masked_fill_(~mask_NM, -math.inf)
+def _scores(q_PKXC: Tensor, k_PKMC: Tensor, mask_PNM: Tensor) -> Tensor:
+    """Scaled scores [P, K, G * N, M] of `_grouped` queries in FP32 or FP64, -inf where the mask is false."""
+    P, N, M = mask_PNM.shape
+    scores = (q_PKXC @ k_PKMC.mT).view(P, k_PKMC.shape[1], -1, N, M)
+    added = compat.added_mask(mask_PNM, torch.promote_types(q_PKXC.dtype, torch.float32))
+    return torch.add(added.view(P, 1, 1, N, M), scores, alpha=q_PKXC.shape[-1] ** -0.5).flatten(2, 3)

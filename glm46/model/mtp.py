@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from glm46.config.model import ModelShape
 from glm46.model.attention_layout import AttentionLayout
 from glm46.model.block import TransformerBlock
+from glm46.model.cross_entropy import IGNORE
 from glm46.model.layers import Linear, RMSNorm
 from glm46.model.router import RoutingOptions, RoutingStatistics
 
@@ -42,3 +43,29 @@ class MTPLayer(nn.Module):
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
         x, statistics = self.block(x, rope, layout, is_real, options)
         return self.norm(x), statistics
+
+
+def draft_places(mtp_labels: Tensor) -> Tensor:
+    """Where a prediction depth can be compared with the main model: bool [K, B, S] of labels int64 [B, K, S]. Depth k
+    has a target at i, and i + k is inside the row."""
+    places = (mtp_labels != IGNORE).transpose(0, 1)
+    for k in range(1, len(places) + 1):
+        places[k - 1, :, -k:] = False
+    return places
+
+
+def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
+    """Where a prediction depth agrees with the main model.
+
+    Args:
+        predictions: int64 [1 + K, B, S], `LossSums.predictions`.
+        mtp_labels: int64 [B, K, S].
+
+    Returns:
+        bool [K, B, S]: the `draft_places` i where the prediction of depth k equals the main model's most likely token
+        at i + k.
+    """
+    accepted = draft_places(mtp_labels)
+    for k in range(1, len(predictions)):
+        accepted[k - 1, :, :-k] &= predictions[0, :, k:] == predictions[k, :, :-k]
+    return accepted

@@ -174,7 +174,7 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        if self.embed_tokens is not None:
+        if hidden is None:
             hidden = self.embed_tokens(input_ids)
         if is_real is None and document_ids is not None:
             is_real = document_ids >= 0

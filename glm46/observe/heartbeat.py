@@ -61,10 +61,11 @@ class Heartbeat:
     def __init__(self, folder: Path, *, is_main: bool):
         now = time.time()
         self._beat, self._file, self._size = Beat(started=now, moved=now), None, 0
+        self._path = folder / HEARTBEAT_FILE
         if is_main:
             with contextlib.suppress(OSError):
                 # Not truncated: a reader would find an empty file for a moment.
-                self._file = os.open(folder / HEARTBEAT_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
                 self._size = os.fstat(self._file).st_size
             self._write()
 
@@ -133,8 +134,13 @@ class Heartbeat:
             # Blanks cover the end of a longer text of before.
             text = json.dumps(vars(self._beat)).encode().ljust(self._size)
             self._size = len(text)
-            with contextlib.suppress(OSError):
+            try:
                 os.pwrite(self._file, text, 0)
+            except OSError:
+                with contextlib.suppress(OSError):  # a descriptor stays broken when its disk returns
+                    again = os.open(self._path, os.O_WRONLY)
+                    os.dup2(again, self._file, inheritable=False)
+                    os.close(again)
 
 
 def read_heartbeat(folder: Path) -> Beat | None:

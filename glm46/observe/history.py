@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,16 +11,22 @@ from glm46.files.durable import replace_durably
 
 ROWS_FILE = "metrics.jsonl"
 """Name of the file of rows in the dump folder."""
+_MOST_WAITING = 10_000
 
 
 class LineFile:
     """File that appends complete lines, unbuffered. A line that a full disk takes only in part is truncated again.
 
+    Lines that the disk refuses are kept, up to the newest `_MOST_WAITING` calls, and written by the next call that
+    succeeds. After a failure the file is opened again, because a descriptor stays broken when its disk returns; it is
+    not created again: the folder of a disk that is not mounted would take it.
+
     Every method raises OSError if the system call fails; later calls may succeed.
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     @property
     def closed(self) -> bool:
@@ -27,7 +34,17 @@ class LineFile:
 
     def write(self, lines: str) -> None:
         """Append text that consists of complete lines."""
-        content, end = lines.encode(), os.fstat(self._file.fileno()).st_size
+        is_doubtful = bool(self._waiting)
+        self._waiting.append(lines)
+        if is_doubtful:
+            again = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(again, self._file.fileno(), inheritable=False)
+            os.close(again)
+        self._append("".join(self._waiting).encode())
+        self._waiting.clear()
+
+    def _append(self, content: bytes) -> None:
+        end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

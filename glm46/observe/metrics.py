@@ -135,6 +135,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("validation_needle", "ratio", "validation", "Answers that repeat a sentence of the text exactly.", "length"),
     Metric("validation_needle_loss", "nats/token", "validation", "Mean cross-entropy of these answers.", "length"),
+    Metric("validation_task", "1", "validation", "A metric of a standard task, as lm-eval defines it.", "task/metric"),
     Metric(
         "validation_reward_margin", "nats", "validation", "reward_margin of held-out pairs.", "source", "reward_margin"
     ),

@@ -77,14 +77,17 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             hint = "; hidden files of a folder are skipped" if Path(pattern).is_dir() else ""
             faults.append(f"{key} = '{pattern}': matches no file; give a file, a folder or a glob{hint}")
         # Several links may lead to one file; reading it twice would only produce duplicates.
-        found.update({file.resolve(): file for file in files})
+        # A file of the hub's cache is a link to one whose name is a hash, without a suffix.
+        for file in files:
+            real = file.resolve()
+            found[real] = real if real.suffix or not file.suffix else file.absolute()
     for suffix in _PYARROW_SUFFIXES:
-        needs = [file for file in found if file.suffix.lower() == suffix]
+        needs = [file for file in found.values() if file.suffix.lower() == suffix]
         if needs and importlib.util.find_spec("pyarrow") is None:
             faults.append(f"{needs[0]}: reading {suffix} needs pyarrow; pip install 'glm46[data]'")
     if faults:
         raise UserError(*faults)
-    return sorted(found)
+    return sorted(found.values())
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -41,8 +41,13 @@ from glm46.prepare.workers import call_in_workers
 PIPELINE = 3
 
 
-def prepare_run(plan: Plan, *, report: Callable[[str], None]) -> dict[str, Manifest]:
+def prepare_run(
+    plan: Plan, *, report: Callable[[str], None], local_inputs: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+) -> dict[str, Manifest]:
     """Make the missing sources of a run that have a recipe, and verify all sources.
+
+    Args:
+        local_inputs: gives the local names of input files, of which some may be ids of the hub.
 
     Returns:
         The manifest of each source, by its name.
@@ -59,7 +64,8 @@ def prepare_run(plan: Plan, *, report: Callable[[str], None]) -> dict[str, Manif
         if source.recipe is not None:
             require_recipe(manifests[source.name], _text_recipe(source, tokenizer))
     for source in missing:
-        prepare_text(_text_recipe(source, tokenizer), report=report)
+        recipe = _text_recipe(source, tokenizer)
+        prepare_text(recipe.model_copy(update={"input": local_inputs(recipe.input)}), report=report)
     return load_text(plan)[1] if missing else manifests
 
 

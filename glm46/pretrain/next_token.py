@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glm46.distributed.local_tensor import copy_to_device
 from glm46.model.cross_entropy import IGNORE, summed_loss
+from glm46.model.mtp import accepted_drafts, draft_places
 from glm46.model.transformer import LossSums
 from glm46.planner.schedule import schedule_value
 from glm46.training.network import Batch, Network
@@ -51,7 +52,7 @@ class NextToken:
         same rows, so that the sum over all ranks counts each draft once. Collective under context parallelism."""
         predictions = self._network.whole_rows(output.predictions, batch)
         accepted = accepted_drafts(predictions, copy_to_device(batch["mtp_labels"], predictions.device))
-        return accepted.double() / self._network.cluster.layout.ranks_per_dp_rank
+        return accepted.sum((1, 2)).double() / self._network.cluster.layout.ranks_per_dp_rank
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`."""
@@ -99,24 +100,6 @@ def next_token_loss(sums: LossSums, totals: Mapping[str, Any], mtp_weight: float
     return loss
 
 
-def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
-    """Count the tokens where a prediction depth agrees with the main model.
-
-    Args:
-        predictions: int64 [1 + K, B, S], `LossSums.predictions`.
-        mtp_labels: int64 [B, K, S].
-
-    Returns:
-        int64 [K]: predictions of depth k at i that equal the main model's most likely token at i + k, where depth k
-        has a target and i + k is inside the row.
-    """
-    accepted = []
-    for k in range(1, predictions.shape[0]):
-        own, draft = predictions[0, :, k:], predictions[k, :, :-k]
-        accepted.append(((own == draft) & (mtp_labels[:, k - 1, :-k] != IGNORE)).sum())
-    return torch.stack(accepted) if accepted else predictions.new_zeros(0)
-
-
 def count_drafts(mtp_labels: Tensor) -> list[int]:
     """Drafts of each depth that `accepted_drafts` compares, for labels int64 [B, K, S]."""
-    return [int((mtp_labels[:, k, : -(k + 1)] != IGNORE).sum()) for k in range(mtp_labels.shape[1])]
+    return draft_places(mtp_labels).sum((1, 2)).tolist()

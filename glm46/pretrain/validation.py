@@ -13,27 +13,36 @@ from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.evaluation.loss import loss_columns
 from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position
-from glm46.evaluation.rows import Figures, Measure, Row, build_batch, equal_lengths, padded, row_figures, share_of_rows
-from glm46.model.cross_entropy import IGNORE, token_logprobs
+from glm46.evaluation.rows import Measure
+from glm46.model.cross_entropy import IGNORE
 from glm46.planner.plan import Plan
+from glm46.pretrain.network_rows import measured_figures
 from glm46.pretrain.next_token import NextToken, count_drafts
+from glm46.pretrain.standard_tasks import StandardMeasure
 from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.network import Batch, Network
 from glm46.training.state import Progress
 
 
-def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> list[Measure]:
+def validation_measures(
+    plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer
+) -> list[Measure | StandardMeasure]:
     """The measures of [[validation.tasks]].
 
     Raises:
-        UserError: the held-out text or the tokenizer has no rows of these lengths.
+        UserError: the held-out text or the tokenizer has no rows of these lengths, or a standard task cannot be run.
     """
     measures, faults = [], []
     for index, task in enumerate(plan.config.validation.tasks):
+        place = f"validation.tasks[{index}]"
         try:
-            measures.append(_measure(task, plan, manifests, tokenizer))
+            if task.kind == "standard":
+                measures.append(StandardMeasure(task, place, tokenizer, plan.shape.max_position_embeddings))
+            else:
+                measures.append(_measure(task, plan, manifests, tokenizer))
         except UserError as error:
-            faults += [f"validation.tasks[{index}].lengths: {fault}" for fault in error.faults]
+            start = "" if task.kind == "standard" else f"{place}.lengths: "
+            faults += [start + fault for fault in error.faults]
     if faults:
         raise UserError(*faults)
     return measures
@@ -58,7 +67,7 @@ def evaluate(
     objective: NextToken,
     manifests: dict[str, Manifest],
     tokenizer: Tokenizer,
-    measures: Sequence[Measure] = (),
+    measures: Sequence[Measure | StandardMeasure] = (),
 ) -> dict[str, float]:
     """Compute validation metrics over all held-out text, or as many batches as [validation] steps allows, and the
     columns of further measures. Collective.
@@ -73,36 +82,12 @@ def evaluate(
     if drafts := sum(sums["drafts"] for sums in totals.values()):
         columns["mtp_acceptance"] = sum(sums["accepted"] for sums in totals.values()) / drafts
     for measure in measures:
-        columns |= measure.result(_figures(network, measure))["columns"]
+        if isinstance(measure, StandardMeasure):
+            columns |= measure.columns(network)
+        else:
+            columns |= measure.result(measured_figures(network, measure))["columns"]
     network.release()
     return {f"validation_{column}": value for column, value in columns.items()}
-
-
-def _figures(network: Network, measure: Measure) -> Figures:
-    """The figures of all rows of a measure, on all ranks. Collective."""
-    config, ranks, rank = network.plan.config, network.plan.layout.dp_degree, network.cluster.dp_rank
-    tokens = (config.validation.local_batch_size or config.training.local_batch_size) * config.training.seq_len
-    place = {row.key: number for number, row in enumerate(measure.rows)}
-    found = torch.zeros(len(place), measure.width, dtype=torch.float64)
-    for rows in equal_lengths(measure.rows, tokens, ranks):
-        own, mine = share_of_rows(rows, rank, ranks)
-        for number, of_row in zip(own, _run_rows(network, measure, mine), strict=False):
-            found[place[rows[number].key]] = torch.tensor(of_row, dtype=torch.float64)
-    # Ranks that hold the same rows have equal figures.
-    summed = sum_over_all_ranks({"found": found / network.plan.layout.ranks_per_dp_rank})["found"].tolist()
-    return {key: summed[number] for key, number in place.items()}
-
-
-def _run_rows(network: Network, measure: Measure, rows: list[Row]) -> list[list[float]]:
-    """The figures of rows of equal length; empty on pipeline stages without the head. Collective."""
-    batch = run_on_all_ranks(lambda: build_batch(rows))
-    whole = padded(batch, network.plan.layout.sequence_pieces)
-    output = network.evaluate(whole, token_logprobs)
-    if output is None:
-        return []
-    values = torch.stack([output.logprobs.double(), output.predictions[0].double()])  # FP64 is exact for token ids
-    logprobs, predictions = network.whole_rows(values, whole)[..., : rows[0].length]
-    return row_figures(measure, batch, logprobs, predictions.long())
 
 
 def held_out_batches(network: Network, manifest: Manifest) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -195,8 +196,12 @@ class Watchdog:
         faulthandler.dump_traceback_later(_PATIENCE_SECONDS + 1.0, exit=True, file=self._stacks)
 
     def _keep_stacks(self) -> None:
-        faulthandler.dump_traceback(self._stacks, all_threads=True)
-        self._stacks.flush()
+        # Faulthandler blocks the interpreter while it writes, and the disk of the folder may not answer.
+        with tempfile.TemporaryFile() as local:
+            faulthandler.dump_traceback(local, all_threads=True)
+            local.seek(0)
+            stacks = local.read()
+        os.write(self._stacks.fileno(), stacks)
 
     def _end_run(self, stalled_seconds: float) -> None:
         self._end_for_sure()

@@ -73,12 +73,16 @@ class Scorer:
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """The scores of the answers in their order. An error, a value that is not a finite number, or no value
         within the time of its rule drops the answer."""
-        tasks = [_Task(number, rule) for number in range(len(answers)) for rule in range(len(self._rules))]
-        here = [task for task in tasks if self._rules[task.rule].name in _HERE]
-        found = {task: _value(self._rules[task.rule], _HERE, answers[task.answer]) for task in here}
-        found |= self._in_processes([task for task in tasks if task not in found], answers)
-        return [self._score([found[_Task(number, rule)] for rule in range(len(self._rules))]) for number in
-                range(len(answers))]  # fmt: skip
+        is_here = [rule.name in _HERE for rule in self._rules]
+        others = [rule for rule, is_simple in enumerate(is_here) if not is_simple]
+        found = self._in_processes([_Task(n, rule) for n in range(len(answers)) for rule in others], answers)
+        return [
+            self._score([
+                _value(rule, _HERE, answer) if is_here[number] else found[_Task(n, number)]
+                for number, rule in enumerate(self._rules)
+            ])
+            for n, answer in enumerate(answers)
+        ]  # fmt: skip
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
         """What the function of the only rule, one of an environment, replies to each answer, or why it does not."""

@@ -1,28 +1,31 @@
 """The engine that [rollout] names, for the policy of a run."""
 
-import shutil
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
-from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.local_tensor import local_tensor
-from glm46.huggingface.merge_adapter import merge_adapter
-from glm46.huggingface.peft_export import export_adapter
+from glm46.huggingface.schemes import FP8_SCHEMES
 from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import token_logprobs
+from glm46.model.router import Router, Routing
+from glm46.model.routes import no_routes
+from glm46.model.transformer import Transformer
 from glm46.planner.layout import generation_layout
 from glm46.planner.parameters import named_rows
 from glm46.rl.packing import empty_batch
+from glm46.rl.served_weights import base_folder, served_tensors, write_adapters, write_policy
+from glm46.rollout.first_completions import ServedPolicy
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Engine
-from glm46.rollout.server_engine import ServedPolicy, ServerEngine
-from glm46.training.hf_weights import write_weights
+from glm46.rollout.server_engine import ServerEngine
 from glm46.training.network import Batch, Network
 
 _PROBES = 4
@@ -50,52 +53,22 @@ def build_engine(
         return LocalEngine(policy, max_length=length, mesh=mesh, rows=rows, routes=routes, is_stopped=is_stopped)
     dtype = getattr(torch, config.training.mixed_precision_param)
     weights = Path(config.job.dump_folder, "rollout_weights").resolve()
-    write = write_adapters if section.send_adapters else write_policy
+    scheme = FP8_SCHEMES.get(section.weights_dtype)
+    write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     return ServerEngine(
         section,
         folder=weights,
-        base=_base(policy, Path(section.weights_folder or weights)) if section.send_adapters else None,
+        base=base_folder(policy, Path(section.weights_folder or weights)) if section.send_adapters else None,
         policy=ServedPolicy(
             export=lambda folder: write(policy, tokenizer, folder, dtype),
+            tensors=lambda: served_tensors(policy, scheme),
             score=lambda sequences: score(policy, sequences),
+            routed_score=lambda sequences, routes: routed_score(policy, sequences, routes),
             changed=lambda: changed(policy),
         ),
         probe=list(prompts[:_PROBES]),
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
     )
-
-
-def write_policy(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """Write the policy as a Hugging Face folder, its adapters merged as `whole_weights` does. Collective.
-
-    Servers take merged weights of any adapter, those of experts and DoRA too, which they refuse beside a base.
-    """
-    if policy.plan.config.adapter is None:
-        write_weights(policy, tokenizer, folder, dtype)
-        return
-    adapter = folder.with_name(f"{folder.name}-adapter")
-    if dist.get_rank() == 0 and adapter.exists():  # of a run that was killed; export begins with a collective
-        shutil.rmtree(adapter)
-    write_adapters(policy, tokenizer, adapter, dtype)
-    merge_adapter(_base(policy, folder.parent), adapter, folder, target=dtype)
-
-
-def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """Write the adapters of the policy as a PEFT folder. Collective.
-
-    A base in another format than Hugging Face's is written beside the versions, once.
-    """
-    base = _base(policy, folder.parent)
-    if not run_on_all_ranks(base.exists):
-        write_weights(policy, tokenizer, base, dtype)
-    scale = policy.plan.config.adapter.scale
-    export_adapter(folder, policy.plan.shape, policy.parameters, scale=scale, base=str(base))
-
-
-def _base(policy: Network, versions: Path) -> Path:
-    """The Hugging Face folder of the base, in the folder of versions if the run began with another format."""
-    start = policy.plan.config.checkpoint
-    return Path(start.initial_load_path) if start.initial_load_in_hf else versions / "base"
 
 
 @contextmanager
@@ -121,8 +94,57 @@ def changed(policy: Network) -> Iterator[None]:
 def score(network: Network, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
     """Log-probability of each token but the first of sequences, and the entropy of the distribution that it is one of,
     at temperature 1, equal on all ranks. Collective."""
-    batch = _rows(sequences, network.plan.layout.sequence_pieces)
-    output = network.evaluate(batch, partial(token_logprobs, entropy=True))
+    return _evaluated(network, sequences, _rows(sequences, network.plan.layout.sequence_pieces))
+
+
+def routed_score(
+    network: Network, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+) -> tuple[list[list[float]], float]:
+    """Log-probabilities as of `score`, with given experts, and the share of tokens and layers for which the network's
+    own routers choose other ones; NaN under torch.compile, whose blocks call no hooks. Collective.
+
+    Args:
+        routes: of each sequence, integer [tokens but the last, MoE layers, top_k].
+    """
+    batch, shape = _rows(sequences, network.plan.layout.sequence_pieces), network.plan.shape
+    batch["routes"] = no_routes(tuple(batch["input_ids"].shape), shape)
+    for row, given in zip(batch["routes"], routes, strict=True):
+        row[: len(given)] = torch.from_numpy(given.astype(np.int32))
+    with _compared_routes(network.models) as counts:
+        logprobs, _ = _evaluated(network, sequences, batch, replay_routes=True)
+    dist.all_reduce(counts)
+    return logprobs, counts[0].item() / counts[1].item() if counts[1] else math.nan
+
+
+@contextmanager
+def _compared_routes(models: Sequence[Transformer]) -> Iterator[torch.Tensor]:
+    """int64 [2]: of the tokens that were given routes while it was open, how many differ from the router's choice, and
+    their number, over all layers of this rank."""
+    counts = torch.zeros(2, dtype=torch.int64)
+
+    def compare(router: Router, inputs: tuple, _: Routing) -> None:
+        x, is_real, options, *given = inputs
+        if not given:  # a prediction layer
+            return
+        own = router.forward(x, is_real, options).experts
+        found = given[0].reshape(own.shape).to(torch.int64)
+        has_route = (found < router.shape.n_routed_experts).all(-1) & (found >= 0).all(-1)
+        differs = (found.sort(-1).values != own.sort(-1).values).any(-1)
+        counts.add_(torch.stack([(differs & has_route).sum(), has_route.sum()]).cpu())
+
+    routers = [module for model in models for module in model.modules() if isinstance(module, Router)]
+    hooks = [router.register_forward_hook(compare) for router in routers]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _evaluated(
+    network: Network, sequences: Sequence[Sequence[int]], batch: Batch, *, replay_routes: bool = False
+) -> tuple[list[list[float]], list[list[float]]]:
+    output = network.evaluate(batch, partial(token_logprobs, entropy=True), replay_routes=replay_routes)
     found = torch.full((2, *batch["labels"].shape), -torch.inf)
     if output is not None:  # other stages of a pipeline have no head
         found = network.whole_rows(torch.stack([output.logprobs, output.entropy]), batch).cpu()

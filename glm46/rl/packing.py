@@ -25,11 +25,11 @@ class PackShape(NamedTuple):
     seq_len: int
     """Tokens of a row."""
     rows: int
-    """Of a micro-batch on each rank."""
+    """Most rows of a micro-batch on each rank; all have equally many."""
     ranks: int
     """Data-parallel ranks."""
     micro_batches: int | None
-    """Of each rank, where a pipeline needs a fixed number."""
+    """Of each rank, where a pipeline needs a fixed number, of fixed size."""
     mtp_depth: int
     model: ModelShape | None = None
     """Given under routing replay."""
@@ -54,14 +54,14 @@ class Item(NamedTuple):
 
 def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
     """Samples of a rollout; each has a prompt of its own unless they share them."""
-    prompts: dict[tuple[bytes, ...], int] = {}
+    numbers: dict[tuple[int, bytes], int] = {}
+    groups, prompts, completions = (rollout.arrays[name].tolist() for name in ("groups", "prompt_lengths", "lengths"))
     items = []
     for sample in samples:
-        prompt, routes = rollout.prompt(sample), rollout.routes(sample)
-        shared = len(prompt) - 1
-        key = (prompt.tobytes(), b"" if routes is None else routes[:shared].tobytes())
-        number = prompts.setdefault(key, len(prompts)) if shape.shares_prompts and shared else -1 - sample
-        items.append(Item(number, shared, len(rollout.completion(sample))))  # the last token is only a label
+        routes, shared = rollout.routes(sample), prompts[sample] - 1
+        key = (groups[sample], b"" if routes is None else routes[:shared].tobytes())
+        number = numbers.setdefault(key, len(numbers)) if shape.shares_prompts and shared else -1 - sample
+        items.append(Item(number, shared, completions[sample]))  # the last token is only a label
     return items
 
 
@@ -69,15 +69,19 @@ def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]
     """Distribute samples: for each rank its micro-batches, each a list of rows, each a list of numbers of samples.
 
     A row holds at most ``seq_len`` tokens; rows do not depend on the ranks, and are dealt to them so that these compute
-    equally much attention and equally many micro-batches, at least one. Rows that are missing at the end are padding.
+    equally much attention and equally many micro-batches, at least one, of as many rows as their number needs. Rows
+    that are missing at the end are padding.
     """
     rows = _rows(items, shape.seq_len)
     parts = [_documents(row, items) for row in rows]
     cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
     count = len(rows)
-    per_rank = -(-max(count, 1) // (shape.ranks * shape.rows)) * shape.rows
-    if shape.micro_batches is not None:
-        per_rank = shape.micro_batches * shape.rows
+    batches, height = shape.micro_batches, shape.rows
+    if batches is None:
+        least = -(-max(count, 1) // shape.ranks)
+        batches = -(-least // shape.rows)
+        height = -(-least // batches)
+    per_rank = batches * height
     of_ranks: list[list[int]] = [[] for _ in range(shape.ranks)]
     loads = [0] * shape.ranks
     for row in sorted(range(count), key=lambda row: -cost[row]):
@@ -86,9 +90,9 @@ def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]
         loads[rank] += cost[row]
     return [
         [
-            [rows[row] for row in of_rank[first : first + shape.rows]]
-            + [[] for _ in range(shape.rows - len(of_rank[first : first + shape.rows]))]
-            for first in range(0, per_rank, shape.rows)
+            [rows[row] for row in of_rank[first : first + height]]
+            + [[] for _ in range(height - len(of_rank[first : first + height]))]
+            for first in range(0, per_rank, height)
         ]
         for of_rank in of_ranks
     ]
@@ -153,16 +157,36 @@ def build_batch(
     arrays = _empty(len(rows), shape.seq_len, fill)
     if shape.model is not None:
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
-    for b, samples in enumerate(rows):
-        row, used = {name: values[b] for name, values in arrays.items()}, 0
-        for document, (sample, begin, end, prefix) in enumerate(_documents(samples, items)):
-            here = slice(used, used := used + end - begin)
-            _write(row, here, rollout, first + sample, (begin, end))
-            row["document_ids"][here] = document
-            if prefix is not None:
-                row["prefix_ids"][here] = prefix
-            labelled = row["sample"][here]
-            labelled[row["labels"][here] != IGNORE] = sample
+    documents = np.array([
+        (row, document, sample, begin, end, -1 if prefix is None else prefix)
+        for row, samples in enumerate(rows)
+        for document, (sample, begin, end, prefix) in enumerate(_documents(samples, items))
+    ], np.int64).reshape(-1, 6)  # fmt: skip
+    lengths = documents[:, 4] - documents[:, 3]
+    row, document, sample, begin, _, prefix = documents.repeat(lengths, 0).T
+    token = np.arange(len(row))
+    position = begin + token - (lengths.cumsum() - lengths).repeat(lengths)
+    of, number = rollout.arrays, first + sample
+    prompt_starts, starts = (of[name].cumsum() - of[name] for name in ("prompt_lengths", "lengths"))
+    label = position + 1 - of["prompt_lengths"][number]  # its index in the completion
+    place = np.where(label >= 0, starts[number] + label, -1)
+    place[of["is_reply"][place]] = -1
+    source = np.where(
+        label > 0, len(of["prompt_tokens"]) + starts[number] + label - 1, prompt_starts[number] + position
+    )
+    found = {
+        "input_ids": np.concatenate([of["prompt_tokens"], of["tokens"]])[source],
+        "positions": position,
+        "document_ids": document,
+        "prefix_ids": prefix,
+        "labels": np.where(place >= 0, of["tokens"][place], IGNORE),
+        "sample": np.where(place >= 0, sample, -1),
+        "place": place,
+    }
+    if "routes" in of:  # one fewer of each sample than tokens
+        found["routes"] = of["routes"][prompt_starts[number] + starts[number] - number + position]
+    for name in arrays.keys() & found.keys():
+        arrays[name][row, token - np.searchsorted(row, row)] = found[name]
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
     if shape.mtp_depth:  # prediction layers are not trained, and a pipeline computes them
         batch["mtp_input_ids"] = torch.zeros((len(rows), shape.mtp_depth, shape.seq_len), dtype=torch.int64)
@@ -184,23 +208,6 @@ def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[
         for sample in of_prompt:
             yield sample, shared, items[sample].length, document
         document += 1 + len(of_prompt)
-
-
-def _write(row: Mapping[str, np.ndarray], here: slice, rollout: Rollout, sample: int, tokens: tuple[int, int]) -> None:
-    """Write a range of a sample's tokens, with their labels, to a part of a row."""
-    begin, end = tokens
-    prompt, completion = rollout.prompt(sample), rollout.completion(sample)
-    row["input_ids"][here] = np.concatenate([prompt, completion])[begin:end]
-    row["positions"][here] = np.arange(begin, end)
-    if "routes" in row and (routes := rollout.routes(sample)) is not None:
-        row["routes"][here] = routes[begin:end]
-    if end < len(prompt):
-        return
-    start, stop = rollout.bounds(sample)
-    is_reply = rollout.arrays["is_reply"][start:stop]
-    labelled = slice(here.stop - len(completion), here.stop)
-    row["labels"][labelled] = np.where(is_reply, IGNORE, completion)
-    row["place"][labelled] = np.where(is_reply, -1, np.arange(start, stop))
 
 
 def spread(values: Tensor, batch: Batch) -> Tensor:

@@ -119,12 +119,16 @@ def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[l
     return [[*tokenizer.encode(f"\n{text}").tolist(), tokenizer.special["<|user|>"]] for text in texts]
 
 
-@lru_cache(maxsize=1 << 14)  # each sample of a group asks, three times
 def prompt_at(number: int, count: int, seed: int) -> int:
     """The index of the prompt that is handed out as this number: each of ``count`` once in each pass, in an order that
     seed and pass decide."""
     epoch, place = divmod(number, count)
-    return int(permute(np.array([place]), count, f"prompts {seed} {epoch}")[0])
+    return int(_order(epoch, count, seed)[place])
+
+
+@lru_cache(maxsize=2)  # a rollout may begin in one pass and end in the next one
+def _order(epoch: int, count: int, seed: int) -> np.ndarray:
+    return permute(np.arange(count), count, f"prompts {seed} {epoch}")
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:

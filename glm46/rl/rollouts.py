@@ -5,8 +5,9 @@ A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensor
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +101,26 @@ class DrawnSample:
 def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
     """`Rollout.arrays` of samples."""
 
-    def joined(parts: Sequence[Sequence], dtype: type) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+    def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
+        return np.array(list(chain.from_iterable(parts)), dtype)
 
-    def versions(completion: Completion) -> np.ndarray:
-        found = np.zeros(len(completion.tokens), np.int32)
+    def versions(completion: Completion) -> list[int]:
+        found = [0] * len(completion.tokens)
         for span in completion.spans:
-            found[span.start :] = span.version
+            found[span.start :] = [span.version] * (len(found) - span.start)
         return found
 
-    def of_replies(completion: Completion) -> np.ndarray:
-        found = np.zeros(len(completion.tokens), np.bool_)
+    def of_replies(completion: Completion) -> list[bool]:
+        found = [False] * len(completion.tokens)
         for start, end in completion.replies:
-            found[start:end] = True
+            found[start:end] = [True] * (end - start)
         return found
 
     completions = [sample.completion for sample in samples]
     routes = [one.routes for one in completions if one.routes is not None]
     of_tokens = {"routes": np.concatenate(routes)} if routes else {}
     return of_tokens | {
-        "prompt_tokens": joined([sample.prompt for sample in samples], np.int32),
+        "prompt_tokens": joined((sample.prompt for sample in samples), np.int32),
         "prompt_lengths": np.array([len(sample.prompt) for sample in samples], np.int64),
         "tokens": joined([one.tokens for one in completions], np.int32),
         "lengths": np.array([len(one.tokens) for one in completions], np.int64),

@@ -1,6 +1,7 @@
 """Work of rank 0 alone, such as talking to servers, whose result all ranks get."""
 
 import io
+import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -13,38 +14,63 @@ from glm46.rollout.records import FINISHES, Completion, Span
 from glm46.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
-_WORKING, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(5)
+_WORKING, _ASKED, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(6)
 
 
-def run_on_first_rank(work: Callable[[], bytes]) -> bytes:
-    """The result of `work`, which rank 0 runs, on all ranks. Collective.
+class Interlude:
+    """Collective work that `run_on_first_rank` does in the middle of rank 0's work, when this asks for it."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+        self.events: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+        """Of the thread of rank 0: its result or error, or None when it asks."""
+        self.done = threading.Event()
+
+    def ask(self) -> None:
+        """Have all ranks do it; in the thread of rank 0."""
+        self.done.clear()
+        self.events.put(None)
+        self.done.wait()
+
+
+def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = None) -> bytes:
+    """The result of `work`, which rank 0 runs in a thread, on all ranks. Collective.
 
     Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
     seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
+
+    Args:
+        interlude: whose `ask` the work may call.
 
     Raises:
         UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
         RuntimeError: on the other ranks, if `work` raised anything else.
     """
     if dist.get_rank() != 0:
-        return _result_of_first_rank()
-    outcome: list[bytes | BaseException] = []
-    ended = threading.Event()
+        return _result_of_first_rank(interlude)
+    interlude = interlude or Interlude(lambda: None)
+    events = interlude.events
 
     def run() -> None:
         try:
-            outcome.append(work())
+            events.put(work())
         except BaseException as error:
-            outcome.append(error)
+            events.put(error)
             if not isinstance(error, Exception):
                 raise
-        finally:
-            ended.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not ended.wait(_SIGN_OF_LIFE_SECONDS):
-        _send(_WORKING, b"")
-    result = outcome[0]
+    while True:
+        try:
+            result = events.get(timeout=_SIGN_OF_LIFE_SECONDS)
+        except queue.Empty:
+            _send(_WORKING, b"")
+            continue
+        if result is not None:
+            break
+        _send(_ASKED, b"")
+        interlude.work()
+        interlude.done.set()
     if isinstance(result, bytes):
         _send(_DONE, result)
         return result
@@ -59,10 +85,12 @@ def _send(state: int, content: bytes) -> None:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
 
 
-def _result_of_first_rank() -> bytes:
+def _result_of_first_rank(interlude: Interlude | None) -> bytes:
     header = torch.tensor([_WORKING, 0])
-    while header[0] == _WORKING:
+    while header[0] in (_WORKING, _ASKED):
         dist.broadcast(header, 0)
+        if header[0] == _ASKED:
+            interlude.work()
     state, length = header.tolist()
     if state == _ENGINE_ERROR:
         raise EngineError()

@@ -7,8 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from glm46.config.errors import UserError
 from glm46.rollout.http_calls import CallError
 from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
+from glm46.rollout.weight_group import WeightGroup
 
 QUICK_SECONDS = 10.0
 """Deadline of calls that a healthy server answers at once."""
@@ -39,6 +41,10 @@ class InferenceServer(Protocol):
         """Draw one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
         ...
 
+    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
+        """Tokens and finish of a completion of at most two tokens, whose logits have only `token` as a choice."""
+        ...
+
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their calls return what they have drawn, with finish "abort"."""
         ...
@@ -52,9 +58,39 @@ class InferenceServer(Protocol):
         """
         ...
 
+    def join(self, version: int, seconds: float) -> WeightGroup:
+        """Pause all requests, and have its workers wait for weights in a group. vLLM alone."""
+        ...
+
+    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
+        """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
+        ...
+
     def score(self, tokens: list[int], seconds: float) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1."""
         ...
+
+
+MOST_BIAS = 100.0
+"""Largest that both servers take for a logit."""
+
+
+def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
+    """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
+
+    Raises:
+        UserError: the server draws on behind one.
+        CallError: it does not answer.
+    """
+    for token in sorted(stop):
+        tokens, finish = server.ended_by(token, stop, QUICK_SECONDS)
+        if tokens[:1] != [token]:  # vLLM with drafts ignores the bias; each reply is checked
+            return
+        if len(tokens) > 1 or finish != "stop":
+            raise UserError(
+                f"rollout.urls: {server.url} does not end a completion at the stop token {token}: it drew {tokens}, "
+                f'finish reason "{finish}"; start it with the release of docs/rollout_servers.md'
+            )
 
 
 def checked(

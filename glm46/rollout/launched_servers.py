@@ -34,6 +34,11 @@ class LaunchedServers:
         self._running: dict[int, subprocess.Popen] = {}
         atexit.register(self.stop)
 
+    @property
+    def are_named(self) -> bool:
+        """Whether there is any."""
+        return bool(self._ports)
+
     def ensure(self, folder: Path) -> None:
         """Start the servers that do not run, with the model of a folder.
 

@@ -149,17 +149,13 @@ class LocalEngine:
     def _completions(self, heads: Tensor, tokens: Tensor, logprobs: Tensor, experts: Tensor) -> list[Completion]:
         """Those of one rank, from [length, tokens with routes, finish] of each and the values of all."""
         lengths, fed, finishes = heads.t().tolist()
-        parts = zip(tokens.split(lengths), logprobs.split(lengths), experts.split(fed), finishes, strict=True)
-        return [
-            Completion(
-                ids.tolist(),
-                of_ids.tolist(),
-                FINISHES[finish],
-                [Span(0, self._version)] if len(ids) else [],
-                _as_record(routes) if len(routes) else None,
-            )
-            for ids, of_ids, routes, finish in parts
-        ]
+        ids, of_ids, completions, start = tokens.tolist(), logprobs.tolist(), [], 0
+        for length, routes, finish in zip(lengths, experts.split(fed), finishes, strict=True):
+            own = slice(start, start := start + length)
+            spans = [Span(0, self._version)] if length else []
+            record = _as_record(routes) if len(routes) else None
+            completions.append(Completion(ids[own], of_ids[own], FINISHES[finish], spans, record))
+        return completions
 
 
 def _part(whole: Tensor, own: Tensor) -> Tensor:

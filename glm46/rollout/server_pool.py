@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from glm46.config.errors import UserError
 from glm46.rollout.dispatch import Dispatch
 from glm46.rollout.http_calls import CallError
-from glm46.rollout.inference_server import InferenceServer
+from glm46.rollout.inference_server import InferenceServer, check_stop
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
+from glm46.rollout.weight_group import WeightGroup
 
 _RESTART_TICK_SECONDS = 2.0
 
@@ -39,6 +41,8 @@ class ServerPool:
         self._states = [ServerState(server) for server in servers]
         self.deadline, self._restart, self._say, self._still_starting = deadline, restart, say, still_starting
         self._weights: Weights | None = None
+        self.send: Callable[[Sequence[WeightGroup]], None] | None = None
+        """Broadcasts the present weights to servers that have joined groups. None: not now, all ranks are elsewhere."""
         self._routes = False
         self._names = itertools.count()
         self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
@@ -85,6 +89,7 @@ class ServerPool:
         self._join([state for state in self._states if state.lost and state.refused != self.version])
         self.ready()
         self._require_context(requests)
+        self._require_ends(rules)
         try:
             return Dispatch(self, requests, rules, halt, on_finish).run()
         finally:
@@ -120,16 +125,24 @@ class ServerPool:
         if not states:
             return
 
-        def take(state: ServerState) -> str | None:
-            return state.take(self._weights, routes=self._routes, deadline=self.deadline)
-
+        weights, deadline = self._weights, self.deadline
         with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
-            for state, reason in zip(states, threads.map(take, states), strict=True):
-                if reason is None and state.lost is not None and self.version != CHANGED:
-                    self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
-                if reason is not None and state.lost != reason:
-                    self._say(f"rollout: {state.server.url} is left out: {reason}")
-                state.lost, state.failures = reason, 0
+            if weights.folder is None and self.send is None:
+                reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+            else:
+                begin = partial(ServerState.begin, weights=weights, routes=self._routes, deadline=deadline)
+                reasons = dict(zip(states, threads.map(begin, states), strict=True))
+            begun = [state for state in states if reasons[state] is None]
+            if begun and weights.folder is None:
+                self.send([state.group for state in begun])
+            complete = partial(ServerState.complete, weights=weights, deadline=deadline)
+            reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+        for state, reason in reasons.items():
+            if reason is None and state.lost is not None and self.version != CHANGED:
+                self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
+            if reason is not None and state.lost != reason:
+                self._say(f"rollout: {state.server.url} is left out: {reason}")
+            state.lost, state.failures = reason, 0
 
     def ready(self) -> list[ServerState]:
         """See `dispatch.Pool`."""
@@ -146,6 +159,17 @@ class ServerPool:
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._drawing()
+
+    def _require_ends(self, rules: SamplingRules) -> None:
+        """`check_stop` of the servers that have not drawn yet."""
+        for state in self._drawing():
+            if not state.has_ended:
+                try:
+                    check_stop(state.server, rules.stop)
+                except CallError as error:
+                    self.lose(state, str(error))
+                state.has_ended = True
+        self.ready()
 
     def _require_context(self, requests: Sequence[Request]) -> None:
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)

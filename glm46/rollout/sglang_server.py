@@ -7,7 +7,7 @@ from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.rollout.http_calls import CallError, call
-from glm46.rollout.inference_server import QUICK_SECONDS, checked, version_of
+from glm46.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 
 
@@ -19,7 +19,7 @@ class SglangServer:
         padding: ids of the head's padding rows, which must not be drawn.
         """
         self.url, self.dtype, self.context = url, "", None
-        self._bias = dict.fromkeys(map(str, padding), -100.0)
+        self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -57,6 +57,17 @@ class SglangServer:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
         tokens = [token for _, token in drawn]
         return checked(request, rules, tokens, [value for value, _ in drawn], finish, [Span(0, version)])
+
+    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
+        """See `InferenceServer.ended_by`."""
+        sampling = {"max_new_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
+        sampling |= {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}
+        body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True}
+        meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
+        try:
+            return [drawn for _, drawn, *_ in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
 
     def abort(self, names: Sequence[str]) -> None:
         """See `InferenceServer.abort`."""

@@ -1,4 +1,5 @@
-"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, weights or adapters from a disk."""
+"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, weights or adapters from a disk,
+or weights by broadcast."""
 
 import base64
 import io
@@ -8,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from glm46.config.errors import UserError
 from glm46.huggingface.peft_export import CONFIG, is_for_experts
 from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError, call, exchange
-from glm46.rollout.inference_server import QUICK_SECONDS, checked, version_of
+from glm46.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 2
+_EXTENSION_REVISION = 3
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _ADAPTER = "glm46-version-"
@@ -32,7 +35,7 @@ class VllmServer:
         padding: ids of the head's padding rows, which must not be drawn.
         """
         self.url, self.dtype, self.context = url, "", None
-        self._bias = dict.fromkeys(map(str, padding), -100.0)  # vLLM's lowest
+        self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
         self._facts: dict[str, Any] = {}
         self._model: dict[str, str] = {}  # of each request: none for the server's own weights
 
@@ -100,6 +103,16 @@ class VllmServer:
         logprobs = [entry["logprob"] for entry in entries]
         return checked(request, rules, tokens, logprobs, choice["finish_reason"], spans, routes)
 
+    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
+        """See `InferenceServer.ended_by`."""
+        sampling = {"max_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
+        body = {"token_ids": [token], "sampling_params": sampling | {"ignore_eos": True, "detokenize": False}}
+        try:
+            choice = self._ask(body, seconds)["choices"][0]
+            return choice["token_ids"], choice["finish_reason"]
+        except (KeyError, TypeError, IndexError) as error:
+            raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+
     def abort(self, names: Sequence[str]) -> None:
         """See `InferenceServer.abort`."""
         ids = [f"generate-tokens-{name}" for name in names]
@@ -111,8 +124,7 @@ class VllmServer:
         is_adapter = (folder / CONFIG).is_file()
         if is_adapter:
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text()))
-        call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # of a run that was killed
-        call(self.url, "/pause?mode=keep", {}, seconds=QUICK_SECONDS)  # drops the caches too
+        self._pause()
         path = str(folder.absolute())
         if is_adapter:
             loaded = self._extension("glm46_check", path, seconds=seconds)
@@ -122,6 +134,31 @@ class VllmServer:
                 loaded = self._extension("glm46_load", path, seconds=seconds)
             except CallError:
                 loaded = self._extension("glm46_load", path, seconds=seconds)  # a whole load repairs it
+        self._resume(loaded, version)
+
+    def join(self, version: int, seconds: float) -> WeightGroup:
+        """See `InferenceServer.join`."""
+        if (replicas := self._facts["replicas"]) > 1:
+            raise UserError(
+                f'rollout.weights = "broadcast": {self.url} runs {replicas} replicas of the model '
+                "(--data-parallel-size), whose workers have the same ranks; start a server for each replica and name "
+                'them in rollout.urls, or set rollout.weights = "disk"'
+            )
+        backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+        self._pause()
+        group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
+        group.join(version, lambda invitation: self._extension("glm46_receive", invitation, seconds=seconds))
+        return group
+
+    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
+        """See `InferenceServer.receive`."""
+        self._resume(group.result(seconds), version)
+
+    def _pause(self) -> None:
+        call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # of a run that was killed
+        call(self.url, "/pause?mode=keep", {}, seconds=QUICK_SECONDS)  # drops the caches too
+
+    def _resume(self, loaded: Any, version: int) -> None:
         if loaded != {"version": version}:
             raise CallError(f"loaded {loaded}, not version {version}")
         call(self.url, "/update_weight_version", {"new_version": str(version)}, seconds=QUICK_SECONDS)

@@ -11,13 +11,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.adapters import merged_rows
+from glm46.model.fp8_weights import in_compute_type
 from glm46.model.transformer import Transformer
+from glm46.planner.parameters import named_rows, scales_name
 from glm46.training.network import Network
 
 
 @torch.no_grad()
 def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of the whole model by name. Collective: all ranks iterate to the end.
+    """Yield every parameter and buffer of the whole model by name, in the order of the table of parameters. Collective:
+    all ranks iterate to the end.
 
     At any time one tensor is gathered. A parameter is cast to the type of the layers' products before it is sent.
     Adapters are added in FP32 and the sum is rounded once.
@@ -46,11 +49,12 @@ def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Te
 
 @lru_cache(maxsize=1)  # to build the modules takes longer than the rest of a small update
 def _tensors(shape: ModelShape) -> list[tuple[str, torch.Size, torch.dtype | None]]:
-    """Name and size of all parameters, then of all buffers of a model, and the type of the buffers."""
+    """Name and size of all parameters and buffers of a model, and the type of the buffers."""
     with torch.device("meta"):
         model = Transformer(shape)
-    found = [(name, parameter.shape, None) for name, parameter in model.named_parameters()]
-    return found + [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
+    found = {name: (parameter.shape, None) for name, parameter in model.named_parameters()}
+    found |= {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
+    return [(name, *found[name]) for name in named_rows(shape)]
 
 
 def _owners(has: list[bool], pipeline: dist.ProcessGroup | None) -> list[int]:
@@ -67,7 +71,7 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     """A whole weight on this rank's device, its adapter added. Collective over the ranks that hold its parts."""
     owner, _, key = name.rpartition(".")
     prefix = f"{owner}." if key == "weight" else f"{owner}.{key}_"
-    weight, device = _gathered(weights[name], dtype), network.cluster.device
+    weight, device = _whole(weights, name, dtype), network.cluster.device
     if f"{prefix}lora_A" not in weights:
         return weight.to(device)
     a, b = (_gathered(weights[prefix + part], torch.float32).to(device) for part in ("lora_A", "lora_B"))
@@ -80,6 +84,14 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
         base = base.to(device, torch.float32)
         sums.copy_(merged_rows(base, low, high, rows, network.plan.config.adapter.scale))
     return out
+
+
+def _whole(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """A weight without its adapter. A base in FP8 is gathered so, and then converted."""
+    scales = weights.get(scales_name(name))
+    if scales is None:
+        return _gathered(weights[name], dtype)
+    return in_compute_type(_gathered(weights[name], torch.uint8), _gathered(scales, torch.int32), dtype)
 
 
 def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """Load the model of a run from a Hugging Face folder, and save it as one."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +13,10 @@ from glm46.huggingface.config_json import config_of, read_config
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.import_weights import find_tensors, import_weights
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
-from glm46.huggingface.names import has_repeats
+from glm46.huggingface.names import HFNames, has_repeats
 from glm46.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.huggingface.peft_import import import_adapter
+from glm46.huggingface.schemes import CONFIG_KEY, Scheme, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.training.network import Network
 from glm46.training.state import Progress
@@ -80,6 +82,18 @@ def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     Args:
         folder: must not exist.
     """
+    config_json, options = export_options(network, tokenizer, dtype)
+    export_weights(folder, network.shape, config_json, network.pretrained(), options=options)
+
+
+def export_options(
+    network: Network, tokenizer: Tokenizer, dtype: torch.dtype, scheme: Scheme | None = None
+) -> tuple[dict[str, Any], ExportOptions]:
+    """The config.json and the format of a Hugging Face folder of a network.
+
+    Raises:
+        UserError: no projection of the model fits the scheme.
+    """
     config, shape = network.plan.config, network.shape
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
@@ -87,5 +101,6 @@ def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: t
         raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)
     config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(dtype).removeprefix("torch."))
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
-    options = ExportOptions(dtype=dtype, repeat_shared=repeat_shared, other_files=files)
-    export_weights(folder, shape, config_json, network.pretrained(), options=options)
+    if scheme is not None:
+        config_json[CONFIG_KEY] = config_of_scheme(scheme, HFNames(shape, repeat_shared=repeat_shared))
+    return config_json, ExportOptions(dtype, scheme, repeat_shared, other_files=files)

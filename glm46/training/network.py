@@ -18,6 +18,7 @@ from glm46.model.routes import compact_routes
 from glm46.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.parallelize.context import take_part
+from glm46.parallelize.float8 import GatheredScales
 from glm46.parallelize.fsdp import release_gathered
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.pipeline import Pipeline
@@ -53,6 +54,7 @@ class Network:
     """None if the network is frozen."""
     magnitudes: list[Magnitudes]
     """DoRA's, of each model; else none."""
+    gathered_scales: GatheredScales
     frozen_files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
 
@@ -157,17 +159,24 @@ class Network:
             auxiliary: the loss to differentiate on pipeline stages without the head, from their auxiliary losses.
             fields: names in `batches` that are not arguments of the model.
         """
-        if self.pipeline is not None:
-            return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
-        outputs = []
-        for batch in batches:
-            inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
-            output: LossSums = self.models[0](**inputs, **arguments)
-            loss = objective(output, {name: batch[name] for name in fields})
-            with named_range("backward"):
-                loss.backward()
-            outputs.append(detached(output))
-        return [outputs]
+        with self.gathered_scales.given():
+            if self.pipeline is not None:
+                return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
+            return [[self._forward_backward(batch, arguments, objective, fields) for batch in batches]]
+
+    def _forward_backward(
+        self,
+        batch: Batch,
+        arguments: dict[str, Any],
+        objective: Callable[[LossSums, Batch], Tensor],
+        fields: Sequence[str],
+    ) -> LossSums:
+        inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
+        output: LossSums = self.models[0](**inputs, **arguments)
+        loss = objective(output, {name: batch[name] for name in fields})
+        with named_range("backward"):
+            loss.backward()
+        return detached(output)
 
     @torch.no_grad()
     def evaluate(
@@ -227,6 +236,7 @@ def build_network(
             if trainable and adapter is not None and adapter.name == "dora"
             else []
         ),
+        gathered_scales=GatheredScales(named.values(), cluster.meshes.dense),
         frozen={name: parameter for name, parameter in named.items() if name not in parameters},
         optimizer=(
             build_optimizers(

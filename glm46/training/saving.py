@@ -129,7 +129,10 @@ class Saver:
 
     def _remedy(self) -> str:
         folder = self._checkpoints.folder
-        newest = max(complete_steps(folder), default=0)
+        try:
+            newest = max(complete_steps(folder), default=0)
+        except OSError as error:  # the storage that the saves have failed on
+            return f"checkpoint.folder = {str(folder)!r} cannot be read: {error.strerror}; mount it, or free its server"
         start = f"starts from {self._config.load_path or 'step 0'}, no step is saved"
         where = f"continues from the checkpoint of step {newest}" if newest else start
         return f"job.dump_folder = {self._task.plan.config.job.dump_folder!r}: the same command {where}"

@@ -15,17 +15,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from glm46.config.generation_degrees import Degrees
 from glm46.data.tokenizer import load_tokenizer
 from glm46.distributed.local_tensor import local_tensor
 from glm46.distributed.mesh import build_cluster
 from glm46.distributed.process import join, leave
+from glm46.huggingface.schemes import FP8_SCHEMES
 from glm46.inference.model_mesh import build_model_mesh
 from glm46.model.cross_entropy import IGNORE, token_logprobs
 from glm46.planner.layout import generation_layout
 from glm46.planner.plan import resolve_plan
-from glm46.rl.engines import write_policy
+from glm46.rl.engines import routed_score, score
+from glm46.rl.served_weights import served_tensors, write_policy
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.weights import whole_weights
@@ -53,6 +56,7 @@ LAYOUTS = {
         (Layout(num_experts=12, key_heads=1), Degrees(tensor_parallel=2, expert_parallel=4)),
     ],
 }  # fmt: skip
+TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"))
 TEMPERATURE, LENGTH = 0.7, 24
 STOP = frozenset(range(0, VOCABULARY, 40))
 PROMPTS = [[5], [7, 9, 1, 300, 12], [2, 2, 3], [77, 5, 6, 8, 9, 10, 11, 400]]
@@ -93,22 +97,72 @@ def trained_logprobs(network: Network, completions: list[Completion]) -> list[to
     return [row[start : start + len(c.tokens)] for row, start, c in zip(found, starts, completions, strict=True)]
 
 
-def merged_error(network: Network) -> float:
-    """The largest difference of the weights that servers get from those that the engine in the job gets. Collective."""
-    plan = network.plan
+def replayed(network: Network, completions: list[Completion]) -> dict:
+    """The share of experts that differ from the trainer's, before and after its selection biases changed, and how far
+    its log-probabilities with given experts move. Collective."""
+    rows = [[*request.prompt, *one.tokens] for request, one in zip(REQUESTS, completions, strict=True)]
+    routes = [one.routes for one in completions]
+    before, share = routed_score(network, rows, routes)
+    kept = {name: tensor.clone() for name, tensor in network.weights().items() if name.endswith("correction_bias")}
+    for name, tensor in kept.items():
+        network.weights()[name].add_(torch.linspace(-1, 1, len(tensor)))
+    after, share_after = routed_score(network, rows, routes)
+    alone, _ = score(network, rows)
+    for name, tensor in kept.items():
+        network.weights()[name].copy_(tensor)
+    moved = [max(abs(a - b) for one, two in zip(before, other, strict=True) for a, b in zip(one, two, strict=True))
+             for other in (after, alone)]  # fmt: skip
+    return {"shares": [share, share_after], "moved": moved}
+
+
+def one_folder() -> Path:
+    """A new folder of all ranks. Collective."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
-    tokenizer = load_tokenizer(str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"))
+    return Path(names[0])
+
+
+def fp8_fault(network: Network) -> str:
+    """A tensor of an FP8 folder that differs from what a broadcast sends, or that is read as anything but its rounded
+    weight. Collective."""
+    folder, scheme = one_folder(), FP8_SCHEMES["fp8-channel"]
+    write_policy(network, TOKENIZER, folder / "version", torch.float32, scheme)
+    sent = {name: tensor.clone() for name, tensor in served_tensors(network, scheme)}
+    stored = load_file(folder / "version/model.safetensors")
+    if stored.keys() != sent.keys() or not any(tensor.dtype == torch.float8_e4m3fn for tensor in sent.values()):
+        return f"names {sorted(stored.keys() ^ sent.keys())}"
+    config = network.plan.config.model_copy(update={"adapter": None})
+    read = build_network(replace(network.plan, config=config), network.cluster, trainable=False)
+    load_weights(read, folder / "version")
+    fault = ""
+    for name, value in served_tensors(read, None):
+        parts = {suffix: sent[name + suffix] for suffix in scheme.suffixes if name + suffix in sent}
+        same = all(
+            stored[name + suffix].view(torch.uint8).equal(part.view(torch.uint8)) for suffix, part in parts.items()
+        )
+        shape = tuple(value.shape)
+        rounded = scheme.dequantise(parts, shape, tuple((0, n) for n in shape)) if len(parts) > 1 else parts[""]
+        if not same or not torch.equal(rounded, value):
+            fault = name
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return fault
+
+
+def merged_error(network: Network) -> float:
+    """The largest difference of the weights that servers get from those that the engine in the job gets. Collective."""
+    plan, folder = network.plan, one_folder()
     for version in ("version-1", "version-2"):  # the base is written once
-        write_policy(network, tokenizer, Path(names[0], version), torch.float32)
+        write_policy(network, TOKENIZER, folder / version, torch.float32)
     config = plan.config.model_copy(update={"adapter": None})
     read = build_network(replace(plan, config=config), network.cluster, trainable=False)
-    load_weights(read, Path(names[0], "version-2"))
+    load_weights(read, folder / "version-2")
     pairs = zip(whole_weights(network, plan.shape), whole_weights(read, plan.shape), strict=True)
     error = max((one - other).abs().max().item() for (_, one), (_, other) in pairs)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(names[0])
+        shutil.rmtree(folder)
     return error
 
 
@@ -146,8 +200,10 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
         found.setdefault("engines_agree", []).append([c.tokens for c in of_engines[1]] == tokens)
         found.setdefault("routes_agree", []).append(of_groups == experts)
     found["error"] = max(errors)
+    found["replayed"] = replayed(network, of_engines[0])
     if layout.adapter:
         found["merged_error"] = merged_error(network)
+    found["fp8_fault"] = fp8_fault(network)
     found["descriptions"] = [engine.describe() for engine in engines]
     return found
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from glm46.config.rollout import Rollout
 from glm46.distributed.process import join, leave
-from glm46.rollout import first_rank
+from glm46.rollout import first_rank, server_pool
+from glm46.rollout.first_completions import ServedPolicy
 from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServedPolicy, ServerEngine
+from glm46.rollout.server_engine import ServerEngine
 from glm46.rollout.server_state import EngineError
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.unit.rollout.stub_server import STOP, StubServer, scores
@@ -28,7 +29,7 @@ REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range
 
 def draw(rank: int, folder: Path) -> dict:
     """What a rank gets and sees."""
-    first_rank._SIGN_OF_LIFE_SECONDS = 0.2
+    first_rank._SIGN_OF_LIFE_SECONDS = server_pool._RESTART_TICK_SECONDS = 0.2
     stub = StubServer() if rank == 0 else None
     port = torch.tensor([stub.port if stub else 0])
     dist.broadcast(port, 0)
@@ -44,14 +45,23 @@ def draw(rank: int, folder: Path) -> dict:
         logprobs = scores(version, sequences)
         return logprobs, [[entropy] * len(row) for row in logprobs]
 
+    def routed_score(sequences, routes):
+        raise AssertionError("no server returned routes")
+
     @contextmanager
     def changed() -> Iterator[None]:
         nonlocal version
-        version = -1
+        before, version = version, -1
         try:
             yield
         finally:
-            version = 0
+            version = before
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            gathered = torch.full((2, 3), float(10 * version + number))
+            dist.all_reduce(gathered)  # as of shards
+            yield f"tensor {number}", gathered
 
     config = Rollout(
         kind="vllm",
@@ -63,7 +73,7 @@ def draw(rank: int, folder: Path) -> dict:
     engine = ServerEngine(
         config,
         folder=folder,
-        policy=ServedPolicy(export, score, changed),
+        policy=ServedPolicy(export, tensors, score, routed_score, changed),
         probe=PROBE,
         padding=range(0),
         say=lines.append,
@@ -104,6 +114,26 @@ def draw(rank: int, folder: Path) -> dict:
     except EngineError as error:
         found["error"] = str(error)
     engine.close()
+    if rank == 0:
+        stub = StubServer(port=port.item())
+    sent = ServerEngine(
+        config.model_copy(update={"weights": "broadcast", "restart_seconds": 20.0}),
+        folder=folder,
+        policy=ServedPolicy(export, tensors, score, routed_score, changed),
+        probe=PROBE,
+        padding=range(0),
+        say=lines.append,
+    )
+    entropy = 1.5
+    sent.update(version)
+    if stub:
+        stub.stop()
+        stub = StubServer(port=port.item())  # it was started again, with other weights
+    found["broadcast"] = sent.generate(REQUESTS, rules)
+    if stub:
+        found["received"] = [(name, tensor.tolist()) for name, tensor in stub.received[0]]
+        stub.stop()
+    sent.close()
     return found | {"rank": rank, "left": len(list(folder.iterdir())), "lines": lines}
 
 

@@ -20,6 +20,10 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(serve
         assert row["drawn"][0] != row["drawn"][1]
         # Sums of an adapter and its base in FP32, of weights of order 1.
         assert ("merged_error" in row) == bool(kind in ("lora", "dora")) and row.get("merged_error", 0.0) < 1e-6
+        # The same experts as the engine's; other selection biases change the choice, and nothing with given experts.
+        (same, other), (moved, unrouted) = row["replayed"]["shares"], row["replayed"]["moved"]
+        assert same == 0.0 and other > 0.2 and moved < BOUND < unrouted, (row["name"], row["replayed"])
+        assert row["fp8_fault"] == "", row["name"]
         finishes = row["drawn"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes
     whole, of_groups = zip(*(row["descriptions"] for row in rows), strict=True)

@@ -13,7 +13,8 @@ from tests.small_run import small_config
 
 GENERATE = ["generate", "--prompt", "def", "--prompt", "class A", "--prompt", "def function", "--max-new-tokens", "20",
             "--temperature", "0.9", "--speculative"]  # fmt: skip
-EVALUATE = ["evaluate", "--lengths", "50,64", "--depths", "0,1", "--samples", "3"]
+EVALUATE = ["evaluate", "--tasks", "loss,position,needle,drafts", "--lengths", "50,64", "--depths", "0,1"]
+EVALUATE += ["--samples", "3"]
 LAYOUTS = {
     "data": (),
     "tensor, expert": ("--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"),

@@ -7,6 +7,7 @@ The weights of this row are the initial ones, which are equal on every layout.
 
 import json
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,6 +32,28 @@ TASKS = [
     {"kind": "position", "lengths": [30, 61, 999]},
     {"kind": "needle", "lengths": [50, 64], "depths": [0.0, 0.5, 1.0], "samples": 1},
 ]
+# Three documents, which two ranks cannot split evenly; the first of the metrics is a number of the written text.
+WRITING = """
+task: writing
+custom_dataset: !function writing.documents
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: ""
+generation_kwargs: {until: ["never"], max_gen_toks: 6, do_sample: false}
+process_results: !function writing.number
+metric_list: [{metric: number, aggregation: mean, higher_is_better: true}]
+"""
+WRITING_CODE = """
+import zlib
+from datasets import Dataset
+
+def documents(**_):
+    return {"test": Dataset.from_list([{"text": "def function_%d" % i + "(value):" * i} for i in range(3)])}
+
+def number(document, results):
+    return {"number": float(zlib.crc32(results[0].encode()))}
+"""
 
 
 def main() -> None:
@@ -39,9 +62,15 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
+        tasks = [*TASKS]
+        if find_spec("lm_eval"):
+            (base / "writing.yaml").write_text(WRITING)
+            (base / "writing.py").write_text(WRITING_CODE)
+            names = [str(base / "writing.yaml"), "glm46_next_line", "glm46_documentation"]
+            tasks.append({"kind": "standard", "names": names, "samples": 3})
         for label, (ranks, degrees) in LAYOUTS.items():
             config = small_config(
-                source, base / label, parallelism=degrees, validation={"enable": True, "tasks": TASKS},
+                source, base / label, parallelism=degrees, validation={"enable": True, "tasks": tasks},
                 training={"steps": 1, "global_batch_size": 4}, checkpoint={"enable": False},
                 model={"num_key_value_heads": 2},
             )  # fmt: skip

@@ -15,12 +15,14 @@ from glm46.config.rollout import Rollout
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.names import HFNames
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.inference.loading import load_for_inference
 from glm46.model.init import fill_parameter
 from glm46.model.transformer import Transformer
+from glm46.rollout.first_completions import ServedPolicy
 from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServedPolicy, ServerEngine
+from glm46.rollout.server_engine import ServerEngine
 from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
@@ -33,6 +35,7 @@ class Policy:
     """A small GLM that changes when told, the engine, and the server."""
 
     base: Path | None = None
+    weights = "disk"
     adapters: dict[str, torch.Tensor] = {}
 
     def __init__(self, folder: Path):
@@ -50,13 +53,16 @@ class Policy:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.lines: list[str] = []
-        config = Rollout(kind="vllm", max_new_tokens=32, urls=[f"http://127.0.0.1:{self.port}"])
+        urls = [f"http://127.0.0.1:{self.port}"]
+        config = Rollout(kind="vllm", max_new_tokens=32, urls=urls, weights=self.weights)
         self.engine = ServerEngine(
             config,
             folder=folder / "weights",
             policy=ServedPolicy(
                 export=lambda folder: self.write(folder),
+                tensors=self.tensors,
                 score=self.score,
+                routed_score=self.routed_score,
                 changed=self.changed,
             ),
             base=self.base,
@@ -72,6 +78,12 @@ class Policy:
         export_weights(folder, self.shape, config, self.model.state_dict(), options=options)
 
     write = export
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `glm46.rl.engines.served_tensors` of a network."""
+        entries = HFNames(self.shape, repeat_shared=False).entries
+        for name, tensor in self.model.state_dict().items():
+            yield from ((part.hf_name, tensor[part.index()]) for part in entries[name].parts)
 
     def step(self) -> None:
         """Change all weights, and have the server load them."""
@@ -89,6 +101,10 @@ class Policy:
         logprobs = [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences]
         every = [distributions(self.model, row[:1], row[1:]) for row in sequences]
         return logprobs, [(-(row.exp() * row).sum(-1)).tolist() for row in every]
+
+    def routed_score(self, sequences: list[list[int]], routes: list) -> tuple[list[list[float]], float]:
+        """Without replay: the routes of FP32 are the trainer's, as a test compares."""
+        return self.score(sequences)[0], 0.0
 
     @contextmanager
     def changed(self) -> Iterator[None]:

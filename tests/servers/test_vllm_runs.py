@@ -73,3 +73,12 @@ def test_adapters_of_a_policy_are_trained_on_what_they_drew(make_run, tmp_path):
     assert [path.name for path in Path(config.job.dump_folder, "rollout_weights").iterdir() if path.is_dir()] == [
         "base"
     ]
+
+
+def test_policy_is_broadcast_to_a_server_that_the_run_starts(make_run):
+    config = make_run("broadcast", 3, None, served() | {"weights": "broadcast"}, model=MODEL, optimizer={"lr": 0.05})
+    assert task.train(config) == 0
+    found = rows(config)
+    print([row["mismatch_kl"] for row in found])
+    assert len(found) == 3 and all(abs(row["mismatch_kl"]) < 1e-9 for row in found)
+    assert not [path for path in Path(config.job.dump_folder, "rollout_weights").iterdir() if path.is_dir()]

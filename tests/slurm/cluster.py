@@ -1,5 +1,5 @@
 """A real Slurm on this machine: each node has a network, a host name and mounts of its own, so that it can be lost as a
-machine is lost. Needs root and Debian's packages slurm-wlm, munge and iproute2; ends all that it starts.
+machine is lost. Needs root and Debian's packages slurm-wlm, munge, iproute2 and bindfs; ends all that it starts.
 
 The controller and the nodes n1, n2, … are network namespaces that are joined by a bridge. No interface, address or file
 of the machine itself is changed.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare")
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "bindfs")
 _GPUS = 8
 """Of each node: plain files, which Slurm counts as it counts devices."""
 
@@ -24,7 +24,7 @@ def missing() -> str:
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     if absent:
-        return f"{', '.join(absent)} not found: apt-get install slurm-wlm munge iproute2"
+        return f"{', '.join(absent)} not found: apt-get install slurm-wlm munge iproute2 bindfs"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     probe = f"glm46-{os.getpid()}"
@@ -45,6 +45,7 @@ class SlurmCluster:
         self.folder, self.nodes = folder, [f"n{number + 1}" for number in range(nodes)]
         self._names = {host: f"g{os.getpid()}{host}" for host in ("c", *self.nodes)}
         self._started: list[subprocess.Popen] = []
+        self._daemons: dict[str, subprocess.Popen] = {}
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
@@ -67,7 +68,7 @@ class SlurmCluster:
     def begin_node(self, host: str) -> None:
         """Start the daemon of a node."""
         (self.folder / "spool" / host).mkdir(exist_ok=True)
-        self.begin(host, ["slurmd", "-D", "-N", host])
+        self._daemons[host] = self.begin(host, ["slurmd", "-D", "-N", host])
 
     def wait_for_nodes(self, count: int, seconds: float = 30) -> None:
         """Wait until this many nodes are idle."""
@@ -109,6 +110,28 @@ class SlurmCluster:
     def set_link(self, host: str, state: str) -> None:
         """Cut a node off from the network, or connect it: "down" or "up". Its processes go on."""
         self._inside("c", "ip", "link", "set", f"v{host}", state)
+
+    def mount(self, host: str, folder: Path, point: Path) -> subprocess.Popen:
+        """Show a folder to a node at another place, as a network disk is shown. Returns the server: access fails when
+        it has ended, and hangs while it is stopped."""
+        inside = self._mounts_of(host)
+        options = "attr_timeout=0,entry_timeout=0,negative_timeout=0"
+        server = subprocess.Popen(
+            [*inside, "bindfs", "-f", "-o", options, str(folder), str(point)], stdin=subprocess.DEVNULL,
+            stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+        self._started.append(server)
+        while f" {point} " not in Path(f"/proc/{self._daemons[host].pid}/mounts").read_text():
+            assert server.poll() is None, "bindfs has ended"
+            time.sleep(0.02)
+        return server
+
+    def unmount(self, host: str, point: Path) -> None:
+        """Remove the place, also while files of it are open: an empty folder is there afterwards."""
+        subprocess.run([*self._mounts_of(host), "umount", "--lazy", str(point)], check=True)
+
+    def _mounts_of(self, host: str) -> list[str]:
+        return ["nsenter", f"--target={self._daemons[host].pid}", "--mount", "--net"]
 
     def stop(self) -> None:
         """End all processes of all nodes, and remove their networks."""

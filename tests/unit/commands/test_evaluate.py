@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
 from glm46.commands import evaluate
@@ -57,16 +58,16 @@ def count_rows(monkeypatch) -> list[str]:
 def test_it_gives_the_numbers_of_the_last_validation(trained, tmp_path, capsys):
     command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS]
     # The validation read all held-out rows.
-    loss = ["--tasks", "loss", "--samples", "1000", "--output", str(tmp_path / "loss")]
+    loss = ["--tasks", "loss,drafts", "--samples", "1000", "--output", str(tmp_path / "loss")]
     assert main([*command, *loss]) == 0
     assert main([*command, "--tasks", "position,needle", "--output", str(tmp_path / "long")]) == 0
     found, wanted = columns(tmp_path / "loss") | columns(tmp_path / "long"), last_validation(trained)
-    assert wanted.keys() - found.keys() == {"mtp_acceptance", "seconds"} and found.keys() <= wanted.keys()
+    assert wanted.keys() - found.keys() == {"seconds"} and found.keys() <= wanted.keys()
     for name, value in found.items():
         assert value == pytest.approx(wanted[name], rel=1e-6), name  # FP32, in batches of other sizes
     out = capsys.readouterr().out
     assert "Loss by position in 3 documents of at least 64 tokens" in out and "longer than trained on" in out
-    assert "Needle in a haystack" in out and "bits per byte" in out
+    assert "Needle in a haystack" in out and "bits per byte" in out and "depth 1" in out
 
 
 def test_a_second_call_computes_only_what_is_missing(trained, tmp_path, monkeypatch, capsys):
@@ -209,6 +210,32 @@ def test_text_that_is_gone_is_named_with_the_option_that_states_other_text(train
     assert main(["evaluate", "--checkpoint", step_of(trained), *OPTIONS]) == 2
     said = capsys.readouterr().err
     assert "moved/a" in said and "--data" in said
+
+
+def test_drafts_of_a_folder_without_prediction_layers_are_refused(trained, source_folder, tmp_path, capsys):
+    """As transformers saves it."""
+    folder = tmp_path / "without"
+    shutil.copytree(next(trained.rglob("config.json")).parent, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    first = f"model.layers.{config['num_hidden_layers']}."
+    for file in folder.glob("*.safetensors"):
+        save_file({n: t for n, t in load_file(file).items() if not n.startswith(first)}, file)
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    assert main(["evaluate", "--model", str(folder), "--data", str(source_folder), "--tasks", "drafts"]) == 2
+    said = capsys.readouterr().err
+    assert "--tasks drafts" in said and str(folder) in said and "another" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_not_measured(trained, tmp_path, capsys):
+    step = tmp_path / Path(step_of(trained)).name
+    shutil.copytree(step_of(trained), step)
+    shard = max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert main(["evaluate", "--checkpoint", str(step), *OPTIONS, "--output", str(tmp_path / "out")]) == 2
+    assert shard.name in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_text_and_foreign_results_are_refused(trained, source_folder, tmp_path, capsys):

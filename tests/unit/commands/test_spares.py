@@ -1,10 +1,17 @@
 """Which hosts train after some were lost, and how many replicas fit on the hosts that are left."""
 
+from argparse import Namespace
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 
+from glm46.commands import launch_hosts
 from glm46.commands.spares import Places, fewer_replicas
 from glm46.config.check import check_config
+from glm46.config.errors import UserError
 from glm46.distributed.hostfile import Host
+from glm46.observe.start_times import StartTimes
 
 A, B, C, D, E = (Host(line, name) for line, name in enumerate("abcde", start=1))
 
@@ -66,3 +73,22 @@ def test_a_least_number_of_replicas_that_is_not_below_their_number_is_refused(ma
     config = make_config(parallelism={"data_parallel_replicate_degree": 2}, fault_tolerance={"min_replicas": 2})
     (fault,) = check_config(config, world_size=2)
     assert "fault_tolerance.min_replicas = 2" in fault and "at most 1" in fault
+
+
+@pytest.mark.parametrize(("answer", "code"), [({"is_stopped": True}, 75), ({"is_stopped": False}, 2)])
+def test_storage_that_all_hosts_have_lost_ends_with_the_code_for_job_systems(answer, code, monkeypatch):
+    """Another fault of all hosts is a mistake of the user. Spares would not help."""
+    sent = []
+    nodes = [Mock(host=host, answer=answer) for host in (A, B)]
+    for node in nodes:
+        node.name = node.host.name  # an argument of that name names the Mock
+    of_all = SimpleNamespace(
+        connect=lambda *arguments: sent.extend(arguments[-1]), faults=lambda is_restart: {"lost": nodes}, newest_step=40
+    )
+    monkeypatch.setattr(launch_hosts, "HostNodes", lambda *_, **__: of_all)
+    arguments = Namespace(connect="ssh", max_restarts=3, config="run.toml", hostfile="hosts")
+    starts = launch_hosts._Starts(arguments, (), None, Places([A, B], [C]), 1)
+    with pytest.raises(UserError, match="a, b: lost") as raised:
+        starts.start(1, StartTimes("the failure"))
+    assert raised.value.exit_code == code
+    assert [order["newest_step"] for order in sent] == [40, 40]  # what the hosts wait for

@@ -36,6 +36,25 @@ BAD = {
         ("[training]", TASKS.format('{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }')),
         ['validation.tasks[1].kind = "needle": the same as validation.tasks[0].kind; put the lengths into one task'],
     ),
+    "standard task that is there twice": (
+        ("[training]", TASKS.format('{ kind = "standard", names = ["a", "b"] }, { kind = "standard", names = ["b"] }')),
+        ['validation.tasks[1].names = "b": the same as validation.tasks[0].names; name each task once'],
+    ),
+    "validation tasks that measure nothing": (
+        ("[training]", TASKS.format('{ kind = "standard" }, { kind = "needle" }')),
+        [
+            'validation.tasks[0].names: required with kind = "standard"; add it, for example names = '
+            '["glm46_next_line"]',
+            'validation.tasks[1].lengths: required with kind = "needle"; add it, for example lengths = [4096]',
+        ],
+    ),
+    "lengths of a standard task": (
+        ("[training]", TASKS.format('{ kind = "standard", names = ["a"], lengths = [64] }')),
+        [
+            "validation.tasks[0].lengths = [64]: has no effect without validation.tasks[0].kind = \"position\" or "
+            '"needle"; set that, or remove validation.tasks[0].lengths',
+        ],
+    ),
     "validation task between two validations": (
         ("[training]", TASKS.format('{ kind = "needle", lengths = [64], freq = 150 }')),
         ["validation.tasks[0].freq = 150: must be a multiple of validation.freq = 100; take 200"],
@@ -79,7 +98,7 @@ BAD = {
     ),
     "unknown validation task": (
         ("[training]", TASKS.format('{ kind = "needles", lengths = [64] }')),
-        ["validation.tasks[0].kind = \"needles\": must be 'position' or 'needle'; did you mean 'needle'?"],
+        ["validation.tasks[0].kind = \"needles\": must be 'position', 'needle' or 'standard'; did you mean 'needle'?"],
     ),
     "unknown key of another section": (
         ("steps = 10", "steps = 10\nlog_freq = 5"),

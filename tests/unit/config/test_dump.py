@@ -64,7 +64,8 @@ def runs(draw):
     tables["model"] = {"flavor": "debug", "hidden_size": draw(st.integers(1, 999))}
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True, max_size=3))
     tables.setdefault("data", {})["sources"] = tuple(
-        {"name": name, "path": draw(_TEXT), "weight": draw(_NUMBERS)} for name in names
+        {"name": name, "path": draw(_TEXT.filter(lambda path: "://" not in path)), "weight": draw(_NUMBERS)}
+        for name in names
     )
     try:
         return RunConfig.model_validate(tables)

@@ -51,6 +51,15 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rollout.send_adapters", "true", "--rollout.kind", "vllm", "--rollout.urls", '["http://a:1"]'],
             ["rollout.send_adapters = true", "adapter.name", "lora"],
         ),
+        (["--rollout.weights", "broadcast"], ['rollout.weights = "broadcast"', "rollout.kind", "vllm"]),
+        (
+            ["--rollout.send_adapters", "true", "--rollout.weights", "broadcast", "--rollout.kind", "vllm"],
+            ["rollout.send_adapters = true", 'rollout.weights = "broadcast"', "remove"],
+        ),
+        (
+            ["--rollout.send_adapters", "true", "--rollout.weights_dtype", "fp8-block", "--rollout.kind", "vllm"],
+            ["rollout.send_adapters = true", 'rollout.weights_dtype = "fp8-block"', "remove"],
+        ),
         (["--rl.mode", "eval_only", "--rl.validation="], ['rl.mode = "eval_only"', "[[rl.validation]]"]),
         (["--rl.mode", "train_only"], ['rl.mode = "train_only"', "rl.rollouts_folder", "rollout_only"]),
         (["--rl.mode", "rollout_only"], ['rl.mode = "rollout_only"', "rl.warm_up_rollouts = 40", "0"]),

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from glm46.config.errors import UserError
+from glm46.commands.torchrun import EXIT_FAILED_RANK
+from glm46.config.errors import UnreadableError, UserError
 from glm46.data import shards
 from glm46.data.loader import BatchLayout, TrainSource, build_train_loader
 from glm46.data.manifest import load_manifest
@@ -78,6 +79,22 @@ def test_every_flipped_byte_that_is_read_is_caught_and_named(file):
         flip(file, place, bits)
     for low, high in rows:
         shard.tokens(low, high), shard.ends_in(low, high)
+
+
+def test_a_lost_file_is_an_error_after_which_a_restart_may_help(file, content):
+    """As after its network disk has failed: the open file stays broken, and the next read opens it again."""
+    shard, away = VerifiedShard(file, VOCABULARY), file.with_name("away")
+    shard.tokens(0, 9)
+    broken = os.open(file.parent, os.O_RDONLY)  # a folder: every read of it fails
+    os.dup2(broken, shard._handle.fileno())
+    os.close(broken)
+    file.rename(away)
+    for _ in range(2):
+        with pytest.raises(UnreadableError, match="x.safetensors: bytes .* cannot be read: .*; mount") as failed:
+            shard.tokens(0, 9)
+        assert failed.value.exit_code == EXIT_FAILED_RANK
+    away.rename(file)
+    assert np.array_equal(shard.tokens(0, 9), content[0][:9])
 
 
 def test_a_truncated_file_is_an_error_and_not_a_crash(file):

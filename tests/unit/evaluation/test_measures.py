@@ -170,6 +170,7 @@ def test_the_loss_of_each_source_and_over_all_is_a_mean_over_its_targets(model, 
     assert result["sources"]["test"]["targets"] == targets
     columns = result["columns"]
     assert columns["loss/test"] == pytest.approx(loss / targets, rel=1e-6)
+    assert result["sources"]["test"]["perplexity"] == pytest.approx(math.exp(loss / targets), rel=1e-5)
     assert columns["bits_per_byte/test"] == pytest.approx(loss / math.log(2) / int(text), rel=1e-6)
     assert columns["loss"] == pytest.approx(columns["loss/again"]) == pytest.approx(columns["loss/test"])
 

@@ -88,6 +88,19 @@ def test_compressed_tensors_reads_our_values(folder):
     assert any(entry.endswith("o_proj$") for entry in raw[CONFIG_KEY]["ignore"])
 
 
+@pytest.mark.parametrize(("order", "is_read"), [("static", True), ("weight", True), ("group", False)])
+def test_orders_of_rounding_are_read_and_orders_of_columns_refused(folder, order, is_read):
+    raw = json.loads((folder / "config.json").read_text())
+    (group,) = raw[CONFIG_KEY]["config_groups"].values()
+    group["weights"]["actorder"] = order
+    if is_read:
+        assert QuantizationConfig.model_validate(raw[CONFIG_KEY])  # which no longer takes "group"
+        assert scheme_of(raw, "") == INT4
+    else:
+        with pytest.raises(UserError, match="config.json: quantization_config"):
+            scheme_of(raw, "config.json")
+
+
 def test_a_box_equals_its_part_of_the_whole_weight(folder):
     name, rows, columns = "model.layers.0.mlp.down_proj.weight", 256, 384
     with FolderReader(folder, SHAPE) as reader:

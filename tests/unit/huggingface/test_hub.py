@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from glm46.cli import main
-from glm46.commands import ranks
+from glm46.commands import launch, ranks
 from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+from glm46.data.manifest import load_manifest
 from glm46.huggingface import hub as hub_folders
-from glm46.huggingface.hub import MODEL_FILES, local_folder
+from glm46.huggingface.hub import DATASET, MODEL, local_path
 
 pytest.importorskip("huggingface_hub", reason="not installed; pip install '.[hf]'")
 COMMIT = "c" * 40
@@ -30,24 +32,29 @@ FILES = {
     "original/model.safetensors": b"the weights again",
 }
 WANTED = {"config.json", "model.safetensors", "chat_template.jinja"}
+DATA = {"README.md": b"words", "a/0.jsonl": b'{"prompt": "1 + 1"}\n', "a/1.jsonl": b"{}\n", "b.parquet": b"columns"}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One repository, ``owner/name``, that needs the token ``secret``."""
+    """A model ``owner/name`` and a data set ``owner/sums``, which need the token ``secret``."""
 
     def do_GET(self):
         self.server.asked.append(self.path)
         path = self.path.partition("?")[0]
         if self.headers.get("Authorization") != "Bearer secret":
             return self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
-        if path == "/api/models/owner/name/revision/main":
-            return self._answer(200, json.dumps({"id": "owner/name", "sha": COMMIT}).encode())
-        if path == f"/api/models/owner/name/tree/{COMMIT}":
-            rows = [{"type": "file", "path": name, "size": len(x), "oid": _tag(x)} for name, x in FILES.items()]
-            return self._answer(200, json.dumps(rows).encode())
-        start = f"/owner/name/resolve/{COMMIT}/"
-        if path.startswith(start) and (content := FILES.get(path.removeprefix(start))) is not None:
-            return self._answer(200, content, {"ETag": f'"{_tag(content)}"', "X-Repo-Commit": COMMIT})
+        for kind, name, before, files in (
+            ("models", "owner/name", "", FILES),
+            ("datasets", "owner/sums", "datasets/", DATA),
+        ):
+            if path == f"/api/{kind}/{name}/revision/main":
+                return self._answer(200, json.dumps({"id": name, "sha": COMMIT}).encode())
+            if path == f"/api/{kind}/{name}/tree/{COMMIT}":
+                rows = [{"type": "file", "path": one, "size": len(x), "oid": _tag(x)} for one, x in files.items()]
+                return self._answer(200, json.dumps(rows).encode())
+            start = f"/{before}{name}/resolve/{COMMIT}/"
+            if path.startswith(start) and (content := files.get(path.removeprefix(start))) is not None:
+                return self._answer(200, content, {"ETag": f'"{_tag(content)}"', "X-Repo-Commit": COMMIT})
         code = "RevisionNotFound" if path.startswith("/api/models/owner/name/") else "RepoNotFound"
         return self._answer(404, b"", {"X-Error-Code": code})
 
@@ -87,10 +94,10 @@ from pathlib import Path
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.huggingface import hub as hub_folders
-from glm46.huggingface.hub import MODEL_FILES, local_folder
+from glm46.huggingface.hub import DATASET, MODEL, local_path
 for stated in sys.argv[1:]:
     try:
-        print(local_folder(Path(stated), MODEL_FILES, "--model"))
+        print(local_path(Path(stated), DATASET if "datasets" in stated else MODEL, "--model"))
     except UserError as error:
         print(error)
 """
@@ -113,16 +120,25 @@ def first(hub, tmp_path_factory) -> tuple[Path, list[str]]:
     """Where the cache is, and the lines of a first process with the token."""
     home = tmp_path_factory.mktemp("hub")
     ids = ["hf://owner/name", "hf://owner/name@main", "hf://owner/absent", "hf://owner/name@v9"]
+    ids += [f"hf://datasets/owner/{one}" for one in ("sums/a/0.jsonl", "sums@main/*.parquet", "sums/a/9.jsonl")]
     return home, fetched(home, f"http://127.0.0.1:{hub.server_port}", *ids, HF_TOKEN="secret")
 
 
 def test_only_needed_files_are_fetched_and_each_once(hub, first):
-    folder, again, absent, revision = first[1]
+    folder, again, absent, revision, *_ = first[1]
     assert again == folder and {path.name for path in Path(folder).iterdir()} == WANTED
     assert all((Path(folder) / name).read_bytes() == FILES[name] for name in WANTED)
     assert sum("resolve" in path and "model.safetensors" in path for path in hub.asked) <= 2  # HEAD and GET
     assert all(word in absent for word in ("--model hf://owner/absent", "no such repository", "HF_TOKEN"))
     assert "hf://owner/name@v9" in revision and "no such revision" in revision
+
+
+def test_files_of_a_data_set_are_fetched_alone(hub, first):
+    file, pattern, absent = map(Path, first[1][4:])
+    assert file.read_bytes() == DATA["a/0.jsonl"] and file.parts[-2:] == ("a", "0.jsonl")
+    assert [one.read_bytes() for one in pattern.parent.glob(pattern.name)] == [DATA["b.parquet"]]
+    assert [one.name for one in file.parent.iterdir()] == ["0.jsonl"] and not (pattern.parent / "README.md").exists()
+    assert all(word in str(absent) for word in ("--model", "owner/sums/a/9.jsonl", "no such file"))
 
 
 def test_what_is_in_the_cache_is_found_offline(first):
@@ -145,7 +161,9 @@ def test_without_a_network_the_remedy_is_named(tmp_path):
 @pytest.mark.parametrize("stated", ["hf://name", "hf://a/b/c", "hf://a/b@", "hf://"])
 def test_what_is_no_id_is_refused_without_a_request(stated):
     with pytest.raises(UserError, match="hf://owner/name"):
-        local_folder(Path(stated), MODEL_FILES, "--model")
+        local_path(Path(stated), MODEL, "--model")
+    with pytest.raises(UserError, match="hf://datasets/owner/name"):
+        local_path(Path(stated), DATASET, "--input")
 
 
 HF = "hf://owner/name"
@@ -168,7 +186,7 @@ HF = "hf://owner/name"
 def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path, capsys):
     asked = []
     fetch = lambda stated, files, option: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
-    monkeypatch.setattr(hub_folders, "local_folder", fetch)
+    monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2  # neither folder exists
     assert asked == [(str(Path(HF)) if option != "--tokenizer" else HF, option)]
@@ -179,10 +197,83 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
 @pytest.mark.parametrize("verb", [["generate", "--prompt", "hf://x"], ["evaluate", "--data", "a"]])
 def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_path):
     asked, started = [], []
-    monkeypatch.setattr(
-        hub_folders, "local_folder", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache"
-    )
+    monkeypatch.setattr(hub_folders, "local_path", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache")
     monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
     assert main([*verb, f"--model={HF}", "--tokenizer", f"{HF}@main", "--nproc", "2"]) == 0
     folder = str(tmp_path / "in_the_cache")
     assert started == [[*verb, f"--model={folder}", "--tokenizer", folder]] and len(asked) == 2
+
+
+RUN = """
+[job]
+dump_folder = "run"
+[model]
+flavor = "debug"
+tokenizer_path = "hf://owner/name"
+[data]
+document_mask = true
+[[data.sources]]
+name = "chats"
+path = "{source}"
+packing = "best_fit"
+[data.sources.recipe]
+input = ["hf://datasets/owner/chats/*.jsonl"]
+format = "messages"
+max_tokens = 64
+[training]
+steps = 1
+seq_len = 64
+[finetune]
+[checkpoint]
+initial_load_path = "hf://owner/name@v1"
+initial_load_in_hf = true
+"""
+
+
+@pytest.mark.slow
+def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tmp_path):
+    asked, started, prepared = [], [], []
+    fetch = lambda stated, mark, key: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
+    monkeypatch.setattr(hub_folders, "local_path", fetch)
+    monkeypatch.setattr(launch, "_refuse_start", lambda *_: None)  # which would read the folder
+    monkeypatch.setattr(launch, "_prepare", lambda plan: prepared.append(plan.config))
+    monkeypatch.setattr(
+        launch, "run_ranks", lambda _, command, *rest: started.append(command) or launch.End(2, is_final=True)
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RUN.format(source="chats"))
+    assert main(["launch", "--config", "run.toml", "--nproc", "2", "--training.steps", "2"]) == 2
+    ids = [("model.tokenizer_path =", "tokenizer", HF), ("checkpoint.initial_load_path =", "model", f"{HF}@v1")]
+    assert asked == ids
+    folders = [f"--model.tokenizer_path={tmp_path}/tokenizer", f"--checkpoint.initial_load_path={tmp_path}/model"]
+    assert started == [["train", "--exported", "--config", "run.toml", "--training.steps", "2", *folders]]
+    assert prepared[0].model.tokenizer_path == f"{tmp_path}/tokenizer"
+
+
+def test_texts_of_a_data_set_are_fetched_where_a_source_is_made(monkeypatch, tmp_path):
+    (tmp_path / "blob").write_text("".join(f"{json.dumps({'text': f'line {i} ' * 9 + str(i)})}\n" for i in range(9)))
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "0.jsonl").symlink_to(tmp_path / "blob")  # as in the cache of the hub
+    asked = []
+    fetch = lambda stated, *rest: asked.append(stated) or tmp_path / "snapshot" / "*.jsonl"  # noqa: E731
+    monkeypatch.setattr(hub_folders, "local_path", fetch)
+    pattern, output = "hf://datasets/owner/text/*.jsonl", str(tmp_path / "out")
+    assert main(["prepare", "--input", pattern, "--output", output, "--processes", "1"]) == 0
+    assert asked == [pattern] and load_manifest(Path(output)).splits["train"].documents == 9
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('"hf://owner/name"', '"hf://name"', ("model.tokenizer_path", "hf://name", "hf://owner/name@revision")),
+        ("hf://datasets/owner/chats", "hf://owner", ("input", "hf://datasets/owner/name/file")),
+        ("initial_load_in_hf = true", "", ("checkpoint.initial_load_path", "set checkpoint.initial_load_in_hf = true")),
+        ('path = "{source}"', 'path = "hf://owner/name"', ("path", "is a URL")),
+    ],
+)
+def test_ids_in_the_wrong_place_are_refused(old, new, said, tmp_path):
+    assert RUN.count(old) == 1
+    (tmp_path / "run.toml").write_text(RUN.replace(old, new).replace("{source}", "chats"))
+    with pytest.raises(UserError) as error:
+        load_config(tmp_path / "run.toml")
+    assert all(part in error.value.faults[0] for part in said), error.value.faults

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from glm46.model import attention_runs
 from glm46.model.attention import attend
@@ -37,12 +38,30 @@ def test_sixteen_documents_cost_a_tenth_of_one(monkeypatch):
     for documents, counted in pairs.items():
 
         def counting(*arguments, counted=counted):
-            for keys, mask in original(*arguments):
-                counted.append(mask.numel())
-                yield keys, mask
+            for block in original(*arguments):
+                counted.append(block.mask.numel())
+                yield block
 
         monkeypatch.setattr(attention_runs, "_blocks", counting)
         ids = torch.arange(length).div(length // documents, rounding_mode="floor").unsqueeze(0)
         attend(q, k, v, attention_layout(ids, (1, length), None)).sum().backward()
     assert length**2 <= sum(pairs[1]) <= 1.05 * length**2  # twice half of all
     assert sum(pairs[16]) <= sum(pairs[1]) / 10
+
+
+def test_short_runs_are_computed_together_with_little_padding():
+    """The samples of a rollout: 32 prompts of 15 tokens, and 8 completions of each, which see theirs."""
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randint(5, 11, (32, 8), generator=generator)
+    queries = torch.cat([torch.full((32, 1), 15), own], 1).flatten()
+    keys = torch.cat([torch.full((32, 1), 15), own + 15], 1).flatten()
+    ends = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (queries, keys)]
+    blocks = list(attention_runs._blocks(*ends, None, True, 4))
+    assert len(blocks) <= 6
+    # With the heads of GLM-4.5 a block has fewer runs, so that its scores need no more memory.
+    of_many = list(attention_runs._blocks(*ends, None, True, 96))
+    assert max(block.mask.numel() for block in of_many) * 96 <= 2**18
+    assert sum(block.mask.numel() for block in blocks) <= 1.25 * int((queries * keys).sum())
+    for index, total in ((0, int(queries.sum())), (1, int(keys.sum()))):
+        tokens = torch.cat([block[index].flatten() for block in blocks])
+        assert torch.equal(tokens[tokens < total].sort().values, torch.arange(total))

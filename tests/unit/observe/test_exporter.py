@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -203,4 +204,9 @@ def test_only_the_main_rank_writes_and_a_failing_disk_is_no_fault(tmp_path):
     with pytest.raises(ValueError), beat.phase("save"):
         raise ValueError
     assert read_heartbeat(tmp_path).phase == "save"
+    # After a network disk has failed the descriptor stays broken: the next write but one is in the file again.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), beat._file)
+    for step in (7, 8):
+        beat.step(step, 10, was_skipped=False, is_finite=True, loss=1.0)
+    assert read_heartbeat(tmp_path).step == 8
     beat.close()

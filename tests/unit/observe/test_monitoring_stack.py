@@ -20,7 +20,7 @@ from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector, exported_names
 from scripts import make_dashboards
 from scripts.measure_alerts import free_ports
-from tests.unit.observe.test_alerts import FOLDER, RECORDED, ROOT
+from tests.unit.observe.test_alerts import FOLDER, INSPECTOR, RECORDED, ROOT
 from tests.unit.observe.test_exporter import begin, full_row, write_rows
 
 SCRIPT = ROOT / "scripts" / "setup_monitoring.sh"
@@ -51,7 +51,9 @@ def test_panels_have_ids_and_places_of_their_own_and_a_filter():
 
 def test_queries_read_what_somebody_exports():
     dcgm = set(re.findall(r"^DCGM_\w+", (FOLDER / "dcgm-counters.csv").read_text(), re.M))
-    found = {word for query in QUERIES for word in re.findall(r"\b(?:training|expert|dead|nvidia|DCGM)_\w+", query)}
+    found = {
+        word for query in QUERIES for word in re.findall(r"\b(?:training|expert|dead|nvidia|nccl|DCGM)_\w+", query)
+    }
     assert found <= exported_names() | RECORDED | dcgm
 
 
@@ -102,13 +104,26 @@ def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
     assert done.returncode == 2 and "--folder" in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
+@needs_prometheus
+def test_a_rule_that_promtool_refuses_is_named_and_nothing_is_changed(tmp_path):
+    (tmp_path / "prometheus.yml").write_text("rule_files: [alerts.yml]\n")
+    rules = "groups: [{name: mine, rules: [{alert: Mine, expr: 'training_loss >'}]}]\n"
+    (tmp_path / "alerts.yml").write_text(rules)
+    options = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    done = setup("--start", *options, folder=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
+    assert all(word in done.stderr for word in (str(tmp_path), "alerts.yml", "Mine", "remove")), done
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alerts.yml", "prometheus.yml"]
+
+
 class Gpus(BaseHTTPRequestHandler):
-    """What dcgm-exporter answers, for two GPUs."""
+    """What dcgm-exporter answers, for two GPUs, and node exporter from the files of NCCL's Inspector plugin."""
 
     def do_GET(self):
         more = {"DCGM_EXP_CLOCK_EVENTS_COUNT": ',clock_event="sw_power_cap"', "DCGM_EXP_XID_ERRORS_COUNT": ',xid="13"'}
         names = re.findall(r"^DCGM_\w+", (FOLDER / "dcgm-counters.csv").read_text(), re.M)
         lines = [f'{name}{{gpu="{gpu}",Hostname="n7"{more.get(name, "")}}} 1\n' for name in names for gpu in (0, 1)]
+        lines += [f'{name}{{collective="AllReduce",message_size="1-2MB",gpu="GPU0"}} 1\n' for name in INSPECTOR]
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4")
         self.end_headers()

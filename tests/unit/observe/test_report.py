@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from contextlib import suppress
@@ -106,11 +107,35 @@ def test_a_full_disk_pauses_the_files_and_says_so_once(tmp_path, small_disk):
     resize("2m")
     report.train(_row(60))
     report.close()
-    assert _steps(mount) == [*written, 60]  # whole lines, without a part of one
+    assert _steps(mount) == list(range(1, 61))  # whole lines, those of the time in between too
     said = (tmp_path / "said").read_text()
     for name in ("metrics.jsonl", "log.txt"):
         assert said.count(f"{mount / name}: cannot be written (No space left on device)") == 1
         assert said.count(f"{mount / name}: written again") == 1
+
+
+def test_rows_wait_for_a_lost_folder(tmp_path):
+    """As after a network disk has failed: the open files stay broken, and below the mount is an empty folder."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    report = Report(
+        folder, is_main=True, tensorboard_folder=None, total_tokens=1000,
+        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
+    )  # fmt: skip
+    report.train(_row(1))
+    folder.rename(away)
+    folder.mkdir()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), report._history._file._file.fileno())
+    for step in (2, 3):
+        report.train(_row(step))
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    away.rename(folder)
+    report.train(_row(4))
+    report.close()
+    assert _steps(folder) == [1, 2, 3, 4]
+    said = (tmp_path / "said").read_text()
+    assert said.count("cannot be written") == said.count("metrics.jsonl: written again") == 1
 
 
 def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, monkeypatch):

@@ -1,13 +1,16 @@
 """The time limit of the watchdog."""
 
+import os
 import shutil
+import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from glm46.distributed.process import Process
-from glm46.reliability.watchdog import Watchdog
+from glm46.reliability.watchdog import Watchdog, _within
 
 
 def test_a_step_of_another_size_gets_the_limit_of_the_start(tmp_path):
@@ -54,3 +57,25 @@ def test_a_folder_that_is_deleted_while_a_run_stops_is_one_message(tmp_path, cap
     watchdog.close()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"{folder}/stacks-rank0.txt: No such file")
+
+
+def test_stacks_that_the_disk_does_not_take_hold_the_interpreter_up_for_no_moment(tmp_path):
+    """Otherwise a rank whose storage hangs could not end by its own clock. A full pipe is the disk; it answers after
+    1 s, so that a failure of this test ends."""
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=10.0, start_seconds=300.0)
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(sender, b"x")
+    os.set_blocking(sender, True)
+    with subprocess.Popen(["sh", "-c", "sleep 1; exec cat > /dev/null"], stdin=receiver):
+        os.close(receiver)
+        stacks, began = watchdog._stacks, time.monotonic()
+        with os.fdopen(sender, "w") as watchdog._stacks:
+            assert _within(0.1, watchdog._keep_stacks) is None
+            assert time.monotonic() - began < 0.8
+        watchdog._stacks = stacks
+    watchdog._keep_stacks()
+    assert "test_stacks_that_the_disk" in (tmp_path / "stacks-rank0.txt").read_text()
+    watchdog.close()

@@ -61,6 +61,8 @@ class PolicyServer(StubServer):
         prompt, sampling = body["token_ids"], body["sampling_params"]
         if "prompt_logprobs" in sampling:
             return self._score(prompt)
+        if forced := self.forced(sampling, "max_tokens"):
+            return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
         one = Continuation(prompt, sampling["max_tokens"], sampling["seed"])
         waiting = _Waiting("generate-tokens-" + body["request_id"], one, sampling, threading.Event())
         self._requests.put(waiting)

@@ -2,14 +2,22 @@
 told. Not a model of either server: that is what tests/servers is for."""
 
 import base64
+import importlib.util
 import io
 import json
 import random
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import torch
+
+_PATH = Path(__file__).parents[3] / "deploy/vllm/glm_weights.py"
+_spec = importlib.util.spec_from_file_location("glm_weights", _PATH)
+glm_weights = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(glm_weights)
 
 STOP = 2
 
@@ -41,7 +49,11 @@ class StubServer:
         half: loading leaves a model that is neither the old nor the new one.
         dies_after: completions after which the server ends.
         lora_rank: largest rank of adapters, on a server that has none of its own weights loaded.
+        goes_on_behind: stop tokens that end nothing.
         routes: chosen experts that each reply has.
+        received: tensors of the last broadcast, all workers' in turn.
+        workers: that take a broadcast.
+        stops_after: tensors of a broadcast after which it leaves the group, or only takes no more for `stalls` seconds.
         calls: paths in order, with the bodies.
     """
 
@@ -50,7 +62,9 @@ class StubServer:
         self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
         self.version, self.name, self.calls = 0, "default", []
         self.lora_rank, self.adapters, self.routes = 0, [], None
+        self.goes_on_behind = ()
         self.model, self.raw = logprob, 0.0
+        self.received, self.workers, self.stops_after, self.stalls = [], 1, None, 0.0
         self._aborted, self._lock = set(), threading.Lock()
         self.drawn: list[tuple] = []
         stub = self
@@ -116,16 +130,44 @@ class StubServer:
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 2, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 3, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
+            facts |= {"device": "cpu", "workers": self.workers, "replicas": 1}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
         if body["method"] == "glm46_check":
             return {
                 "results": [{"version": json.loads((Path(body["args"][0]) / "version.json").read_text())["version"]}]
             }
+        if body["method"] == "glm46_receive":
+            return self._receive(body["args"][0])
         if body["method"] != "glm46_load":
             return 500
         return {"results": [{"version": self._load(Path(body["args"][0]))}]}
+
+    def _receive(self, invitation: str):
+        def take(worker: int) -> None:
+            try:
+                found = []
+                for pair in glm_weights.Receiver(invitation, worker, torch.device("cpu")):
+                    if len(found) == self.stops_after:
+                        time.sleep(self.stalls)
+                        return
+                    found.append(pair)
+                self.received.append(found)
+            except (RuntimeError, ValueError) as error:
+                self.errors.append(str(error))
+
+        self.received, self.errors = [], []
+        threads = [threading.Thread(target=take, args=(worker,)) for worker in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(self.received) < self.workers:
+            return 500
+        if not self.stale:
+            self.version = json.loads(invitation)["version"]
+        return {"results": [{"version": json.loads(invitation)["version"]}] * self.workers}
 
     def _load(self, folder: Path) -> int:
         version = json.loads((folder / "version.json").read_text())["version"]
@@ -170,6 +212,14 @@ class StubServer:
             return tokens[: len(tokens) // 2], "abort"
         return tokens, "stop" if tokens[-1] == STOP else "length"
 
+    def forced(self, sampling: dict, length: str):
+        """Tokens and finish if only one token is possible."""
+        token = next((int(token) for token, bias in sampling.get("logit_bias", {}).items() if bias > 0), None)
+        if token is None:
+            return None
+        ends = token in sampling["stop_token_ids"] and token not in self.goes_on_behind
+        return ([token], "stop") if ends else ([token] * sampling[length], "length")
+
     def _inference_v1_generate(self, body):
         prompt, sampling = body["token_ids"], body["sampling_params"]
         if "model" in body and body["model"] not in self.adapters:
@@ -179,6 +229,8 @@ class StubServer:
             return {"prompt_logprobs": [None, *places], "choices": []}
         if len(prompt) >= self.context:
             return 400
+        if forced := self.forced(sampling, "max_tokens"):
+            return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
         name = "generate-tokens-" + body["request_id"]
         drawn = self._draw(name, prompt, sampling["seed"], sampling["max_tokens"])
         if isinstance(drawn, int):
@@ -201,6 +253,9 @@ class StubServer:
         if "logprob_start_len" in body:
             places = [[None, prompt[0], None], *([self._model(token), token, None] for token in prompt[1:])]
             return {"meta_info": {"input_token_logprobs": places}}
+        if forced := self.forced(sampling, "max_new_tokens"):
+            places = [[0.0, token, None] for token in forced[0]]
+            return {"meta_info": {"output_token_logprobs": places, "finish_reason": {"type": forced[1]}}}
         drawn = self._draw(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
         if isinstance(drawn, int):
             return drawn

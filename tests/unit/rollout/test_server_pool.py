@@ -28,14 +28,6 @@ def short_waits(monkeypatch):
 
 
 @pytest.fixture
-def stubs():
-    made = [StubServer(), StubServer()]
-    yield made
-    for stub in made:
-        stub.stop()
-
-
-@pytest.fixture
 def lines():
     return []
 
@@ -263,3 +255,13 @@ def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
     pool.update(weights(1))
     with pytest.raises(UserError, match="--no-enable-prefix-caching"):
         pool.generate(REQUESTS, RULES._replace(routes=True))
+
+
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make_pool, weights, stubs, kind):
+    rules, pool = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50), make_pool(kind)
+    stubs[1].goes_on_behind = (9,)
+    pool.update(weights(1))
+    with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
+        pool.generate(REQUESTS, rules)
+    assert not stubs[0].drawn and not stubs[1].drawn

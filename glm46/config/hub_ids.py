@@ -1,0 +1,30 @@
+"""The keys of a config that are ids of the Hugging Face hub."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from glm46.config.overrides import dotted
+from glm46.config.section import HUB, OnHub, Section
+
+
+class HubKey(NamedTuple):
+    """A key whose value is an id."""
+
+    key: str
+    """Dotted."""
+    mark: OnHub
+    value: str
+
+
+def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[HubKey]:
+    """The keys of a section and its tables that take ids and have one."""
+    for name, field in type(section).model_fields.items():
+        value, place = getattr(section, name), (*prefix, name)
+        if isinstance(value, Section):
+            yield from hub_keys(value, place)
+        for index, entry in enumerate(value if isinstance(value, tuple) else ()):
+            if isinstance(entry, Section):
+                yield from hub_keys(entry, (*place, index))
+        marks = [mark for mark in field.metadata if isinstance(mark, OnHub)]
+        if marks and isinstance(value, str) and value.startswith(HUB):
+            yield HubKey(dotted(place), marks[0], value)
