@@ -144,12 +144,13 @@ DASHBOARDS = {
             'instance=~"$instance"}[$__rate_interval])',
         }),
         Panel("Bus bandwidth of collectives", "Bps", {
-            "{{collective}} {{message_size}}": "avg by (collective, message_size) "
-            '(nccl_busbw_gbps{instance=~"$instance"}) * 1e9',
-        }, "By NCCL's Inspector plugin."),
+            "{{run}} {{group}} {{collective}} {{message_size}}": "avg by (run, group, collective, message_size) "
+            '(nccl_busbw_gbps{instance=~"$instance"} or nccl_busbw_gbps{run!=""}) * 1e9',
+        }, "By the probe of a run ([comm] bandwidth_interval), or NCCL's Inspector plugin."),
         Panel("Time of an all-reduce", "s", {
-            "{{message_size}}": 'avg by (message_size) (nccl_allreduce_time_ms{instance=~"$instance"}) / 1000',
-        }, "By NCCL's Inspector plugin."),
+            "{{run}} {{group}} {{message_size}}": "avg by (run, group, message_size) "
+            '(nccl_allreduce_time_ms{instance=~"$instance"} or nccl_allreduce_time_ms{run!=""}) / 1000',
+        }, "By the probe of a run, or NCCL's Inspector plugin."),
         Panel("Clock offset", "s", {"{{instance}}": 'node_timex_offset_seconds{instance=~"$instance"}'}),
     )),
 }  # fmt: skip

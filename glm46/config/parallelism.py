@@ -91,7 +91,7 @@ class Parallelism(Section):
 
 
 class Comm(Section):
-    """[comm]: timeouts of the process group."""
+    """[comm]: timeouts of the process group, and measurements of its bandwidth."""
 
     init_timeout_seconds: int = Field(300, ge=1, le=604_800)
     """Timeout for all ranks to join and finish the first step."""
@@ -99,6 +99,10 @@ class Comm(Section):
     hang_seconds: float = Field(10.0, ge=0.0)
     """A rank without progress in a step for five times the 95th percentile of step times, and for at least this long,
     is a hang: the run writes the stacks of all ranks, names the rank and ends with exit code 76. 0 switches it off."""
+
+    bandwidth_interval: int = Field(0, ge=0)
+    """Steps between two measurements of the bandwidth between the ranks: an all-reduce of 64 MiB (1 MiB on a CPU) in
+    the groups of each axis of the mesh. Each writes a row of metrics. 0: never."""
 
 
 class FaultTolerance(Section):

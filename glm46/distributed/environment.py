@@ -45,6 +45,11 @@ def launched_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def launched_local_world_size() -> int:
+    """Number of processes that torchrun started on this node; 1 if it did not start this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable for this process and its children, unless the user has set it."""
     os.environ.setdefault(name, value)

@@ -30,6 +30,13 @@ class Meshes:
     pipeline: dist.ProcessGroup | None
     """The ranks that hold the other layers of the same shard; None without pipeline parallelism."""
 
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's group of each axis, by its name; an axis that two meshes have once."""
+        meshes = [mesh for mesh in (self.dense, self.expert_shard, self.expert, self.tensor) if mesh is not None]
+        found = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names}
+        of_others = {"cp": self.sequence and self.sequence.group, "pp": self.pipeline}
+        return found | {axis: group for axis, group in of_others.items() if group is not None}
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -6,6 +6,7 @@ scrape costs training nothing and works while ranks hang, crash and start again.
 
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,9 @@ _OWN_NAMES = {
     "memory_reserved_gib": "training_memory_reserved_bytes",
     "resident_memory_gib": "training_resident_memory_bytes",
     "checkpoint_gib": "training_checkpoint_bytes",
+    "allreduce_ms": "nccl_allreduce_time_ms",
+    "allreduce_bandwidth": "nccl_bandwidth_gbps",
+    "bus_bandwidth": "nccl_busbw_gbps",
     "dead_experts": "dead_experts",
     "expert_overflow_count": "expert_overflow_assignments",
     "validation_bits_per_byte": "training_validation_bpb",
@@ -120,7 +124,7 @@ class RunCollector(Collector):
             # A resume writes the file again: values of rows that it removes must not stay.
             kept = self._rows if self._stamp and stamp[0] == self._stamp[0] else {}
             for rows in reversed(rows_by_kind(read_history(path, _TAIL_BYTES))):
-                kept = kept | (rows[-1] if rows else {})
+                kept = dict(ChainMap(*reversed(rows), kept))
             self._rows, self._stamp = kept, stamp
         except OSError:  # not there yet
             return

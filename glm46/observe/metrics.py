@@ -24,6 +24,8 @@ class Metric:
 
 SPREAD = "min, mean or max over all ranks"
 """`Metric.per` of a metric that each rank measures."""
+_GROUPS = "group@reach"
+"""Axis of the mesh, and ``node`` if its groups lie within a node, else ``nodes``."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "progress", "Optimizer steps done since the start of the run."),
@@ -99,6 +101,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("slowest_rank", "rank", "speed", "Rank with the longest own time, among ranks of one pipeline stage."),
     Metric("slowest_rank_ratio", "ratio", "speed", "Own time per step of slowest_rank over the median of the others."),
     Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the previous row."),
+    Metric("allreduce_ms", "ms", "speed", "Time of the bandwidth probe's all-reduce, on its slowest rank.", _GROUPS),
+    Metric("allreduce_bandwidth", "GB/s", "speed", "Its bytes (64 MiB, on a CPU 1 MiB) per second.", _GROUPS),
+    Metric("bus_bandwidth", "GB/s", "speed", "allreduce_bandwidth x 2 (n - 1)/n of n ranks, as nccl-tests.", _GROUPS),
+    Metric("bandwidth_probe_seconds", "s", "speed", "Time that training waited for this bandwidth probe."),
     Metric("checkpoint_seconds", "s", "speed", "Time that training waited for the last checkpoint."),
     Metric("checkpoint_save_seconds", "s", "speed", "Time from the start of the last checkpoint to its publication."),
     Metric("checkpoint_gib", "GiB", "speed", "Size of the last checkpoint on disk, all ranks."),

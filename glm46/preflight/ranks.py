@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46 import compat
+from glm46.distributed.bandwidth import bus_bandwidth, seconds_of
 from glm46.distributed.process import Process
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.plan import Plan
@@ -211,40 +212,27 @@ class Examination:
         count = size // 4 // world * world
         mine = torch.full((count,), float(rank + 1), device=self._device)
         whole, part = torch.empty_like(mine), torch.empty(count // world, device=self._device)
-        total, ring = world * (world + 1) / 2, (world - 1) / world
+        total = world * (world + 1) / 2
         numbers = torch.arange(1.0, world + 1, device=self._device).repeat_interleave(count // world)
 
-        def reduced() -> Tensor:
-            whole.copy_(mine)
-            dist.all_reduce(whole)
-            return whole - total
-
-        def gathered() -> Tensor:
-            compat.gather_rows(whole, mine[: count // world], dist.group.WORLD)
-            return whole - numbers
-
-        def scattered() -> Tensor:
-            compat.scatter_row_sums(part, mine, dist.group.WORLD)
-            return part - total
-
-        def exchanged() -> Tensor:
-            dist.all_to_all_single(whole, mine)
-            return whole - numbers
-
-        calls = {"all-reduce": (reduced, 2 * ring), "all-gather": (gathered, ring),
-                 "reduce-scatter": (scattered, ring), "all-to-all": (exchanged, ring)}  # fmt: skip
-        for name, (call, factor) in calls.items():
+        group = dist.group.WORLD
+        calls: dict[str, tuple[Callable[[], object], Tensor, Tensor | float]] = {
+            "all-reduce": (lambda: dist.all_reduce(whole), whole, total),
+            "all-gather": (lambda: compat.gather_rows(whole, mine[: count // world], group), whole, numbers),
+            "reduce-scatter": (lambda: compat.scatter_row_sums(part, mine, group), part, total),
+            "all-to-all": (lambda: dist.all_to_all_single(whole, mine), whole, numbers),
+        }
+        for name, (call, result, expected) in calls.items():
             self.stage(name)
             times, wrong = [], 0.0
             for _ in range(_ROUNDS):
+                whole.copy_(mine)
                 dist.barrier()
-                began = self._sync()
-                error = call()
-                times.append(self._sync() - began)
-                wrong = max(wrong, error.abs().max().item())
+                times.append(seconds_of(call, self._device))
+                wrong = max(wrong, (result - expected).abs().max().item())
             every, errors = self._gather(times), self._gather(wrong)
             seconds = min(map(max, zip(*every, strict=True)))  # of the quickest round, the last rank's
-            bus = factor * count * 4 / max(seconds, 1e-9) / 1e9
+            bus = bus_bandwidth(name, count * 4, seconds, world)
             bad = [f"rank {number}" for number, error in enumerate(errors) if error]
             self.rows[-1].append(limited(
                 f"{name} sums", not bad, f"wrong on {', '.join(bad)}" if bad else f"right on {world} ranks", "exact",

@@ -169,9 +169,14 @@ def end_step(
     if line := services.times.first_step():
         services.report.message(line)
     is_last = progress.tokens >= task.plan.budget_tokens
-    if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last:
+    is_measured = services.bandwidth.is_due(progress.step)
+    if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last or is_measured:
         row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
         fault = task.fault(row | columns)
+        if is_measured:  # the row has waited for the device: the step's own work is counted
+            services.watchdog.operation("measuring bandwidth")
+            with services.metrics.throughput.excluded():
+                columns = columns | services.bandwidth.measure()
         services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded

@@ -15,7 +15,9 @@ from torch import Tensor
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.distributed.bandwidth import BandwidthProbe
 from glm46.distributed.device_time import OwnDeviceTime
+from glm46.distributed.environment import launched_local_world_size
 from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.module_times import flops_by_kind
 from glm46.observe.profiler import Profiled, Profiler
@@ -47,6 +49,7 @@ class Services:
     spikes: SpikeDetector
     stragglers: Stragglers
     profiler: Profiler
+    bandwidth: BandwidthProbe
     times: StartTimes
 
     def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
@@ -124,6 +127,7 @@ def services_of(
                 spikes=spikes,
                 stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp, _device_time(task)),
                 profiler=profiler,
+                bandwidth=BandwidthProbe(task.cluster, config.comm.bandwidth_interval, launched_local_world_size()),
                 times=times,
             )
     except UserError as error:

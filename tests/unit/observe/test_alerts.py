@@ -105,6 +105,8 @@ CASES = [
     Case("LossSpike", None, of_run(training_loss=spike(0.5), training_info__task_rl=always(1))),
     Case("LossSpike", None, of_run(training_loss=spike(0.5), training_step=step(1000, 10, at=900))),
     Case("ThroughputDrop", 4200, of_run(training_tokens_per_second=step(1000, 790, at=3600), **TRAINS)),
+    Case("BandwidthDrop", 4200, of_run(nccl_busbw_gbps__group_nodes=step(100, 69, at=3600))),
+    Case("BandwidthDrop", None, of_run(nccl_busbw_gbps__group_nodes=step(100, 71))),
     Case("SlowRank", FAULT + 600, of_run(training_slowest_rank_ratio=step(1.02, 1.2))),
     Case("DataStarved", FAULT + 600, of_run(training_data_seconds=step(0.01, 0.2), training_step_seconds=always(1))),
     Case(
