@@ -59,13 +59,13 @@ def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
 
     Args:
         predictions: int64 [1 + K, B, S], `LossSums.predictions`.
-        mtp_labels: int64 [B, K, S].
+        mtp_labels: int64 [B, K, S], or of more depths.
 
     Returns:
         bool [K, B, S]: the `draft_places` i where the prediction of depth k equals the main model's most likely token
         at i + k.
     """
-    accepted = draft_places(mtp_labels)
+    accepted = draft_places(mtp_labels[:, : len(predictions) - 1])
     for k in range(1, len(predictions)):
         accepted[k - 1, :, :-k] &= predictions[0, :, k:] == predictions[k, :, :-k]
     return accepted
