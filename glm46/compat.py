@@ -157,6 +157,13 @@ def let_size_vary(tensor: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def let_layers_compile(times: int) -> None:
+    """Let `torch.compile` make code for one function so many times. Beyond 8, torch's number, a whole graph raises."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, times)
+
+
 def gather_rows(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Concatenate the parts of all ranks of a group along dimension 0 into `out`. Renamed in torch 2.13. Collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

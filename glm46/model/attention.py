@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm46 import compat
 from glm46.config.model import ModelShape
 from glm46.model.attention_layout import AttentionLayout
 from glm46.model.attention_runs import attend_in_runs
@@ -23,27 +21,14 @@ def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayo
     Context parallelism hands on the keys and values of the runs as [1, keys, K, C].
     """
     if layout is not None:
-        if layout.exchange is not None:
-            k_BSKC, v_BSKC = (keys_of_runs(x.flatten(0, 1), layout.exchange.keys) for x in (k_BSKC, v_BSKC))
         q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))
+        if layout.exchange is not None:
+            k, v = (x.index_select(0, layout.exchange.keys) for x in (k, v))
         return attend_in_runs(q, k, v, layout).view(q_BSHC.shape)
     out_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2), k_BSKC.transpose(1, 2), v_BSKC.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     return out_BHSC.transpose(1, 2)
-
-
-@torch.compiler.disable
-def keys_of_runs(x_MKC: Tensor, keys: Tensor) -> Tensor:
-    """Keys or values of the runs of a layout as one row, [1, keys, K, C].
-
-    Args:
-        x_MKC: [M, K, C].
-        keys: int64 [keys], of `KeyExchange`.
-    """
-    found = x_MKC.index_select(0, keys).unsqueeze(0)
-    compat.let_size_vary(found, 1)
-    return found
 
 
 class Attention(nn.Module):

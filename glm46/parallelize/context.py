@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm46 import compat
 from glm46.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.distributed.sequence import SequenceShard
-from glm46.model.attention import Attention, AttentionCore, keys_of_runs
+from glm46.model.attention import Attention, AttentionCore
 from glm46.model.attention_layout import AttentionLayout, KeyRing, attention_layout
 from glm46.model.router import Router
 from glm46.model.transformer import Transformer
@@ -65,7 +66,9 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
             gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
         else:
             gathered = exchange_rows(x.index_select(0, exchange.tokens), exchange.send, exchange.receive, shard.group)
-        return keys_of_runs(gathered, exchange.keys)
+        found = gathered.index_select(0, exchange.keys).unsqueeze(0)
+        compat.let_size_vary(found, 1)
+        return found
 
     @torch.compiler.disable
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:

@@ -1,6 +1,7 @@
 """torch.compile of a block: the same numbers, one graph, and no second compilation."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from glm46.model.attention_layout import attention_layout
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions
+from glm46.parallelize import compile as layer_compile
 
 # Inductor needs a C++ compiler for CPU code; without one the graph is still captured and its derivative traced.
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
@@ -66,6 +68,32 @@ def test_compiled_block_equals_eager_without_break_or_recompilation(is_dense, ti
         whole = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
         for name in grads:
             assert relative_error(got_grads[name], grads[name], 1e-4 * whole) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_rollouts_compile_no_layer_again(tiny_shape, random_model, relative_error, monkeypatch):
+    """Each has other numbers of rows, documents and shared prompts, which `[rl]` first computes without gradient."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
+    model, compiled = random_model(shape), random_model(shape)
+    torch._dynamo.reset()
+    layer_compile.apply(compiled, whole_graphs=True, rows_vary=True)
+    for call, rows in enumerate([3, 5, 2, 4]):
+        generator = torch.Generator().manual_seed(call)
+        ids = torch.randint(shape.vocab_size, (rows, 24), generator=generator)
+        documents = torch.randint(3, 6, (rows, 24), generator=generator).sort(1).values - 3
+        documents[0] = torch.arange(3).repeat_interleave(8)
+        layout = attention_layout(documents, (rows, 24), None, prefix_ids=torch.where(documents > 0, 0, -1))
+        given = {"input_ids": ids, "labels": ids, "layout": layout, "is_real": documents < 2}
+        with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
+            with torch.no_grad():
+                got = compiled(**given).loss
+            compiled(**given).loss.backward()
+        want = model(**given).loss
+        want.backward()
+        assert relative_error(got, want.detach()) < 1e-6
+    for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        assert one.grad is None or relative_error(other.grad, one.grad) < 1e-4, name
 
 
 @pytest.mark.slow
