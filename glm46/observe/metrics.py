@@ -105,6 +105,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("allreduce_bandwidth", "GB/s", "speed", "Its bytes (64 MiB, on a CPU 1 MiB) per second.", _GROUPS),
     Metric("bus_bandwidth", "GB/s", "speed", "allreduce_bandwidth x 2 (n - 1)/n of n ranks, as nccl-tests.", _GROUPS),
     Metric("bandwidth_probe_seconds", "s", "speed", "Time that training waited for this bandwidth probe."),
+    Metric("overhead_ratio", "ratio", "speed", "Time of steps outside of draws, forward and backward."),
     Metric("checkpoint_seconds", "s", "speed", "Time that training waited for the last checkpoint."),
     Metric("checkpoint_save_seconds", "s", "speed", "Time from the start of the last checkpoint to its publication."),
     Metric("checkpoint_gib", "GiB", "speed", "Size of the last checkpoint on disk, all ranks."),

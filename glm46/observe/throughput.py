@@ -27,10 +27,12 @@ class ThroughputMeter:
     def _restart(self) -> None:
         self._tokens = self._budget_tokens = self._steps = 0
         self._flops = 0.0
-        self._excluded_seconds = self._data_seconds = 0.0
+        self._excluded_seconds = self._data_seconds = self._model_seconds = 0.0
         self._start = self._clock()
 
-    def add_step(self, tokens: int, data_seconds: float, flops: float, budget_tokens: int) -> None:
+    def add_step(
+        self, tokens: int, data_seconds: float, flops: float, budget_tokens: int, model_seconds: float
+    ) -> None:
         """Count a finished step.
 
         Args:
@@ -39,12 +41,14 @@ class ThroughputMeter:
             flops: of forward and backward over all ranks.
             budget_tokens: what the step takes of ``training.tokens``: others than `tokens` where rows hold several
                 samples.
+            model_seconds: of draws, forward and backward.
         """
         self._tokens += tokens
         self._budget_tokens += budget_tokens
         self._flops += flops
         self._steps += 1
         self._data_seconds += data_seconds
+        self._model_seconds += model_seconds
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -69,6 +73,7 @@ class ThroughputMeter:
             "tflops_per_device": flops / 1e12,
             "step_seconds": seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
+            "overhead_ratio": 1 - self._model_seconds / seconds,
         }
         if self._budget_tokens != self._tokens:
             row["budget_tokens_per_second"] = self._budget_tokens / seconds

@@ -2,11 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch.distributed as dist
+
 from glm46.config.errors import UserError
+from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.planner.plan import Plan
+from glm46.reliability.run_lock import writing
 from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, remove_rollout, rollout_steps, write_rollout
 
 _NOT_OF_ROLLOUTS = {
@@ -18,9 +23,45 @@ _NOT_OF_ROLLOUTS = {
         True,
     ),
     "rl": {"stop"},
-    "rollout": {"keep_latest_k"},
+    "rollout": {"keep_latest_k", "speculative"},
 }  # fmt: skip
 """Sections and keys that do not decide what is drawn, up to rounding."""
+
+
+class Writer:
+    """Writes into a folder on rank 0, in a second thread, while steps are made: a disk may take as long for a sync as a
+    step. Writes are made in their order."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._thread = folder, ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._waiting: list[Future[None]] = []
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin to write on rank 0; what is written must not change before `finish`."""
+
+        def work() -> None:
+            with writing(self.folder):
+                write()
+
+        if dist.get_rank() == 0:
+            self._waiting.append(self._thread.submit(work))
+
+    def finish(self) -> None:
+        """Wait for all writes. Collective.
+
+        Raises:
+            UserError: on all ranks; the disk is full or not writable.
+        """
+
+        def wait() -> None:
+            while self._waiting:
+                self._waiting.pop(0).result()
+
+        run_on_all_ranks(wait)
+
+    def close(self) -> None:
+        """Wait for the thread, whose errors `finish` alone reports."""
+        self._thread.shutdown()
 
 
 class Journal:
@@ -35,6 +76,7 @@ class Journal:
         config = plan.config
         self.folder = Path(config.job.dump_folder) / FOLDER
         """Of what this run writes."""
+        self.writer = Writer(self.folder)
         self._is_drawn_before = config.rl.mode == "train_only"
         self._source = Path(config.rl.rollouts_folder) if self._is_drawn_before else self.folder
         self._plan = plan

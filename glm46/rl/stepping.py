@@ -1,40 +1,25 @@
 """The optimizer steps of a rollout: micro-batches with the fields that the objectives read."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import time
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm46.config.rl import RL
-from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
+from glm46.distributed.collective_errors import read_on_first_rank
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.planner.plan import Plan
-from glm46.reliability.run_lock import writing
 from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
+from glm46.rl.journal import Writer
 from glm46.rl.packing import PackShape, build_batch, collect, items_of, pack, spread
 from glm46.rl.rollouts import Rollout, read_fields, write_fields
 from glm46.training.network import Batch, Network
 
 Steps = list[list[Batch]]
 """For each optimizer step this rank's micro-batches."""
-
-
-def write_on_first_rank(folder: Path, write: Callable[[], None]) -> None:
-    """Write into a folder on rank 0. Collective.
-
-    Raises:
-        UserError: on all ranks; the disk is full or not writable.
-    """
-
-    def attempt() -> None:
-        if dist.get_rank() == 0:
-            with writing(folder):
-                write()
-
-    run_on_all_ranks(attempt)
 
 
 class StepBuilder:
@@ -44,7 +29,7 @@ class StepBuilder:
         config: resolved.
         networks: by name: the policy, and the reference and the critic where there are.
         form: of the policy's head, which its objective reads.
-        folder: of the journal.
+        writer: of the journal.
     """
 
     def __init__(
@@ -54,10 +39,12 @@ class StepBuilder:
         config: RL,
         networks: Mapping[str, Network],
         form: HeadForm,
-        folder: Path,
+        writer: Writer,
     ):
         self._plan, self._cluster, self._config = plan, cluster, config
-        self._networks, self._form, self._folder = networks, form, folder
+        self._networks, self._form, self._writer = networks, form, writer
+        self.seconds = 0.0
+        """In which the networks computed for the last rollout."""
 
     def build(self, rollout: Rollout, *, is_inside: bool) -> Steps:
         """The steps of a rollout. Collective.
@@ -69,6 +56,7 @@ class StepBuilder:
         Raises:
             UserError: the journal lacks it.
         """
+        self.seconds = 0.0
         steps = self._batches(rollout)
         self._add_fields(rollout, steps, is_inside=is_inside)
         return steps
@@ -102,7 +90,7 @@ class StepBuilder:
     def _add_fields(self, rollout: Rollout, steps: Steps, *, is_inside: bool) -> None:
         """Add to the batches what the objectives read. Collective."""
         if is_inside:  # the networks have been updated since
-            fields = read_on_first_rank(lambda: read_fields(self._folder, rollout.step))
+            fields = read_on_first_rank(lambda: read_fields(self._writer.folder, rollout.step))
         else:
             fields = self._computed(rollout, steps)
         for batch in (batch for step in steps for batch in step):
@@ -117,8 +105,13 @@ class StepBuilder:
                 batch["advantages"] = (batch["place"] >= 0).float()
         if not is_inside:
             names = [name for name in ("advantages", "correction", "returns") if name in steps[0][0]]
-            fields |= {name: self._collected(rollout, steps, name) for name in names}
-            write_on_first_rank(self._folder, lambda: write_fields(self._folder, rollout.step, fields))
+            values = torch.full((len(names), rollout.tokens), -torch.inf)
+            for batch in (batch for step in steps for batch in step):
+                for name, row in zip(names, values, strict=True):
+                    collect(batch[name], batch, row)
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+            fields |= dict(zip(names, values, strict=True))
+            self._writer.start(lambda: write_fields(self._writer.folder, rollout.step, fields))
 
     def _computed(self, rollout: Rollout, steps: Steps) -> dict[str, Tensor]:
         """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks. Collective."""
@@ -132,7 +125,7 @@ class StepBuilder:
         is_on_policy = self._config.is_on_policy(int(self._plan.config.training.global_batch_size))
         if (self._config.old_policy == "trainer" and not is_on_policy) or rollout.is_demonstration:
             wanted["old_logprobs"] = ("policy", form, "logprobs")
-        fields = {}
+        fields, began = {}, time.perf_counter()
         for name, (of, form, column) in wanted.items():
             network = self._networks[of]
             fields[name] = torch.full((rollout.tokens,), -torch.inf)
@@ -146,14 +139,7 @@ class StepBuilder:
             network.release()
             # Each rank has the values of its own rows; those that compute the same rows may differ in the last bits.
             dist.all_reduce(fields[name], dist.ReduceOp.MAX)
+        self.seconds = time.perf_counter() - began
         of_engine = torch.from_numpy(rollout.arrays["logprobs"])
         fields["rollout_logprobs"] = fields["old_logprobs"] if rollout.is_demonstration else of_engine
         return fields
-
-    def _collected(self, rollout: Rollout, steps: Steps, name: str) -> Tensor:
-        """A field of this rollout's batches for all tokens, FP32 [T]. Collective."""
-        values = torch.full((rollout.tokens,), -torch.inf)
-        for batch in (batch for step in steps for batch in step):
-            collect(batch[name], batch, values)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values

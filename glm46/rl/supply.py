@@ -17,7 +17,6 @@ from glm46.rl.journal import Journal
 from glm46.rl.modes import steps_per_rollout
 from glm46.rl.prompts import Prompt, answers_of_labels
 from glm46.rl.rollouts import Rollout
-from glm46.rl.stepping import write_on_first_rank
 from glm46.training.state import Progress
 
 
@@ -70,9 +69,12 @@ class RolloutSupply:
         Raises:
             UserError: its files are damaged or missing, or too many rewards failed.
         """
+        self._journal.writer.finish()
         find = partial(self._journal.read, first, is_inside=is_inside, first_prompt=progress.prompts)
         rollout = read_on_first_rank(find)
-        if rollout is None and (rollout := self._draw(progress, first)) is not None:
+        if rollout is not None:
+            rollout.figures |= dict.fromkeys(rollout.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
+        elif (rollout := self._draw(progress, first)) is not None:
             self._write(rollout)
         if rollout is not None and self._ahead is not None and not rollout.is_demonstration:
             self._go_on_ahead(rollout)
@@ -94,7 +96,9 @@ class RolloutSupply:
             routes = torch.from_numpy(rollout.arrays["routes"])
             rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
         kept = published_steps(self._plan.config.checkpoint_folder)
-        write_on_first_rank(self._journal.folder, lambda: self._journal.write(rollout, kept))
+        self._journal.writer.start(lambda: self._journal.write(rollout, kept))
+        if self._config.mode == "rollout_only" or self._ahead is not None:  # which forgets the groups of this rollout
+            self._journal.writer.finish()
 
     def _draw_from_ahead(self, progress: Progress, first: int) -> Rollout | None:
         """The next rollout out of the groups that are on their way."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,11 @@ class Reinforcement:
         )
         journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         self._supply = RolloutSupply(plan, self._asking, self._prompts, journal, self._is_stopped)
-        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, journal.folder)
+        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, journal.writer)
+        self._writer = journal.writer
         self._rollout: Rollout | None = None
+        self._columns: dict[str, float] = {}
+        self._model_seconds = 0.0
         self._steps: list[list[Batch]] = []
         self._equal_rollouts = 0
 
@@ -139,10 +141,10 @@ class Reinforcement:
             self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
             if self._config.mode == "rollout_only":
                 return self._rollout.figures
-            began = time.perf_counter()
             self._steps = self._builder.build(self._rollout, is_inside=within > 0)
-            self._rollout.figures["logprob_seconds"] = time.perf_counter() - began
-        return self._rollout.figures
+            self._columns = self._rollout.figures | {"logprob_seconds": self._builder.seconds}
+            self._model_seconds = self._columns.get("rollout_seconds", 0.0) + self._builder.seconds
+        return self._columns
 
     @torch.no_grad()
     def _start_critic(self) -> None:
@@ -160,7 +162,8 @@ class Reinforcement:
         self._supply.steps_made = progress.step + 1
         batches = self._steps[progress.step - self._rollout.step]
         rows = self.plan.layout.dp_degree * sum(len(batch["input_ids"]) for batch in batches)
-        return StepBatches(batches, sequences, seq_len, 0.0, packed_rows=rows)
+        model_seconds, self._model_seconds = self._model_seconds, 0.0
+        return StepBatches(batches, sequences, seq_len, 0.0, packed_rows=rows, model_seconds=model_seconds)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it."""
@@ -181,7 +184,8 @@ class Reinforcement:
         return broken_bound(self._config.stop, row, self._equal_rollouts)
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """See `Task.state`: rollouts are in the journal."""
+        """See `Task.state`: rollouts are in the journal. Collective."""
+        self._writer.finish()
         return {}
 
     def validate(self, progress: Progress) -> dict[str, float]:
@@ -208,12 +212,14 @@ class Reinforcement:
         load_weights(self.networks["policy"], folder)
 
     def close(self) -> None:
-        """See `Task.close`: the processes of rewards and environment, and the engine."""
+        """See `Task.close`: the processes of rewards and environment, the engine, and the thread of the journal."""
         self._asking.close()
+        self._writer.close()
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""
         self._stop = stop
+        self._writer.finish()  # at the end of a run without checkpoints
         self._supply.steps_made = progress.step
         self._supply.update_engine()
         prompts = self._sets[0].prompts if self._sets else self._prompts

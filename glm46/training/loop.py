@@ -79,7 +79,8 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
         progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.fault is not None)
         flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
-        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size)
+        model_seconds = batches.model_seconds + outcome.gradient_seconds
+        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size, model_seconds)
 
         validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
     gc.enable()

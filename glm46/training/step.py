@@ -1,5 +1,6 @@
 """One optimizer step, from micro-batches to updated weights."""
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class StepOutcome(NamedTuple):
     """Reason why the step was skipped and nothing changed; None if it was made."""
     ready_at: float
     """Time at which the gradients were known, by `own_clock`."""
+    gradient_seconds: float = 0.0
+    """Duration of forward and backward: of their calls, and of the wait for the device behind them."""
 
     @property
     def main(self) -> NetworkOutcome:
@@ -66,10 +69,11 @@ def train_step(
             None. Non-finite values always skip the step, for all networks.
     """
     moe = task.plan.config.moe
-    sums, counters = {}, {}
+    sums, counters, gradient_seconds = {}, {}, 0.0
     for name, objective in task.objectives.items():
-        network = task.networks[name]
+        network, began = task.networks[name], time.perf_counter()
         outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
+        gradient_seconds += time.perf_counter() - began
         named = _local_sums(network, objective, outputs, micro_batches)
         device, pipeline = task.cluster.device, task.cluster.meshes.pipeline
         named["grad_norm"] = global_grad_norm(network.parameters.values(), device, pipeline).double()
@@ -81,7 +85,9 @@ def train_step(
         sums[f"{name}/grad_norm"] /= dist.get_world_size()
 
     # sync: the decision must be known before the weights change. The values are equal on all ranks.
+    began = time.perf_counter()
     host = to_host(sums)
+    gradient_seconds += time.perf_counter() - began
     ready_at = own_clock()
     outcomes = {
         name: NetworkOutcome(
@@ -92,7 +98,7 @@ def train_step(
         )
         for name in task.objectives
     }
-    outcome = StepOutcome(outcomes, None, ready_at)
+    outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
     mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
     is_finite = all(bool(value.isfinite().all()) for value in host.values())
     fault = find_fault(mean_loss, outcome.main.grad_norm) if is_finite else NOT_FINITE

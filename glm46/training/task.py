@@ -34,6 +34,8 @@ class StepBatches(NamedTuple):
     """Time to read them."""
     note: str = ""
     """Message for the log, such as the begin of a stage."""
+    model_seconds: float = 0.0
+    """Time in which `Task.prepare` drew samples for this step, and computed with networks."""
     packed_rows: int | None = None
     """Rows over all ranks, if they are fewer than `sequences`, because a row holds several."""
 
@@ -126,7 +128,7 @@ class Task(Protocol):
         ...
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """JSON that a checkpoint holds for this task."""
+        """JSON that a checkpoint holds for this task. Collective."""
         ...
 
     def validate(self, progress: Progress) -> dict[str, float]:

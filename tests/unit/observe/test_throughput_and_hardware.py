@@ -27,7 +27,7 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     meter = ThroughputMeter(peak_flops=4e12, num_ranks=2, clock=clock)
     for _ in range(4):
         clock.now += 1.0
-        meter.add_step(1000, data_seconds=0.25, flops=1e12, budget_tokens=1000)
+        meter.add_step(1000, data_seconds=0.25, flops=1e12, budget_tokens=1000, model_seconds=0.875)
     with meter.excluded():
         clock.now += 60.0
     row = meter.read()
@@ -38,6 +38,7 @@ def test_throughput_leaves_validation_out_and_starts_anew():
             "tflops_per_device": 0.5,
             "step_seconds": 1.0,
             "data_seconds": 0.25,
+            "overhead_ratio": 0.125,
             "mfu": 0.125,
         },
         rel=_CLOSE,
@@ -45,14 +46,15 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     for name in row:
         find_metric(name)
     clock.now += 2.0
-    meter.add_step(1000, 0.0, 1e12, budget_tokens=4000)
+    meter.add_step(1000, 0.0, 1e12, budget_tokens=4000, model_seconds=2.0)
     packed = meter.read()
     assert packed["tokens_per_second"] == 500.0 and packed["budget_tokens_per_second"] == 2000.0
+    assert packed["overhead_ratio"] == 0.0
 
 
 def test_an_unknown_peak_gives_no_mfu():
     meter = ThroughputMeter(None, 1)
-    meter.add_step(1, 0.0, 1.0, 1)
+    meter.add_step(1, 0.0, 1.0, 1, 0.0)
     assert "mfu" not in meter.read()
 
 
