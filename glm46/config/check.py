@@ -22,7 +22,7 @@ from glm46.config.rules_pipeline import PIPELINE_RULES
 from glm46.config.rules_preference import preference_is_possible
 from glm46.config.rules_profiling import PROFILING_RULES
 from glm46.config.rules_rl import RL_RULES
-from glm46.config.rules_rollout import ROLLOUT_RULES, groups_split_the_model
+from glm46.config.rules_rollout import ROLLOUT_RULES, the_model_can_draw
 from glm46.config.run_config import RunConfig
 
 
@@ -44,7 +44,7 @@ def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
     faults += [
         fault for rule in (*MODEL_RULES, adapter_is_possible, preference_is_possible) for fault in rule(config, shape)
     ]
-    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES, *PROFILING_RULES, groups_split_the_model)
+    rules = (*LAYOUT_RULES, *PIPELINE_RULES, *FLOAT8_RULES, *PROFILING_RULES, the_model_can_draw)
     return faults + [fault for rule in rules for fault in rule(config, shape, world_size)]
 
 

@@ -53,6 +53,9 @@ class Rollout(Section):
     """Samples that a rank, or the ranks that share a model, draw at once. Each has keys and values of training.seq_len
     tokens in memory; more of them draw faster as long as a step of decoding is not bound by arithmetic."""
 
+    speculative: Annotated[bool, _LOCAL] = False
+    """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] does not train these layers."""
+
     keep_latest_k: int = Field(10, ge=0)
     """Rollouts that the journal keeps, beside those that a resume from a checkpoint needs; older ones are removed. 0:
     keep all."""

@@ -90,10 +90,15 @@ def adapters_can_be_sent(config: RunConfig) -> Faults:
         )
 
 
-def groups_split_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """The ranks that draw with one model split it evenly."""
+def the_model_can_draw(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """The ranks that draw with one model split it evenly, and drafts have layers."""
     if config.rollout is None:
         return
+    if config.rollout.speculative and not shape.num_nextn_predict_layers:
+        yield Fault(
+            ("rollout.speculative", "model.num_nextn_predict_layers"),
+            "rollout.speculative = true: model.num_nextn_predict_layers = 0, so nothing drafts; remove it",
+        )
     for key, fault in degree_faults(
         config.rollout.degrees, shape, world_size, lambda name, degree: f"rollout.{name}_degree = {degree}"
     ):

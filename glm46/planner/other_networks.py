@@ -29,9 +29,11 @@ def drawing(plan: Plan) -> float:
     """Bytes of the local engine on a rank of its largest pipeline stage: the keys and values of its rows, and copied
     weights, unless the rank has the whole policy in the type of its products and without adapters. Ranks with parts of
     the model gather one tensor at a time to take theirs."""
-    config, shape = plan.config, plan.shape.model_copy(update={"num_nextn_predict_layers": 0})
+    config, shape = plan.config, plan.shape
     if config.rl is None or config.rollout is None or config.rollout.kind != "local":
         return 0.0
+    if not config.rollout.speculative:
+        shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
     width = 4 if config.training.mixed_precision_param == "float32" else 2
     is_own = plan.layout.world_size == 1 and config.training.dtype == config.training.mixed_precision_param
     is_own = is_own and config.adapter is None  # sums with adapters, and what is in FP8, are copies
@@ -50,7 +52,8 @@ def drawing(plan: Plan) -> float:
                 outside.get(name.split(".")[0], layers is stages[-1]))
         ]  # fmt: skip
         weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
-        most = max(most, weights + config.rollout.max_num_seqs * config.training.seq_len * heads * len(layers))
+        cached = len(layers) + shape.num_nextn_predict_layers * (layers is stages[-1])
+        most = max(most, weights + config.rollout.max_num_seqs * config.training.seq_len * heads * cached)
     return width * (most + gathered)
 
 

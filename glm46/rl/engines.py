@@ -49,8 +49,10 @@ def build_engine(
         layout = generation_layout(section.degrees, process.world_size)
         mesh = build_model_mesh(layout, process.rank, process.device.type)
         length, routes = config.training.seq_len, config.rl.routing_replay
-        rows = section.max_num_seqs
-        return LocalEngine(policy, max_length=length, mesh=mesh, rows=rows, routes=routes, is_stopped=is_stopped)
+        return LocalEngine(
+            policy, max_length=length, mesh=mesh, rows=section.max_num_seqs, speculative=section.speculative,
+            routes=routes, is_stopped=is_stopped,
+        )  # fmt: skip
     dtype = getattr(torch, config.training.mixed_precision_param)
     weights = Path(config.job.dump_folder, "rollout_weights").resolve()
     scheme = FP8_SCHEMES.get(section.weights_dtype)

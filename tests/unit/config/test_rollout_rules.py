@@ -35,6 +35,7 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rl.prompts.label_key", "gold", "--rl.rewards[0].name", "format", "--rl.warm_up_rollouts", "0"],
             ['rl.prompts.label_key = "gold"', "format", "math or exact"],
         ),
+        (["--rollout.speculative", "true"], ["rollout.speculative = true", "num_nextn_predict_layers = 0", "remove"]),
         (["--rollout.top_p", "0.9"], ["rollout.top_p", "unknown"]),
         (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
         (["--rollout.tensor_parallel_degree", "3"], ["rollout.tensor_parallel_degree = 3", "num_attention_heads = 4"]),

@@ -1,13 +1,18 @@
 """Runs of a part, bounds that end a run, and the size of the journal, with a small policy in one process."""
 
+import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from glm46.checkpoint.integrity import published_steps
+from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
+from glm46.inference.generation import Generation
 from glm46.reliability.stop import Diverged
+from glm46.rl import rollouts
 from glm46.rl.journal import removable
 from glm46.rl.rollouts import read_rollout, rollout_steps
 from glm46.rl.task import train
@@ -35,6 +40,20 @@ def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, 
     hot = make_run("hot", 1, {"mode": "train_only", "rollouts_folder": str(folder)}, {"temperature": 0.5})
     with pytest.raises(UserError, match=r"step_000000.*temperature, 1\.0.*0\.5"):
         train(hot)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_sample(make_run, tmp_path, monkeypatch):
+    drafted = []
+    run = Generation.run
+    monkeypatch.setattr(Generation, "run", lambda self: (run(self), drafted.append(self.drafted)))
+    for name in ("plain", "drafts"):
+        rollout, model = {"speculative": name == "drafts"}, {"num_nextn_predict_layers": 1}
+        assert train(make_run(name, 2, rollout=rollout, model=model)) == 0
+        assert (sum(drafted) > 0) == (name == "drafts")
+    one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
+    assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
+    assert abs(one["logprobs"] - other["logprobs"]).max() < 1e-5  # FP32 sums of longer calls
 
 
 @pytest.mark.slow
@@ -84,6 +103,31 @@ def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
         train(config)
     assert all(part in error.value.faults[0] for part in said), error.value.faults
     assert published_steps(config.checkpoint_folder) == steps
+
+
+@pytest.mark.slow
+def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_run, tmp_path, monkeypatch):
+    seen, write, save = [], rollouts.replace_durably, CheckpointManager.save
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return write(*arguments)
+
+    def look(*arguments, **options):
+        seen.append(sorted(path.name for path in (tmp_path / "run" / "rollouts").glob("step_*"))[-3:])
+        return save(*arguments, **options)
+
+    def full(path, _):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(rollouts, "replace_durably", slow)
+    monkeypatch.setattr(CheckpointManager, "save", look)
+    assert train(make_run("run", 2)) == 0
+    assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(2)]
+    assert all(row["overhead_ratio"] < 1 for row in rows(make_run("run", 2)) if "loss" in row)
+    monkeypatch.setattr(rollouts, "replace_durably", full)
+    with pytest.raises(UserError, match=r"step_000000\.safetensors cannot be written: No space left"):
+        train(make_run("full", 2))
 
 
 def test_a_resume_finds_its_rollouts_and_older_ones_go():
