@@ -361,7 +361,8 @@ def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
     """Move adapters away from where they begin, where B is zero and so the gradient of A."""
     for name, parameter in parameters.items():
         if "lora_B" in name or "magnitude" in name:
-            part, noise = local_tensor(parameter), torch.empty(local_tensor(parameter).shape)
+            part = local_tensor(parameter)
+            noise = torch.empty_like(part)
             places = global_indices(parameter), tuple(parameter.shape)
             fill_normal(noise, *places, seed=3, name=name, std=0.1)
             part.copy_(noise if "lora_B" in name else part * (1 + noise))
@@ -457,7 +458,7 @@ class Held(NamedTuple):
 
 def held(tensor: Tensor) -> Held:
     """A copy; no rank sends anything."""
-    return Held(local_tensor(tensor).detach().clone(), global_indices(tensor))
+    return Held(local_tensor(tensor).detach().cpu().clone(), [index.cpu() for index in global_indices(tensor)])
 
 
 def squares(found: dict[str, Held], reference: dict[str, Tensor]) -> dict[tuple, tuple[int, float]]:
@@ -570,7 +571,7 @@ def total_of(outputs: list, batches: list[dict[str, Tensor]], layout: Layout) ->
     value = torch.zeros((), dtype=torch.float64)
     for sums, batch in zip(outputs, batches, strict=True):
         if isinstance(sums, LossSums):  # the ranks of tensor parallelism have the same
-            value += weighted(sums, batch["weights"]).double() / layout.tensor
+            value += weighted(sums, batch["weights"]).double().cpu() / layout.tensor
     dist.all_reduce(value)
     return value.item()
 
@@ -593,7 +594,7 @@ def converted(parameters: dict[str, Tensor]) -> dict[str, tuple[Tensor, Held]]:
             here = here._replace(part=in_compute_type(here.part, local_tensor(own), torch.float32))
             found[name] = in_compute_type(whole(parameter), whole(own), torch.float32), here
         elif name not in scales:
-            found[name] = whole(parameter).clone(), held(parameter)
+            found[name] = whole(parameter).cpu().clone(), held(parameter)
     return found
 
 
@@ -625,7 +626,7 @@ def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
             # The clock of the schedules counts steps here.
             outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
-        figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert, outcome.grad_norm))
+        figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert.cpu(), outcome.grad_norm))
     assert all(p.grad is None and torch.equal(held(p).part, frozen_parts[name]) for name, p in frozen.items())
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 
