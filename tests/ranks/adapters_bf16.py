@@ -16,7 +16,7 @@ from glm46.distributed.process import Process, join, leave
 from glm46.training.network import build_network
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
-from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.forked_ranks import in_halves, run_ranks
 from tests.ranks.sharded_layouts import (
     Job,
     Layout,
@@ -96,10 +96,10 @@ def padded(name: str, parameter: Tensor, layout: Layout) -> int:
     return parameter.numel() // rows * (rows + rows % 2)
 
 
-def work() -> None:
+def work(names: list[str]) -> None:
     """On each rank."""
     process = join(60)
-    for name, layout in LAYOUTS.items():
+    for name, layout in ((name, LAYOUTS[name]) for name in names):
         run, exact = (measure(process, layout, dtype) for dtype in ("bfloat16", "float32"))
         apart, size = (
             sum((a - b).double().square().sum() for a, b in zip(one.values(), other.values(), strict=True)) ** 0.5
@@ -120,7 +120,8 @@ def work() -> None:
 def main() -> None:
     """All cases on two ranks."""
     torch.set_num_threads(1)
-    run_ranks(2, work)
+    names = list(LAYOUTS)
+    in_halves((names[::2], names[1::2]), lambda half: run_ranks(2, lambda: work(half)))
 
 
 if __name__ == "__main__":

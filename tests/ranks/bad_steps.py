@@ -12,7 +12,7 @@ import glm46.training.step as step_module
 from glm46.data.tokenizer import load_tokenizer
 from glm46.pretrain import next_token, task
 from glm46.training import loop
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
@@ -93,19 +93,23 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        for layout, degrees in LAYOUTS.items():
+
+        def run(layout: str) -> None:
             config = small_config(
-                source, base / layout, training={"steps": STEPS}, parallelism=degrees, checkpoint={"enable": False},
+                source, base / layout, training={"steps": STEPS}, parallelism=LAYOUTS[layout],
+                checkpoint={"enable": False},
                 moe={"balance": "proportional", "bias_update_rate": 0.01},
             )  # fmt: skip
             log, outs = base / f"log-{layout}-", [base / f"out-{layout}-{rank}" for rank in range(2)]
-            children = start_ranks(2, log, lambda rank, config=config, outs=outs: work(rank, config, outs[rank]))
+            children = start_ranks(2, log, lambda rank: work(rank, config, outs[rank]))
             if await_ranks(children, 120) != [0, 0]:
                 sys.exit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
             rows = map(json.loads, (base / layout / "metrics.jsonl").read_text().splitlines())
             row = {"layout": layout, "bad": list(BAD), "skipped": [row["skipped_steps"] for row in rows]}
             row["log"] = (base / layout / "log.txt").read_text()
             print(json.dumps(row | {"kept": [json.loads(out.read_text()) for out in outs]}), flush=True)
+
+        in_halves(LAYOUTS, run)
 
 
 if __name__ == "__main__":

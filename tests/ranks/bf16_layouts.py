@@ -17,7 +17,7 @@ from glm46.model.transformer import Transformer
 from glm46.parallelize.plan import initialise
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
-from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.forked_ranks import in_halves, run_ranks
 from tests.ranks.sharded_layouts import (
     OPTIONS,
     Layout,
@@ -64,10 +64,11 @@ def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     return logprobs, {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-def measure(truth: dict[str, Tensor]) -> None:
-    """On each rank: every layout's loss sum, and the distance of each gradient from ``truth``."""
+def measure(names: list[str], truth: dict[str, Tensor]) -> None:
+    """On each rank: each layout's loss sum, and the distance of each gradient from ``truth``."""
     process = join(60)
-    for name, layout in LAYOUTS.items():
+    for name in names:
+        layout = LAYOUTS[name]
         job = build_job(bf16_run(layout), process)
         totals = count_step(job, [make_batch(0)])
         outcome = train_step(job, micro_batches(job, 0, layout.micro_batches), totals, 0, 1.0)
@@ -92,7 +93,8 @@ def main() -> None:
     of_tokens = torch.dist(rounded, logprobs).item()
     apart = {name: math.dist(g.flatten().tolist(), truth[name].flatten().tolist()) for name, g in gradients.items()}
     print(json.dumps({"layout": "one process", "loss_of_tokens": of_tokens, "gradients": apart}), flush=True)
-    run_ranks(2, lambda: measure(truth))
+    names = list(LAYOUTS)
+    in_halves((names[::2], names[1::2]), lambda half: run_ranks(2, lambda: measure(half, truth)))
 
 
 if __name__ == "__main__":

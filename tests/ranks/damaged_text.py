@@ -15,6 +15,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.data.verified import VerifiedShard
 from glm46.training import loop
 from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.ranks.forked_ranks import in_halves
 from tests.small_run import small_config, write_source
 
 SOUND_STEPS = 3
@@ -75,7 +76,9 @@ def hamper(case: str, source: Path, rank: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        for number, (case, degrees) in enumerate(CASES):
+
+        def run(number: int) -> None:
+            case, degrees = CASES[number]
             base = Path(name) / str(number)
             (base / "source").mkdir(parents=True)
             source = write_source(base / "source", load_tokenizer("builtin"))
@@ -87,9 +90,7 @@ def main() -> None:
             )  # fmt: skip
             (base / "run.toml").write_text(dump_config(config))
             began = time.monotonic()
-            child = fork_launch(
-                base / "run.toml", base / "log", lambda rank, case=case, source=source: hamper(case, source, rank)
-            )
+            child = fork_launch(base / "run.toml", base / "log", lambda rank: hamper(case, source, rank))
             while is_alive(child) and time.monotonic() - began < 90:
                 time.sleep(0.01)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if not is_alive(child) else None
@@ -104,6 +105,8 @@ def main() -> None:
                 "saved": sorted(int(path.name[5:]) for path in (base / "out" / "checkpoint").glob("step-??????")),
             }
             print(json.dumps(row), flush=True)
+
+        in_halves(range(len(CASES)), run)
 
 
 if __name__ == "__main__":

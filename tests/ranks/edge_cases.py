@@ -215,7 +215,7 @@ def main(*names: str) -> None:
     torch.set_num_threads(1)
     # Tracing, graph breaks and guards are the same with this back end; what it leaves out is a C++ compiler.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    run_cases(2, list(names or CASES), compare_some, at_once=len(CASES))
+    run_cases(2, list(names or CASES), compare_some, at_once=5)  # the last ones, which compile, in both halves
 
 
 if __name__ == "__main__":

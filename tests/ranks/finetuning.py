@@ -19,7 +19,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.finetune.task import train
 from glm46.prepare.pipeline import prepare_text
 from glm46.pretrain.task import train as pretrain
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -86,10 +86,9 @@ def main() -> None:
         samples = {"samples": ["Say three.", "Say one."], "max_new_tokens": 4}
         tuned = {"finetune": samples, "data": {"sources": [chats]}}
         full = tuned | {"checkpoint": start | {"initial_load_model_only": True}}
-        for layout in LAYOUTS:
-            print(json.dumps(run(layout, layout, **full)), flush=True)
 
-        for kind, (saving, other) in RESUMED.items():
+        def resume(kind: str) -> None:
+            saving, other = RESUMED[kind]
             adapter = {"name": kind, "rank": 8, "expert_rank": 4}
             tables = tuned | {"checkpoint": start, "adapter": adapter}
             whole = run(kind, saving, **tables)
@@ -108,6 +107,11 @@ def main() -> None:
                     if not torch.equal(ours[name], theirs[name])
                 }
                 print(json.dumps(row | {"whole": whole}), flush=True)
+
+        def run_full(layout: str) -> None:
+            print(json.dumps(run(layout, layout, **full)), flush=True)
+
+        in_halves([*RESUMED, *LAYOUTS], lambda name: resume(name) if name in RESUMED else run_full(name))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,27 +90,38 @@ def run_cases(
     Rank 0 prints one JSON object per case, with its "name". A case whose ranks fail does not end the others: its row
     has the output of its ranks under "failed", and new ranks continue with the cases after it.
     """
+    if count <= 2:  # both halves have work
+        at_once = min(at_once, (len(names) + 1) // 2)
     chunks = [names[i : i + at_once] for i in range(0, len(names), at_once)]
-    # Two ranks that wait for each other leave a quarter of two cores idle: other two run beside them. Each half of the
-    # cases has its own process, which forks its ranks before it has a store.
-    if count != 2:
-        for some in chunks:
-            _run_some(count, some, work, seconds)
-        return
-    children = []
-    for half in filter(None, [chunks[::2], chunks[1::2]]):
+    if count <= 2:
+        in_halves(chunks, lambda chunk: _run_some(count, chunk, work, seconds))
+    else:
+        for chunk in chunks:
+            _run_some(count, chunk, work, seconds)
+
+
+def in_halves(items: Iterable, work: Callable[[Any], None]) -> None:
+    """Call ``work(item)`` for every other item and beside them for the rest, in a process each; this one ends where one
+    of them fails.
+
+    Two ranks that wait for each other leave a quarter of two cores idle, one rank leaves half: other ranks run beside
+    them. Each process forks its ranks before it has a store.
+    """
+    items, children = list(items), []
+    for half in filter(None, [items[::2], items[1::2]]):
         child = os.fork()
         if child == 0:
             code = 1
             _INHERITED[:] = _STORES  # their threads are not in this process: destroying one would wait without end
             _STORES.clear()
             try:
-                for some in half:
-                    _run_some(count, some, work, seconds)
+                for item in half:
+                    work(item)
                 code = 0
             except BaseException:  # the child must end here, whatever happened
                 traceback.print_exc()
             finally:
+                sys.stdout.flush()
                 os._exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -11,7 +11,7 @@ import torch
 
 from glm46.data.tokenizer import load_tokenizer
 from glm46.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -29,7 +29,9 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        for label, (degrees, mode, ranks) in LAYOUTS.items():
+
+        def run(label: str) -> None:
+            degrees, mode, ranks = LAYOUTS[label]
             config = small_config(
                 source, base / label, parallelism=degrees, checkpoint={"enable": False},
                 activation_checkpoint={"mode": mode}, model={"num_key_value_heads": 2},
@@ -37,7 +39,7 @@ def main() -> None:
                 profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "ranks": ranks},
             )  # fmt: skip
 
-            def work(rank: int, config=config) -> int:
+            def work(rank: int) -> int:
                 torch.set_num_threads(1)
                 return train(config)
 
@@ -50,6 +52,8 @@ def main() -> None:
             tables = [json.loads(file.read_text()) for file in files if file.name.endswith("modules.json")]
             names = [str(file.relative_to(base / label)) for file in files]
             print(json.dumps({"name": label, "said": said, "files": names, "tables": tables}), flush=True)
+
+        in_halves(LAYOUTS, run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from glm46.observe.hardware import HardwareMonitor
 from glm46.observe.history import read_history
 from glm46.pretrain.task import train
 from glm46.training import step_metrics
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -38,14 +38,15 @@ def main() -> None:
         base = Path(name)
         (base / "source").mkdir()
         source = write_source(base / "source", load_tokenizer("builtin"))
-        for label, degrees in LAYOUTS.items():
+
+        def run(label: str) -> None:
             config = small_config(
-                source, base / label, parallelism=degrees, checkpoint={"enable": False},
+                source, base / label, parallelism=LAYOUTS[label], checkpoint={"enable": False},
                 model={"num_key_value_heads": 2}, moe={"capacity_factor": 0.75},
                 training={"steps": 3, "global_batch_size": 8},
             )  # fmt: skip
 
-            def work(rank: int, config=config) -> int:
+            def work(rank: int) -> int:
                 torch.set_num_threads(1)
                 step_metrics.HardwareMonitor = partial(HardwareMonitor, sensor=lambda: SENSORS[rank])
                 return train(config)
@@ -57,6 +58,8 @@ def main() -> None:
                 raise SystemExit("".join(said))
             rows = read_history(base / label / "metrics.jsonl")
             print(json.dumps({"name": label, "said": said[0], "rows": rows}), flush=True)
+
+        in_halves(LAYOUTS, run)
 
 
 if __name__ == "__main__":

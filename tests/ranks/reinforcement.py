@@ -26,7 +26,7 @@ from glm46.rollout.local import LocalEngine
 from glm46.rollout.weights import whole_weights
 from glm46.training import loop
 from tests.ranks import training_kills
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import TINY, small_config
 
 STEPS = 6
@@ -44,6 +44,8 @@ RUNS = {
 }
 KILLED = {"gspo 2": ("rollout", "update", "journal"), "lora 2": ("update",)}
 """Moments at which a run is killed, one after another."""
+AT_ONCE = (("gspo 2", "gspo tp", "live 1"), ("ppo 1", "ppo 2", "lora 1", "lora 2"))
+"""After the first run, from which the second ones start; a run is also killed after it."""
 ADAPTED = {
     "adapter": {"name": "lora", "rank": 4}, "optimizer": {"lr": 0.01},
     "moe": {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0},
@@ -136,12 +138,9 @@ def main() -> None:
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes
 
-        for label, run in RUNS.items():
-            train(label, *run)
-            print(json.dumps({"name": label, "rows": rows(base / label)}), flush=True)
-        for label, moments in KILLED.items():
+        def interrupt(label: str) -> None:
             killed, kills = base / f"killed {label}", {}
-            for moment in moments:
+            for moment in KILLED[label]:
                 codes = train(killed.name, *RUNS[label], moment=moment)
                 kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(killed / FOLDER)]
             train(killed.name, *RUNS[label])
@@ -151,6 +150,16 @@ def main() -> None:
                 n for n in undisturbed.keys() | resumed.keys() if undisturbed.get(n) != resumed.get(n)
             )
             print(json.dumps(row), flush=True)
+
+        def run(labels: tuple[str, ...]) -> None:
+            for label in labels:
+                train(label, *RUNS[label])
+                print(json.dumps({"name": label, "rows": rows(base / label)}), flush=True)
+                if label in KILLED:
+                    interrupt(label)
+
+        run(("gspo 1",))
+        in_halves(AT_ONCE, run)
 
 
 if __name__ == "__main__":

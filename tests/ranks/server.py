@@ -45,6 +45,12 @@ class Forked:
             time.sleep(0.02)
         return self.returncode
 
+    def text(self, seconds: float) -> str:
+        """What it says; it must end with 0 within the time."""
+        code = self.wait(seconds)
+        assert code == 0, f"exit code {code}\n{self.output.read_text()[-4000:]}"
+        return self.output.read_text()
+
 
 class CaseRows:
     """The rows that a started program prints, one per named case, available while it runs. See `run_cases`."""
@@ -112,10 +118,7 @@ class Server:
 
     def text(self, program: str, *arguments: str | int, seconds: float, **options) -> str:
         """What a program says that must end with 0 within a time."""
-        started = self.start(program, *arguments, **options)
-        code = started.wait(seconds)
-        assert code == 0, f"exit code {code}\n{started.output.read_text()[-4000:]}"
-        return started.output.read_text()
+        return self.start(program, *arguments, **options).text(seconds)
 
     def rows(self, program: str, *arguments: str | int, **options) -> list[dict]:
         """The JSON objects that it prints, one per line."""

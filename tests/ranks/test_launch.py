@@ -200,10 +200,10 @@ def test_two_ranks_report_what_one_process_reports(make_config, start, tmp_path,
         optimizer={"name": "Muon", "ns_dtype": "float32"},
         model={"num_key_value_heads": 2},
     )
-    one = make_config(job={"dump_folder": str(tmp_path / "one")}, **settings)
-    assert train(one) == 0
     two = make_config(job={"dump_folder": str(tmp_path / "two")}, **settings)
     process = start.by_fork(two, **LAYOUTS[layout])
+    one = make_config(job={"dump_folder": str(tmp_path / "one")}, **settings)
+    assert train(one) == 0
     output = end(process)
     assert process.returncode == 0, output
     expected, found = rows(one), rows(two)

@@ -2,15 +2,18 @@
 
 import pytest
 
+from tests.ranks.reinforcement import KILLED, RUNS
+
 # FP32 sums in another order, over three rollouts that are drawn from the weights of the steps before. Losses are
 # differences of terms near the advantages, which are of order 1.
 BOUND = 1e-5
 
 
 def test_ranks_agree_and_kills_lose_nothing(server):
-    *runs, killed, killed_lora = server.rows("reinforcement.main", seconds=400)
-    found = {row["name"]: row["rows"] for row in runs}
-    assert all(len(rows) == 6 for rows in found.values())
+    by_name = {row["name"]: row for row in server.rows("reinforcement.main", seconds=400)}
+    killed, killed_lora = (by_name.pop(f"killed {label}") for label in KILLED)
+    found = {name: row["rows"] for name, row in by_name.items()}
+    assert found.keys() == RUNS.keys() and all(len(rows) == 6 for rows in found.values())
     for name, rows in found.items():
         expected = found[f"{name.split()[0]} 1"]
         for row, one in zip(rows, expected, strict=True):
@@ -27,7 +30,7 @@ def test_ranks_agree_and_kills_lose_nothing(server):
     assert killed["kills"]["rollout"][2] == [0]
     assert killed["kills"]["update"][1:] == [[3], [0, 2]]
     assert killed["kills"]["journal"][2] == [0, 2], "a rollout without manifest does not exist"
-    for row, label in ((killed, "gspo 2"), (killed_lora, "lora 2")):
+    for row, label in zip((killed, killed_lora), KILLED, strict=True):
         assert row["rows"] == found[label]
         assert row["tensors"] > 20
         assert row["different"] == []

@@ -26,7 +26,8 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(serve
         assert row["fp8_fault"] == "", row["name"]
         finishes = row["drawn"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes
-    whole, of_groups = zip(*(row["descriptions"] for row in rows), strict=True)
-    assert "16 rows of 24 tokens on each rank, " in whole[0] and whole[0].endswith(" 0.0 MiB of copied weights")
-    assert not whole[4].endswith(" 0.0 MiB of copied weights")
-    assert "on each group (tensor 2, expert 4, pipeline 1)" in of_groups[-1]
+    described = {row["name"]: row["descriptions"] for row in rows}
+    (alone, _), (of_two, _) = described["1 fsdp"], described["2 fsdp"]
+    assert "16 rows of 24 tokens on each rank, " in alone and alone.endswith(" 0.0 MiB of copied weights")
+    assert not of_two.endswith(" 0.0 MiB of copied weights")
+    assert "on each group (tensor 2, expert 4, pipeline 1)" in described["4 fsdp-experts12-keys1"][1]

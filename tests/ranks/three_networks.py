@@ -26,7 +26,7 @@ from glm46.training import loop
 from glm46.training.build import run
 from glm46.training.network import build_network
 from tests.ranks import training_kills
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -206,19 +206,18 @@ def main() -> None:
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes
 
-        for label, (ranks, degrees) in LAYOUTS.items():
-            train(label, ranks, degrees)
-            print(json.dumps({"name": label, "rows": rows(base / label)}), flush=True)
-        codes = train("killed", *LAYOUTS[KILLED], kill_at=KILLED_AT)
-        saved = published_steps(base / "killed" / "checkpoint")
-        train("killed", *LAYOUTS[KILLED])
-        undisturbed, resumed = (contents(base / label / "checkpoint") for label in (KILLED, "killed"))
-        row = {"name": "killed", "codes": codes, "saved": saved, "rows": rows(base / "killed")}
-        row["tensors"] = sorted(undisturbed)
-        row["different"] = sorted(
-            n for n in undisturbed.keys() | resumed.keys() if undisturbed.get(n) != resumed.get(n)
-        )
-        print(json.dumps(row), flush=True)
+        def run(label: str) -> None:
+            row = {"name": label}
+            if label == "killed":
+                row["codes"] = train(label, *LAYOUTS[KILLED], kill_at=KILLED_AT)
+                row["saved"] = published_steps(base / label / "checkpoint")
+            train(label, *LAYOUTS.get(label, LAYOUTS[KILLED]))
+            print(json.dumps(row | {"rows": rows(base / label)}), flush=True)
+
+        in_halves([*LAYOUTS, "killed"], run)
+        expected, resumed = (contents(base / label / "checkpoint") for label in (KILLED, "killed"))
+        different = sorted(n for n in expected.keys() | resumed.keys() if expected.get(n) != resumed.get(n))
+        print(json.dumps({"name": "tensors", "all": sorted(expected), "different": different}), flush=True)
 
 
 if __name__ == "__main__":

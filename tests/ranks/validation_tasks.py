@@ -14,7 +14,7 @@ import torch
 
 from glm46.data.tokenizer import load_tokenizer
 from glm46.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -68,14 +68,16 @@ def main() -> None:
             (base / "writing.py").write_text(WRITING_CODE)
             names = [str(base / "writing.yaml"), "glm46_next_line", "glm46_documentation"]
             tasks.append({"kind": "standard", "names": names, "samples": 3})
-        for label, (ranks, degrees) in LAYOUTS.items():
+
+        def run(label: str) -> None:
+            ranks, degrees = LAYOUTS[label]
             config = small_config(
                 source, base / label, parallelism=degrees, validation={"enable": True, "tasks": tasks},
                 training={"steps": 1, "global_batch_size": 4}, checkpoint={"enable": False},
                 model={"num_key_value_heads": 2},
             )  # fmt: skip
 
-            def work(rank: int, config=config) -> int:
+            def work(rank: int) -> int:
                 torch.set_num_threads(1)
                 return train(config)
 
@@ -84,6 +86,8 @@ def main() -> None:
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             rows = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
             print(json.dumps({"name": label, "row": next(rows)}), flush=True)
+
+        in_halves(LAYOUTS, run)
 
 
 if __name__ == "__main__":
