@@ -29,7 +29,7 @@ from glm46.training.state import Progress
 from glm46.training.totals import count_step
 
 SLOW = pytest.mark.slow
-TIMED = ("seconds", "second", "device", "mfu", "gib")
+TIMED = ("seconds", "second", "device", "mfu", "gib", "overhead_ratio")
 
 
 def rows(config) -> list[dict]:
