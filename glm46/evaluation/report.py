@@ -108,13 +108,14 @@ def _needle_table(result: Result) -> list[str]:
 def _standard_table(result: Result) -> list[str]:
     lines = [
         "Tasks of lm-eval",
-        f"  {'task':<32}{'metric':<28}{'examples':>9}{'documents':>11}{'value':>10}{'error':>9}",
+        f"  {'task':<32}{'metric':<28}{'examples':>9}{'documents':>11}{'value':>12}{'error':>9}",
     ]
     for one in result["figures"]:
         metric = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
         examples, documents = (" " if one[name] is None else one[name] for name in ("examples", "documents"))
         error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
-        lines.append(f"  {one['task']:<32}{metric:<28}{examples:>9}{documents:>11}{one['value']:>10.4f}{error:>9}")
+        value = f"{one['value']:.4f}" if abs(one["value"]) < 1e4 else f"{one['value']:.4g}"
+        lines.append(f"  {one['task']:<32}{metric:<28}{examples:>9}{documents:>11}{value:>12}{error:>9}")
     return lines
 
 
