@@ -6,8 +6,9 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from glm46.compat import gather_rows
 from glm46.config.model import ModelShape
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.adapters import merged_rows
@@ -16,14 +17,17 @@ from glm46.model.transformer import Transformer
 from glm46.planner.parameters import named_rows, scales_name
 from glm46.training.network import Network
 
+_SMALL_BYTES = 4 * 2**20
+"""Of whole tensors that are gathered in one call, which takes up to 2 ms on a CPU however small they are."""
+
 
 @torch.no_grad()
 def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer of the whole model by name, in the order of the table of parameters. Collective:
     all ranks iterate to the end.
 
-    At any time one tensor is gathered. A parameter is cast to the type of the layers' products before it is sent.
-    Adapters are added in FP32 and the sum is rounded once.
+    At any time one tensor is gathered, or several small ones. A parameter is cast to the type of the layers' products
+    before it is sent. Adapters are added in FP32 and the sum is rounded once.
 
     Args:
         network: with an output head for tokens.
@@ -37,9 +41,13 @@ def whole_weights(network: Network, shape: ModelShape) -> Iterator[tuple[str, Te
     weights, pipeline = network.weights(), network.cluster.meshes.pipeline
     wanted = [(name, size, own or dtype) for name, size, own in _tensors(shape)]
     owners = _owners([name in weights for name, _, _ in wanted], pipeline)
-    for (name, size, kept), owner in zip(wanted, owners, strict=True):
+    ready: dict[str, Tensor] = {}
+    for number, ((name, size, kept), owner) in enumerate(zip(wanted, owners, strict=True)):
         if name in weights:
-            whole = _merged(network, weights, name, kept)
+            if name not in ready:
+                ready |= _small_ones(weights, wanted[number:], ready)
+            found = ready.pop(name, None)
+            whole = _merged(network, weights, name, kept) if found is None else found.to(network.cluster.device)
         else:
             whole = torch.empty(size, dtype=kept, device=network.cluster.device)
         if pipeline is not None:
@@ -92,6 +100,49 @@ def _whole(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tens
     if scales is None:
         return _gathered(weights[name], dtype)
     return in_compute_type(_gathered(weights[name], torch.uint8), _gathered(scales, torch.int32), dtype)
+
+
+def _small_ones(
+    weights: Mapping[str, Tensor], wanted: list[tuple[str, torch.Size, torch.dtype]], ready: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The first of these weights and others that are sharded as it is and not ready, whole, gathered in one call; none
+    if it is large, has an adapter or scales, or is not sharded along its rows alone. Collective."""
+    kind, bytes_left, names = _sharding(weights, wanted[0][0], wanted[0][2]), _SMALL_BYTES, []
+    for name, size, dtype in wanted:
+        if kind is None or (nbytes := size.numel() * dtype.itemsize) > bytes_left and not names:
+            return {}
+        if nbytes > bytes_left or name in ready or name not in weights:
+            continue
+        if _sharding(weights, name, dtype) == kind:
+            bytes_left -= nbytes
+            names.append(name)
+    group, dtype = kind
+    ranks, parts = dist.get_world_size(group), []
+    for name in names:
+        local = local_tensor(weights[name]).to(dtype)
+        missing = -(-len(weights[name]) // ranks) - len(local)
+        parts.append(torch.cat([local, local.new_zeros(missing, *local.shape[1:])]).flatten())
+    own = torch.cat(parts)
+    of_ranks = own.new_empty(ranks * len(own))
+    gather_rows(of_ranks, own, group)
+    pieces = zip(names, of_ranks.view(ranks, -1).split([len(part) for part in parts], 1), strict=True)
+    return {name: piece.reshape(-1, *weights[name].shape[1:])[: len(weights[name])] for name, piece in pieces}
+
+
+def _sharding(
+    weights: Mapping[str, Tensor], name: str, dtype: torch.dtype
+) -> tuple[dist.ProcessGroup, torch.dtype] | None:
+    """The ranks that the rows of a weight are sharded over, and its type; None if `_small_ones` does not gather it."""
+    tensor, owner = weights[name], name.rpartition(".")[0]
+    if not isinstance(tensor, DTensor) or {scales_name(name), f"{owner}.lora_A", f"{name}_lora_A"} & weights.keys():
+        return None
+    mesh, split = tensor.device_mesh, []
+    for axis, placement in enumerate(tensor.placements):
+        if mesh.size(axis) > 1 and not isinstance(placement, Replicate):
+            split.append((axis, placement))
+    if len(split) != 1 or type(split[0][1]) is not Shard or split[0][1].dim != 0:
+        return None
+    return mesh.get_group(split[0][0]), dtype
 
 
 def _gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
