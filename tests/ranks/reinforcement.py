@@ -3,10 +3,10 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/reinforcement.py
 
 A small GLM with experts is trained for six steps, two for each rollout, by GSPO, whose engine has other selection
-biases than the policy, so that only replayed routes make them agree; by PPO with a critic; and by adapters on the
-weights of the first run, with a penalty for the distance to these. A killed run dies while it draws its second rollout,
-in its fourth step, which is inside of a rollout, and while it writes its third rollout; each time the same command goes
-on.
+biases than the policy, so that only replayed routes make them agree; by PPO with a critic, also on a device without
+hardware; and by adapters on the weights of the first run, with a penalty for the distance to these. A killed run dies
+while it draws its second rollout, in its fourth step, which is inside of a rollout, and while it writes its third
+rollout; each time the same command goes on.
 """
 
 import json
@@ -25,6 +25,7 @@ from glm46.rollout import local
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.weights import whole_weights
 from glm46.training import loop
+from tests import pretend_gpu
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import TINY, small_config
@@ -39,12 +40,13 @@ RUNS = {
     "live 1": (1, {"algorithm": "gspo"}, {}),
     "ppo 1": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
     "ppo 2": (2, {"algorithm": "ppo", "kl": {"weight": 0.1}, "reference_offload": True}, {}),
+    "ppo device": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
     "lora 1": (1, _ADAPTED, {}),
     "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
 }
 KILLED = {"gspo 2": ("rollout", "update", "journal"), "lora 2": ("update",)}
 """Moments at which a run is killed, one after another."""
-AT_ONCE = (("gspo 2", "gspo tp", "live 1"), ("ppo 1", "ppo 2", "lora 1", "lora 2"))
+AT_ONCE = (("gspo 2", "gspo tp", "live 1"), ("ppo 1", "ppo device", "ppo 2", "lora 1", "lora 2"))
 """After the first run, from which the second ones start; a run is also killed after it."""
 ADAPTED = {
     "adapter": {"name": "lora", "rank": 4}, "optimizer": {"lr": 0.01},
@@ -66,6 +68,8 @@ def biased(network, shape):
 def work(rank: int, config, moment: str) -> int:
     """Train; die at a moment."""
     torch.set_num_threads(1)
+    if config.job.dump_folder.endswith("device"):
+        pretend_gpu.install()
     if config.rl.algorithm == "gspo":
         local.whole_weights = biased
     calls = dict.fromkeys(("generate", "train_step", "replace_durably"), 0)
