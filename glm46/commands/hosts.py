@@ -32,6 +32,9 @@ _FOLLOW_SECONDS = 30.0
 _RESTART_SECONDS = 5.0
 """The same, and for an answer of a node, if another start follows: nothing is left to be saved, and launchers end the
 ranks of their nodes before."""
+_ASK_SECONDS = 2.0
+"""Time between two questions while all train, if another start may follow. When the ranks of a node that is cut off are
+missed, their launcher has been silent for longer than `_RESTART_SECONDS`, and no further time passes."""
 _KILL_SECONDS = 10.0
 """For nodes to end after they were told to kill their ranks."""
 _LATE_SECONDS = 20.0
@@ -174,6 +177,7 @@ class HostNodes:
             0, or the exit code of the node that failed first; EXIT_STOPPED only if no node ended otherwise.
         """
         self._is_running, self.hung_ranks, self.failed_at = True, set(), None
+        self._asked_at = time.monotonic()
         self.is_final = False
         self._send(go=times.to_text())
         for node in self._nodes:
@@ -188,6 +192,7 @@ class HostNodes:
                     self._print(node, event) if node in self._nodes else node.held.append(event)
                 elif node.code is not None and not had_ended and node in self._nodes:
                     codes.append(self._end_of(node, node.code, is_first=not codes))
+            self._ask()
             if time.monotonic() > self._deadline:
                 self._take_measure()
         self._is_running = False
@@ -220,20 +225,39 @@ class HostNodes:
             self._deadline = time.monotonic() + (SAVE_SECONDS if is_good else follow)
             if not is_good:
                 self.failed_at = time.time()
-                self._send(ask=True)
+                for other in self._nodes:
+                    if other.code is None:
+                        other.ask()
                 how = "the connection was lost" if _is_disconnect(code) else f"ended with exit code {code}"
                 print(f"error: {node.name}: {how}; all nodes are stopped", file=sys.stderr, flush=True)
         return EXIT_FAILED_RANK if _is_disconnect(code) else code
+
+    def _ask(self) -> None:
+        """Ask all nodes again and again whether they are alive. After a failure, disconnect those that have owed an
+        answer for too long."""
+        now, left = time.monotonic(), [node for node in self._nodes if node.code is None]
+        if not self._restarts or self.signal_number is not None:
+            return
+        if self.failed_at is None and now > self._asked_at + _ASK_SECONDS:
+            self._asked_at = now
+            for node in left:
+                node.ask()
+        elif self.failed_at and self._events.empty():  # no answer waits to be read
+            for node in left:
+                if node.asked_at and now > node.asked_at + _RESTART_SECONDS:
+                    self._lose(node)
+
+    def _lose(self, node: NodeClient) -> None:
+        node.is_lost, node.asked_at = True, None
+        node.disconnect()
 
     def _take_measure(self) -> None:
         """End nodes that have not followed: SIGTERM, then SIGKILL, then the end of the connection. A node that has not
         answered since the failure is disconnected at once."""
         measure = self._remaining_measures.pop(0) if self._remaining_measures else None
         for node in self._nodes:
-            is_silent = self._restarts and not node.answer.get("is_alive")
-            if node.code is None and (measure is None or is_silent):
-                node.is_lost = True
-                node.disconnect()
+            if node.code is None and (measure is None or self._restarts and node.asked_at):
+                self._lose(node)
         if measure is None:
             self._deadline = float("inf")
             return

@@ -6,7 +6,7 @@
     compare the answers                <------  versions, processes, faults
     go, then signals                   ------>  train; a signal is handled as if it were sent to the launcher
     print each line after its node     <------  output
-    after a failure: a question        ------>  answered at once; a node that does not answer is lost
+    a question, again and again        ------>  answered at once; a node that does not is lost once another one fails
     then: kill the ranks               ------>  they are killed; the launcher goes on
     exit code, newest checkpoint       <------  the end of this start
     next order                         ------>  the next start, on these nodes or others
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +67,7 @@ class NodeClient:
         code: exit code of this start, or of the client if it has ended; None before.
         is_connected: whether the client runs.
         is_lost: whether the node did not answer in time after another node had failed.
+        asked_at: `time.monotonic` of the last question, if it has not been answered.
 
     Raises:
         UserError: the client is not installed.
@@ -77,6 +79,7 @@ class NodeClient:
         self.answer: dict[str, Any] = {}
         self.code: int | None = None
         self.is_connected, self.is_lost = True, False
+        self.asked_at: float | None = None
         self._test = f"ssh -o BatchMode=yes {host.login} true"
         if connection != "ssh":
             self._test = shlex.join(CONNECTIONS[connection](host, "true"))
@@ -107,13 +110,16 @@ class NodeClient:
             _, mark, text = event.partition(_ANSWER)  # a rank may have left a line without an end before it
             if not mark:
                 return False
-            self.answer |= json.loads(text)
+            said = json.loads(text)
+            if said.pop("is_alive", False):
+                self.asked_at = None
+            self.answer |= said
             self.code = self.answer.get("code")
         return True
 
     def order(self, **order: Any) -> None:
         """Begin a start on this node."""
-        self.answer, self.code = {}, None
+        self.answer, self.code, self.asked_at = {}, None, None
         self.send(start=order)
 
     @property
@@ -144,6 +150,12 @@ class NodeClient:
         """Write one line to the launcher, if it still runs."""
         with suppress(OSError):
             os.write(self._client.stdin.fileno(), json.dumps(message).encode() + b"\n")
+
+    def ask(self) -> None:
+        """Ask the launcher whether it is alive, if it owes no answer."""
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+            self.send(ask=True)
 
     def close(self) -> None:
         """Let the launcher end."""

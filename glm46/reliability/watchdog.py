@@ -31,7 +31,7 @@ from glm46.reliability.verdict import remove_verdict, write_verdict
 
 _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
-"""Time between two checks of the alarm in the store."""
+"""Time between two checks of the alarm in the store, by a rank that makes progress."""
 _STORE_SECONDS = 30.0
 """After this time without an answer from the store, a rank cannot know whether the others run, and ends."""
 _CALL_SECONDS = 2.0
@@ -41,8 +41,9 @@ _TIMED_STEPS = 20
 """Number of timed steps before their times set the limit; until then it is the limit of the start."""
 _WARM_UP_STEPS = 2
 """Number of first steps that are not timed: they compile and fill caches."""
-_ANSWER_SECONDS = 3.0
-"""Time that ranks have to answer an alarm: some ticks, and a busy machine."""
+_ANSWER_SECONDS = 2.0
+"""Time that ranks have to answer an alarm: a check of the store, some ticks, and a busy machine."""
+_LINGER_SECONDS = 0.4
 _PATIENCE_SECONDS = 15.0
 """This process ends within this time after an alarm, whatever else hangs."""
 _ALARM = "glm46/hang/alarm"
@@ -158,10 +159,14 @@ class Watchdog:
 
     def _listen(self) -> None:
         """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
-        while not self._end.wait(_ASK_SECONDS):
+        while not self._end.wait(_ASK_SECONDS / (4 if self._is_late() else 1)):
             with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
                 self._has_alarm = self._store.check([_ALARM])
                 self._answered_at = time.monotonic()
+
+    def _is_late(self) -> bool:
+        """Whether this rank may soon be found to hang; then an alarm is likely and has to be heard soon."""
+        return self._is_watched and time.monotonic() - self._since > self._shortest / 2
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -209,10 +214,7 @@ class Watchdog:
         if self._store is not None and _within(_CALL_SECONDS, self._store.check, [_REPORTED]):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
-        _within(_CALL_SECONDS, self._keep_stacks)
         collectives, recorder = collectives_here()
-        if recorder:
-            _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
         answer = {
             "operation": self._operation,
             "step": self._step,
@@ -220,7 +222,13 @@ class Watchdog:
             "collectives": collectives,
         }
         alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
-        found = None if self._store is None else _within(_ANSWER_SECONDS + _CALL_SECONDS, self._exchange, answer)
+        end = time.monotonic() + _ANSWER_SECONDS
+        # Before the files, on a disk that may take all of its time: the others wait for the answer.
+        is_told = self._store is not None and _within(_CALL_SECONDS, self._tell, answer)
+        _within(_CALL_SECONDS, self._keep_stacks)
+        if recorder:
+            _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
+        found = _within(_ANSWER_SECONDS + _CALL_SECONDS, self._answers, end) if is_told else None
         answers, processes = found or alone
         speaker = min(answers)
         if rank == speaker:
@@ -234,15 +242,17 @@ class Watchdog:
         if self._store is not None:
             _within(_CALL_SECONDS, self._store.set, _REPORTED, "1")
             _kill_hung([processes[hung] for hung in processes.keys() - answers.keys()])
-            time.sleep(1.0 if rank == speaker else 0.2)  # the first rank may hold the store: it ends last
+            time.sleep(_LINGER_SECONDS if rank == speaker else 0.1)  # the first rank may hold the store: it ends last
         os._exit(EXIT_HANG)
 
-    def _exchange(self, answer: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, int]]]:
-        """The answers of the ranks that answer in time, and host and process id of all ranks."""
+    def _tell(self, answer: dict[str, Any]) -> bool:
         self._store.set(_ALARM, "1")
         self._store.set(f"glm46/hang/answer/{self._process.rank}", json.dumps(answer))
+        return True
+
+    def _answers(self, end: float) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, int]]]:
+        """The answers of the ranks that answer until a time of `time.monotonic`, and host and process id of all."""
         keys = {rank: f"glm46/hang/answer/{rank}" for rank in range(self._process.world_size)}
-        end = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(0.1)
         answers = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}

@@ -183,6 +183,22 @@ def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(clu
     assert "c: killed: the other nodes have ended" in capfd.readouterr().out
 
 
+def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkeypatch):
+    """As after a cut of its network: other ranks miss its ranks later than the driver misses its launcher."""
+    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 3.0)
+    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec sleep 12"
+    seconds = hosts._ASK_SECONDS + hosts._RESTART_SECONDS + 0.5
+    with cluster(node(76, seconds=seconds), silent, node(seconds=100), restarts=True) as nodes:
+        assert nodes.faults() == {}
+        began, lost_after = time.monotonic(), []
+        disconnect = nodes._nodes[1].disconnect
+        nodes._nodes[1].disconnect = lambda *left: (lost_after.append(time.monotonic() - began), disconnect(*left))
+        assert nodes.run(TIMES) == 76
+        assert [host.name for host in nodes.lost_hosts()] == ["b"]
+        # Not before the failure, without which it does not matter; and not an answer's time after it.
+        assert seconds < lost_after[0] < seconds + hosts._RESTART_SECONDS / 2
+
+
 def test_launchers_live_through_failures_and_a_spare_takes_a_place(cluster, monkeypatch, capfd):
     """The ranks of a node are killed after the failure of another one, and its launcher takes the next order."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 1.0)
