@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class CheckpointManager:
         self._target = SaveTarget(self.folder, rule, node)
         self._background = BackgroundSaver()
         self._verified: dict[int, dict[str, Any]] = {}
+        self.before_publishing: Callable[[], None] = lambda: None
+        """Called on the first rank, by the thread that saves."""
         self._in_use: set[int] = set()
         self._branch_point: int | None = None
 
@@ -256,7 +258,7 @@ class CheckpointManager:
         self._set_aside_newer()
         self._verified.pop(step, None)
         with self._ranks.stage("writing meta as JSON"):
-            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good)
+            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
 
     def _is_any_rank_saving(self) -> bool:
         """Whether a background save is running on some rank. Collective."""

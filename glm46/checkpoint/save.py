@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Snapshot:
     validation_loss: float | None = None
     is_good: bool = True
     """Whether the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
+    before_publishing: Callable[[], None] = lambda: None
+    """Called on the first rank."""
 
     def facts(self, world_size: int, *, is_finite: bool) -> dict[str, Any]:
         """The fields of the manifest besides the files, for people and for retention.
@@ -128,6 +130,8 @@ def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, stag
                 stage.value = index, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
         index, meta, facts = stage.values[0]
         with ranks.stage("publishing"):
+            if ranks.is_first:
+                snapshot.before_publishing()
             if is_leader:
                 if not ranks.is_first:
                     create_durably(draft / METADATA, [index])

@@ -6,7 +6,6 @@ scrape costs training nothing and works while ranks hang, crash and start again.
 
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -122,9 +121,10 @@ class RunCollector(Collector):
             if stamp == self._stamp:
                 return
             # A resume writes the file again: values of rows that it removes must not stay.
-            kept = self._rows if self._stamp and stamp[0] == self._stamp[0] else {}
+            kept = dict(self._rows) if self._stamp and stamp[0] == self._stamp[0] else {}
             for rows in reversed(rows_by_kind(read_history(path, _TAIL_BYTES))):
-                kept = dict(ChainMap(*reversed(rows), kept))
+                for row in rows:
+                    kept |= row
             self._rows, self._stamp = kept, stamp
         except OSError:  # not there yet
             return

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from glm46.observe.writes import Writes
+
 HEARTBEAT_FILE = "heartbeat.json"
 """Name of the file in the dump folder."""
 
@@ -55,7 +57,7 @@ class Beat:
 class Heartbeat:
     """Writes the file; only on the main rank, on others the methods do nothing.
 
-    A write is one system call, unsynced. If the disk fails, training continues without it.
+    A write is one system call in a thread, unsynced. If the disk fails, training continues without it.
     """
 
     def __init__(self, folder: Path, *, is_main: bool):
@@ -67,6 +69,7 @@ class Heartbeat:
                 # Not truncated: a reader would find an empty file for a moment.
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
                 self._size = os.fstat(self._file).st_size
+                self._writes = Writes("heartbeat", most_waiting=1)
             self._write()
 
     def begins(self, *, step: int, tokens: int, budget: int, save_interval: int | None, info: dict[str, str]) -> None:
@@ -122,6 +125,7 @@ class Heartbeat:
     def close(self) -> None:
         """Close the file, which stays. Idempotent."""
         if self._file is not None:
+            self._writes.close()
             os.close(self._file)
             self._file = None
 
@@ -134,13 +138,16 @@ class Heartbeat:
             # Blanks cover the end of a longer text of before.
             text = json.dumps(vars(self._beat)).encode().ljust(self._size)
             self._size = len(text)
-            try:
-                os.pwrite(self._file, text, 0)
-            except OSError:
-                with contextlib.suppress(OSError):  # a descriptor stays broken when its disk returns
-                    again = os.open(self._path, os.O_WRONLY)
-                    os.dup2(again, self._file, inheritable=False)
-                    os.close(again)
+            self._writes.make(lambda: self._put(self._file, text))
+
+    def _put(self, file: int, text: bytes) -> None:
+        try:
+            os.pwrite(file, text, 0)
+        except OSError:
+            with contextlib.suppress(OSError):  # a descriptor stays broken when its disk returns
+                again = os.open(self._path, os.O_WRONLY)
+                os.dup2(again, file, inheritable=False)
+                os.close(again)
 
 
 def read_heartbeat(folder: Path) -> Beat | None:

@@ -11,6 +11,9 @@ from glm46.observe.console import ConsoleView, train_line, validation_line
 from glm46.observe.history import ROWS_FILE, History, LineFile, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 from glm46.observe.tracker import Tracker
+from glm46.observe.writes import Writes
+
+_MOST_WAITING = 10_000
 
 Kind = Literal["train", "validation"]
 """Kinds of rows. A step can have one of each."""
@@ -46,6 +49,7 @@ class Report:
             return
         self._folder = dump_folder
         self._paused: set[Path] = set()
+        self._writes = Writes("report", _MOST_WAITING)
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
@@ -83,9 +87,15 @@ class Report:
         if self._is_main:
             self._write_log(text)
 
+    def finish_writes(self) -> None:
+        """Wait until all rows and messages so far are in their files."""
+        if self._is_main:
+            self._writes.finish()
+
     def close(self) -> None:
         """Sync and close all files. Idempotent."""
         if self._is_main and not self._log.closed:
+            self._writes.close()
             self._console.close()
             if self._tracker is not None:
                 self._tracker.close()
@@ -115,6 +125,9 @@ class Report:
 
     def _keep(self, path: Path, write: Callable[[], None]) -> None:
         """Write to a file that training can do without. If the disk fails, report it once and continue."""
+        self._writes.make(lambda: self._try_to_write(path, write))
+
+    def _try_to_write(self, path: Path, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:

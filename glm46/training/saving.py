@@ -49,6 +49,8 @@ class Saver:
     ):
         self._task, self._checkpoints, self._report, self._heartbeat = task, checkpoints, report, heartbeat
         self._config = task.plan.config.checkpoint
+        # A resume after this step cuts the file of rows behind it, and nobody writes them again.
+        checkpoints.before_publishing = report.finish_writes
         self._spikes = spikes
         self._saved_step = checkpoints.loaded_step or 0
         self._failed_saves = self._failed_in_a_row = 0

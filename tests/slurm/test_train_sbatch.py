@@ -312,17 +312,23 @@ def test_a_job_whose_storage_is_lost_is_requeued_and_waits_for_it(cluster, stora
     assert job.losses() == expected
 
 
-def test_a_job_whose_storage_hangs_goes_on(cluster, storage, config, expected):
-    """Longer than comm.hang_seconds: the ranks are ended as hung, and the launchers wait in the kernel."""
+def test_a_job_whose_storage_hangs_trains_on(cluster, storage, config, expected):
+    """Longer than comm.hang_seconds: rows, heartbeat and checkpoints wait in threads, and no rank is ended."""
     job = Job(cluster, storage.folder, config, seen=storage.seen)
+
+    def steps() -> list[int]:
+        return [int(step) for step in re.findall(r"step {2,}(\d+)", job.output())]
+
     wait_for_checkpoint(job)
     storage.signal(signal.SIGSTOP)
-    report("from the hang to the end of the ranks", job.wait(lambda: "no progress for" in job.output()))
-    time.sleep(10)
+    time.sleep(1)
+    before = max(steps())
+    report("from the hang to the tenth step after it", job.wait(lambda: max(steps()) > before + 10, 60))
+    time.sleep(2 * config.comm.hang_seconds)
     storage.signal(signal.SIGCONT)
-    report("from the return to the resume", job.wait(lambda: "resumed after step" in job.output()))
-    job.wait(job.has_ended)
+    report("from the return to the end", job.wait(job.has_ended))
     assert (job.state()["JobState"], job.state()["Restarts"]) == ("COMPLETED", "0"), job.output()
+    assert "no progress for" not in job.output() and "resumed after step" not in job.output()
     assert job.losses() == expected
 
 

@@ -10,6 +10,7 @@ import torch
 
 from glm46.checkpoint import dcp
 from glm46.checkpoint import save as save_module
+from glm46.checkpoint.integrity import complete_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.distributed.ranks import CheckpointError
 
@@ -67,6 +68,15 @@ def test_storage_that_hangs_costs_checkpoints_but_no_training_time(tmp_path, mon
     assert manager.save_in_background(3, filled(3), {})
     assert [outcome.step for outcome in manager.close()] == [3]
     assert manager.newest() == 3
+
+
+def test_a_step_is_published_after_what_has_to_be_written_before(tmp_path):
+    manager, published = make_manager(tmp_path), []
+    manager.before_publishing = lambda: published.append(complete_steps(tmp_path))
+    manager.save(1, filled(1), {})
+    assert manager.save_in_background(2, filled(2), {})
+    take(manager)
+    assert published == [[], [1]]
 
 
 @pytest.fixture

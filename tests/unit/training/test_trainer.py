@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from glm46.checkpoint import save
 from glm46.checkpoint.inspection import summarise
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.commands.checkpoint import checkpoint_command
@@ -20,6 +22,8 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generation import continue_tokens
+from glm46.observe import writes
+from glm46.observe.history import LineFile
 from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
 from glm46.reliability.stop import Diverged, StopRequest
@@ -39,6 +43,29 @@ def rows(config) -> list[dict]:
 
 def training_rows(config) -> list[dict]:
     return [row for row in rows(config) if "loss" in row]
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows(mode, make_config, monkeypatch):
+    """Otherwise a run that is killed in between goes on after a step without a row."""
+    config = make_config(training={"steps": 6}, checkpoint={"interval": 2, "keep_latest_k": 0, "async_mode": mode})
+    at_publishing, append, publish = {}, LineFile._append, save.publish
+
+    def late(*call) -> None:
+        time.sleep(0.3)
+        append(*call)
+
+    def watched(draft, step, *more) -> None:
+        at_publishing[step] = [row["step"] for row in training_rows(config)]
+        publish(draft, step, *more)
+
+    monkeypatch.setattr(writes, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(LineFile, "_append", late)
+    monkeypatch.setattr(save, "publish", watched)
+    assert train(config) == 0
+    assert 2 in at_publishing and 6 in at_publishing
+    assert all(step in done for step, done in at_publishing.items())
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
