@@ -1,5 +1,6 @@
 """Ranks of a small run by fork: the imports are paid once, so that hundreds of starts and ends take minutes."""
 
+import ctypes
 import json
 import math
 import os
@@ -112,6 +113,7 @@ def in_halves(items: Iterable, work: Callable[[Any], None]) -> None:
         child = os.fork()
         if child == 0:
             code = 1
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with its program
             _INHERITED[:] = _STORES  # their threads are not in this process: destroying one would wait without end
             _STORES.clear()
             try:

@@ -46,7 +46,7 @@ RUNS = {
 }
 KILLED = {"gspo 2": ("rollout", "update", "journal"), "lora 2": ("update",)}
 """Moments at which a run is killed, one after another."""
-AT_ONCE = (("gspo 2", "gspo tp", "live 1"), ("ppo 1", "ppo device", "ppo 2", "lora 1", "lora 2"))
+AT_ONCE = (("gspo 2", "gspo tp", "live 1", "lora 1", "lora 2"), ("ppo 1", "ppo device", "ppo 2"))
 """After the first run, from which the second ones start; a run is also killed after it."""
 ADAPTED = {
     "adapter": {"name": "lora", "rank": 4}, "optimizer": {"lr": 0.01},
