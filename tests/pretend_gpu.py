@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import glm46
 from glm46.distributed import process
 from glm46.model import attention_runs
 from glm46.model.attention_runs import _block_attention_backward as block_attention_backward
 from glm46.model.attention_runs import block_attention
 
 NAME = "pretend"
+
+_PACKAGE = f"{Path(glm46.__file__).parent}/"
 
 waits: list[str] = []
 """What made the host wait: the operator, and the line of the package that called it."""
@@ -184,7 +188,7 @@ def _count(name: str, args: tuple, kwargs: dict, on_device: bool, goes_to_device
 
 def _note(name: str) -> None:
     frame = sys._getframe()
-    while frame is not None and "/glm46/" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     waits.append(f"{name} {frame and frame.f_code.co_filename}:{frame and frame.f_lineno}")
 
