@@ -1,6 +1,7 @@
 """Validation: loss on held-out documents, and the tasks of [[validation.tasks]]."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -23,10 +24,11 @@ from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.network import Batch, Network
 from glm46.training.state import Progress
 
+ColumnsOf = Callable[[Network], dict[str, float]]
+"""What a task of [[validation.tasks]] measures of a network, by column. Collective."""
 
-def validation_measures(
-    plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer
-) -> list[Measure | StandardMeasure]:
+
+def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> list[ColumnsOf]:
     """The measures of [[validation.tasks]].
 
     Raises:
@@ -37,9 +39,9 @@ def validation_measures(
         place = f"validation.tasks[{index}]"
         try:
             if task.kind == "standard":
-                measures.append(StandardMeasure(task, place, tokenizer, plan.shape.max_position_embeddings))
+                measures.append(StandardMeasure(task, place, tokenizer, plan.shape.max_position_embeddings).columns)
             else:
-                measures.append(_measure(task, plan, manifests, tokenizer))
+                measures.append(partial(_columns, _measure(task, plan, manifests, tokenizer)))
         except UserError as error:
             start = "" if task.kind == "standard" else f"{place}.lengths: "
             faults += [start + fault for fault in error.faults]
@@ -62,12 +64,16 @@ def _measure(task: ValidationTask, plan: Plan, manifests: dict[str, Manifest], t
     return Position(manifests, **usual)
 
 
+def _columns(measure: Measure, network: Network) -> dict[str, float]:
+    return measure.result(measured_figures(network, measure))["columns"]
+
+
 def evaluate(
     network: Network,
     objective: NextToken,
     manifests: dict[str, Manifest],
     tokenizer: Tokenizer,
-    measures: Sequence[Measure | StandardMeasure] = (),
+    measures: Sequence[ColumnsOf] = (),
 ) -> dict[str, float]:
     """Compute validation metrics over all held-out text, or as many batches as [validation] steps allows, and the
     columns of further measures. Collective.
@@ -82,10 +88,7 @@ def evaluate(
     if drafts := sum(sums["drafts"] for sums in totals.values()):
         columns["mtp_acceptance"] = sum(sums["accepted"] for sums in totals.values()) / drafts
     for measure in measures:
-        if isinstance(measure, StandardMeasure):
-            columns |= measure.columns(network)
-        else:
-            columns |= measure.result(measured_figures(network, measure))["columns"]
+        columns |= measure(network)
     network.release()
     return {f"validation_{column}": value for column, value in columns.items()}
 
