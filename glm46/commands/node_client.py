@@ -99,18 +99,21 @@ class NodeClient:
 
     def _read(self, events: queue.Queue) -> None:
         for line in self._client.stdout:
-            events.put((self, line.decode(errors="replace").rstrip("\r\n")))
+            before, mark, answer = line.decode(errors="replace").rstrip("\r\n").partition(_ANSWER)
+            if before or not mark:  # with both, a rank has left a line without an end
+                events.put((self, before))
+            if mark:
+                events.put((self, mark + answer))
         events.put((self, self._client.wait()))
 
     def take(self, event: str | int) -> bool:
         """Keep the exit code or what the launcher says about itself; returns False for lines of other output."""
         if isinstance(event, int):
             self.code, self.is_connected = event if self.code is None else self.code, False
+        elif not event.startswith(_ANSWER):
+            return False
         else:
-            _, mark, text = event.partition(_ANSWER)  # a rank may have left a line without an end before it
-            if not mark:
-                return False
-            said = json.loads(text)
+            said = json.loads(event.removeprefix(_ANSWER))
             if said.pop("is_alive", False):
                 self.asked_at = None
             self.answer |= said

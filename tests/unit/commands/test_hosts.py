@@ -140,6 +140,14 @@ def test_output_has_the_name_of_its_node_and_good_ends_are_waited_for(cluster, c
     assert sorted(lines) == sorted(f"{name}: {said}" for name in "ab" for said in ("Welcome!", "works 0", "is done"))
 
 
+def test_an_answer_inside_a_line_of_a_rank_hides_no_text(cluster, capfd):
+    command = node().replace("driver.report(", 'print("step 7: los", end=""); driver.report(')
+    with cluster(command) as nodes:
+        assert nodes.faults() == {}
+        assert nodes.run(TIMES) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "a: step 7: los"
+
+
 def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, capfd):
     """One node ends at SIGTERM, the other one ignores it and is killed."""
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
