@@ -11,6 +11,8 @@ Answers = dict[int, dict[str, Any]]
 """By rank: operation, step, stack, and collectives: by process group [number of the last one started, its name]."""
 
 _FRAMES_SHOWN = 3
+_RANKS_SHOWN = 8
+"""Of the culprits, and of the ranks that wait; verdict.json names all culprits."""
 
 
 def collectives_here() -> tuple[dict[str, Any], str]:
@@ -70,7 +72,7 @@ def describe_hang(
 ) -> str:
     """The message for the user: the culprits, and where the other ranks wait."""
     lines = [f"no progress for {stalled_seconds:.0f} s; the run is aborted. Stacks of all ranks: {folder}"]
-    for rank in culprits:
+    for rank in culprits[:_RANKS_SHOWN]:
         host = hosts.get(rank, "an unknown host")
         if rank not in answers:
             cause = "its process is stopped, its interpreter is blocked, or its host is unreachable"
@@ -81,14 +83,16 @@ def describe_hang(
             f"  rank {rank} on {host} is blocking the others: {answer['operation']}, step {answer['step']}, in "
             + " < ".join(answer["stack"])
         )
-    waiting = {rank: answer for rank, answer in answers.items() if rank not in culprits}
-    for rank, answer in sorted(waiting.items())[:8]:
+    if len(culprits) > _RANKS_SHOWN:
+        lines.append(f"  and {len(culprits) - _RANKS_SHOWN} more like these")
+    waiting = {rank: answers[rank] for rank in answers.keys() - set(culprits)}
+    for rank, answer in sorted(waiting.items())[:_RANKS_SHOWN]:
         last = max(answer["collectives"].values(), default=None)
         known = f", after {last[1]} number {last[0]}" if last else ""
         host = hosts.get(rank, "an unknown host")
         lines.append(f"  rank {rank} on {host} waits: {answer['operation']}, step {answer['step']}{known}")
-    if len(waiting) > 8:
-        lines.append(f"  and {len(waiting) - 8} more")
+    if len(waiting) > _RANKS_SHOWN:
+        lines.append(f"  and {len(waiting) - _RANKS_SHOWN} more")
     lines.append(
         "If it was only slow: raise comm.init_timeout_seconds, the limit of the first steps, or comm.hang_seconds, the "
         "least limit of later ones."

@@ -7,7 +7,6 @@ finds none sets an alarm in the store of the process group; then every rank repo
 
 import contextlib
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.distributed.process import Process
+from glm46.reliability.alarm import Alarm
 from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
 from glm46.reliability.stop import EXIT_HANG
 from glm46.reliability.verdict import remove_verdict, write_verdict
@@ -46,8 +46,6 @@ _ANSWER_SECONDS = 2.0
 _LINGER_SECONDS = 0.4
 _PATIENCE_SECONDS = 15.0
 """This process ends within this time after an alarm, whatever else hangs."""
-_ALARM = "glm46/hang/alarm"
-_REPORTED = "glm46/hang/reported"
 _AWAKE_SECONDS = 0.5
 """Time that a stopped rank has to write its stacks before it is killed."""
 
@@ -82,9 +80,8 @@ class Watchdog:
         self._stacks = (folder / f"stacks-rank{process.rank}.txt").open("w")
         # Runs in C, without the interpreter: works even if a thread never releases it.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
-        self._store = clone_store() if process.world_size > 1 else None
-        if self._store is not None:
-            self._store.set(f"glm46/hang/process/{process.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._alarm = Alarm(clone_store(), process.rank, process.world_size) if process.world_size > 1 else None
+        if self._alarm is not None:
             threading.Thread(target=self._listen, name="alarm", daemon=True).start()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -124,7 +121,7 @@ class Watchdog:
         Ranks that cannot reach the store end one by one, and each breaks the connections of the others. A rank that
         gets such an error before its own time limit ends with the same code, so that the launcher restarts the run.
         """
-        if self._shortest and self._store is not None and _within(_CALL_SECONDS, self._store.check, [_ALARM]) is None:
+        if self._shortest and self._alarm is not None and _within(_CALL_SECONDS, self._alarm.is_set) is None:
             traceback.print_exc()
             self._end_alone(time.monotonic() - self._answered_at)
 
@@ -161,7 +158,7 @@ class Watchdog:
         """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
         while not self._end.wait(_ASK_SECONDS / (4 if self._is_late() else 1)):
             with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
-                self._has_alarm = self._store.check([_ALARM])
+                self._has_alarm = self._alarm.is_set()
                 self._answered_at = time.monotonic()
 
     def _is_late(self) -> bool:
@@ -177,7 +174,7 @@ class Watchdog:
             self._since, self._answered_at, last = self._since + pause, self._answered_at + pause, now
             if self._has_alarm or self._is_watched and now - self._since > self.limit_seconds():
                 self._end_run(now - self._since)
-            if self._store is not None and now - self._answered_at > _STORE_SECONDS:
+            if self._alarm is not None and now - self._answered_at > _STORE_SECONDS:
                 self._end_alone(now - self._answered_at)
 
     def _end_alone(self, seconds: float) -> None:
@@ -211,7 +208,7 @@ class Watchdog:
     def _end_run(self, stalled_seconds: float) -> None:
         self._end_for_sure()
         rank, size = self._process.rank, self._process.world_size
-        if self._store is not None and _within(_CALL_SECONDS, self._store.check, [_REPORTED]):
+        if self._alarm is not None and _within(_CALL_SECONDS, self._alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
         collectives, recorder = collectives_here()
@@ -224,39 +221,33 @@ class Watchdog:
         alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
         end = time.monotonic() + _ANSWER_SECONDS
         # Before the files, on a disk that may take all of its time: the others wait for the answer.
-        is_told = self._store is not None and _within(_CALL_SECONDS, self._tell, answer)
+        number = _within(_CALL_SECONDS, self._alarm.answer, answer) if self._alarm is not None else None
         _within(_CALL_SECONDS, self._keep_stacks)
         if recorder:
             _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
-        found = _within(_ANSWER_SECONDS + _CALL_SECONDS, self._answers, end) if is_told else None
-        answers, processes = found or alone
-        speaker = min(answers)
-        if rank == speaker:
+        found, hung = None, None
+        if number == 1:
+            found = _within(_ANSWER_SECONDS + _CALL_SECONDS, self._alarm.answers, end)
+        elif number:  # the first one may wait for its disk before it reports
+            more = 2 * _CALL_SECONDS
+            hung = _within(_ANSWER_SECONDS + more + _CALL_SECONDS, self._alarm.hung_here, end + more)
+        if hung is None:
+            answers, processes = found or alone
             hosts = {rank: host for rank, (host, _) in processes.items()}
             culprits = find_culprits(answers, size)
             text = describe_hang(answers, culprits, hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
+            silent = [processes[of] for of in processes.keys() - answers.keys()]
+            if found:
+                _within(_CALL_SECONDS, self._alarm.report, silent)
+                hung = _within(_CALL_SECONDS, self._alarm.hung_here, end)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
             if found or size == 1:  # without the store, a rank cannot know which other rank hung
                 _within(_CALL_SECONDS, write_verdict, self._folder, culprits, hosts, self._step)
-        if self._store is not None:
-            _within(_CALL_SECONDS, self._store.set, _REPORTED, "1")
-            _kill_hung([processes[hung] for hung in processes.keys() - answers.keys()])
-            time.sleep(_LINGER_SECONDS if rank == speaker else 0.1)  # the first rank may hold the store: it ends last
+        _kill(hung or [])
+        if self._alarm is not None:
+            time.sleep(0.1 if rank else _LINGER_SECONDS)  # the first rank may hold the store: it ends last
         os._exit(EXIT_HANG)
-
-    def _tell(self, answer: dict[str, Any]) -> bool:
-        self._store.set(_ALARM, "1")
-        self._store.set(f"glm46/hang/answer/{self._process.rank}", json.dumps(answer))
-        return True
-
-    def _answers(self, end: float) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, int]]]:
-        """The answers of the ranks that answer until a time of `time.monotonic`, and host and process id of all."""
-        keys = {rank: f"glm46/hang/answer/{rank}" for rank in range(self._process.world_size)}
-        while time.monotonic() < end and not self._store.check(list(keys.values())):
-            time.sleep(0.1)
-        answers = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        return answers, {rank: json.loads(self._store.get(f"glm46/hang/process/{rank}")) for rank in keys}
 
 
 def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
@@ -274,10 +265,9 @@ def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _R
     return results[0] if results else None
 
 
-def _kill_hung(processes: Collection[tuple[str, int]]) -> None:
+def _kill(hung: Collection[int]) -> None:
     """Get the stacks of hung ranks on this host, and kill them: torchrun would wait for a stopped rank, which SIGTERM
     does not end."""
-    hung = [process_id for host, process_id in processes if host == socket.gethostname()]
     for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if hung else ():
         for process_id in hung:
             with contextlib.suppress(ProcessLookupError):
