@@ -13,6 +13,7 @@ from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.rollout import Rollout
 from glm46.data.tokenizer import load_tokenizer
+from glm46.distributed.process import join, leave
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
 from glm46.huggingface.names import HFNames
@@ -126,6 +127,20 @@ class Policy:
         found = list((self.folder / "weights").glob("version-*"))
         assert [path.name for path in found] == [f"version-{self.version:08d}"]
         return load_for_inference(found[0], tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))[0]
+
+
+@contextmanager
+def served(kind: type[Policy], folder: Path, *options: str) -> Iterator[Policy]:
+    """A policy of this class beside its server, which has loaded one update."""
+    join(600)
+    made = kind(folder)
+    made.export(folder / "start")
+    print(f"vLLM answers after {made.serve(*options).wait():.1f} s")
+    made.step()
+    yield made
+    made.server.kill()
+    made.engine.close()
+    leave()
 
 
 @torch.no_grad()

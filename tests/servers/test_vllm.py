@@ -6,28 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from glm46.distributed.process import join, leave
 from glm46.model.router import Router
 from glm46.rollout.http_calls import call
 from glm46.rollout.records import Request
 from glm46.rollout.server_state import EngineError
 from glm46.rollout.vllm_server import VllmServer
-from tests.servers.policy import CLOSE, FAR, MARKS, Policy, distributions, gap
+from tests.servers.policy import CLOSE, FAR, MARKS, Policy, distributions, gap, served
 
 pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    join(600)
-    made = Policy(tmp_path_factory.mktemp("vllm"))
-    made.export(made.folder / "start")
-    print(f"vLLM answers after {made.serve().wait():.1f} s")
-    made.step()
-    yield made
-    made.server.kill()
-    made.engine.close()
-    leave()
+    with served(Policy, tmp_path_factory.mktemp("vllm")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

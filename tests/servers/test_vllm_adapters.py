@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.distributed.process import join, leave
 from glm46.huggingface.merge_adapter import merge_adapter
 from glm46.huggingface.names import HFNames
 from glm46.huggingface.peft_export import export_adapter, is_adaptable
 from glm46.inference.loading import load_for_inference
 from glm46.model.transformer import Transformer
 from glm46.rollout import server_pool
-from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap
+from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
 
 pytestmark = MARKS
 RANK, SCALE = 4, 2.0
@@ -58,15 +57,8 @@ class AdaptedPolicy(Policy):
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    join(600)
-    made = AdaptedPolicy(tmp_path_factory.mktemp("vllm"))
-    made.export(made.base)
-    made.serve(*OPTIONS).wait()
-    made.step()
-    yield made
-    made.server.kill()
-    made.engine.close()
-    leave()
+    with served(AdaptedPolicy, tmp_path_factory.mktemp("vllm"), *OPTIONS) as made:
+        yield made
 
 
 def test_each_update_sends_the_adapters_alone(policy):

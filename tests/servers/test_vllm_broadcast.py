@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.distributed.process import join, leave
 from glm46.rollout import server_pool
 from glm46.rollout.http_calls import call
-from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap
+from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
 
 pytestmark = MARKS
 DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
@@ -26,17 +25,10 @@ class BroadcastPolicy(Policy):
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    join(600)
-    made = BroadcastPolicy(tmp_path_factory.mktemp("vllm"))
-    made.export(made.folder / "start")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        made.serve(*DRAFTS).wait()
-    made.step()
-    yield made
-    made.server.kill()
-    made.engine.close()
-    leave()
+        with served(BroadcastPolicy, tmp_path_factory.mktemp("vllm"), *DRAFTS) as made:
+            yield made
 
 
 def test_each_update_reaches_model_and_draft(policy):
