@@ -97,9 +97,9 @@ def generation_speed(
         contestant.rest.append(_timed(contestant.run, work.new_tokens) - contestant.first[-1])
     lines = _report(work, contestants)
     if speculative:
-        generation = _ours(ours, prompts, work.new_tokens, drawn, speculative=True)[1]
-        share = generation.accepted / generation.drafted
-        lines.append(f"  {generation.accepted} of {generation.drafted} drafts accepted ({share:.0%})")
+        rows = _ours(ours, prompts, work.new_tokens, drawn, speculative=True)[1]
+        drafted, accepted = sum(row.drafted for row in rows), sum(row.accepted for row in rows)
+        lines.append(f"  {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
     return "\n".join(lines)
 
 
@@ -165,14 +165,12 @@ def _ours(
     *,
     speculative: bool = False,
     cpu_kernels: bool = True,
-) -> tuple[Rows, Generation]:
+) -> tuple[Rows, list[Continuation]]:
     rows = [Continuation(prompt, new_tokens, seed) for seed, prompt in enumerate(prompts.tolist())]
     decoder = decoder_for(model, rows, drafts=speculative, cpu_kernels=cpu_kernels)
-    generation = Generation(
-        decoder, rows, sampling=Sampling(1.0 if drawn else 0.0), stop=frozenset(), vocab_size=model.shape.vocab_size
-    )  # fmt: skip
-    generation.run()
-    return [row.tokens for row in rows], generation
+    sampling = Sampling(1.0 if drawn else 0.0)
+    Generation(decoder, rows, sampling=sampling, stop=frozenset(), vocab_size=model.shape.vocab_size).run()
+    return [row.tokens for row in rows], rows
 
 
 def _theirs(peer, prompts: torch.Tensor, new_tokens: int, drawn: bool) -> Rows:

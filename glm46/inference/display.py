@@ -61,7 +61,7 @@ class Display:
             for number, row in enumerate(self._rows, start=1):
                 print(f"--- prompt {number}\n{self._tokenizer.decode(row)}")
         rate = f", {self._rate:.1f} tokens/s after the prompt" if self._rate else ""
-        drafted, accepted = self._generation.drafted, self._generation.accepted
+        drafted, accepted = (sum(getattr(one, name) for one in self._all) for name in ("drafted", "accepted"))
         drafts = f", {accepted} of {drafted} drafts accepted" if drafted else ""
         print(f"{self._tokens} tokens, first after {self._first - self._start:.2f} s{rate}{drafts}", file=sys.stderr)
 

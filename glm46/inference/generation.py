@@ -32,6 +32,10 @@ class Continuation:
     """None until the end."""
     routes: Tensor | None = None
     """At the end, if the decoder records them: the experts of all tokens but the last one, see `Decoder.routes`."""
+    drafted: int = 0
+    """Tokens that the prediction layers drafted."""
+    accepted: int = 0
+    """Those of them that were kept."""
 
     def text(self, stop: frozenset[int]) -> list[int]:
         """The tokens without the stop id."""
@@ -83,9 +87,6 @@ class Generation:
         stop: ids that end a continuation.
         vocab_size: ids from here on are padding rows of the head and are never taken.
         is_stopped: called before each round; true, on any of the ranks in step, ends all continuations with "abort".
-
-    Attributes:
-        drafted, accepted: number of tokens that the prediction layers drafted, and that were kept.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class Generation:
         self._waiting, self._rows = waiting[::-1], []
         self._cached = [-1] * decoder.batch
         """The kind of prompt whose keys and values each row of the cache begins with."""
-        self.drafted = self.accepted = 0
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[None]:
@@ -210,9 +210,9 @@ class Generation:
         agreed = 0
         while agreed < len(row.drafts) and row.drafts[agreed] == drawn[agreed]:
             agreed += 1
-        self.drafted += len(row.drafts)
-        self.accepted += agreed
         one, known = row.of, drawn[: agreed + 1]
+        one.drafted += len(row.drafts)
+        one.accepted += agreed
         for token, logprob in zip(known, logprobs, strict=False):
             one.tokens.append(token)
             one.logprobs.append(logprob)

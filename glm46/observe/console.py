@@ -50,6 +50,7 @@ def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
         ("completion_tokens", "length", "6.1f"),
         ("entropy", "entropy", "6.3f"),
         ("mismatch_kl", "mismatch", "7.1e"),
+        ("draft_acceptance_ratio", "drafts kept", "4.0%"),
         ("mfu", "mfu", "5.1%"),
         ("mtp_loss", "mtp", "7.4f"),
         ("expert_balance_cv", "balance", "5.2f"),

@@ -79,6 +79,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal."),
     Metric("drawn_samples", "samples", "reward", "Samples drawn for the rollout."),
     Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
+    Metric(
+        "draft_acceptance_ratio", "ratio", "reward",
+        "Drafted tokens of the rollout that were kept, with rollout.speculative (spec_accept_rate of SGLang).",
+    ),
     Metric("staleness", "steps", "policy", "Age of the weights that drew a token, mean over the rollout at its begin."),
     Metric("staleness_max", "steps", "policy", "Age of the oldest of them."),
     Metric("rollout_seconds", "s", "speed", "Time to draw the rollout."),

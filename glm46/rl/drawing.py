@@ -109,6 +109,8 @@ def draw_rollout(
         tally["groups"] += len(of.unique())
         tally["equal"] += len(of.unique()) - len(of[differing_groups(rewards, of)].unique())
         tally["dropped"] += len(scores) - len(new)
+        tally["drafted"] += sum(one.drafted for one in drawn.completions)
+        tally["accepted"] += sum(one.accepted for one in drawn.completions)
         samples += [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
     names = tuple(reward.name for reward in config.rewards)
     arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)
@@ -182,4 +184,5 @@ def _columns(
         "drawn_samples": len(figures) + tally["dropped"],
         "rollout_seconds": tally["rollout_seconds"],
         "reward_seconds": tally["reward_seconds"],
+        **({"draft_acceptance_ratio": tally["accepted"] / tally["drafted"]} if tally["drafted"] else {}),
     }

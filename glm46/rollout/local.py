@@ -136,8 +136,11 @@ class LocalEngine:
         """The completions of all ranks. Collective."""
         routes = [one.routes for one in mine if one.routes is not None] if with_routes else []
         fed = [0 if one.routes is None else len(one.routes) for one in mine] if with_routes else [0] * len(mine)
-        ends = [[len(one.tokens), n, FINISHES.index(one.finish)] for one, n in zip(mine, fed, strict=True)]
-        heads = _of_all_ranks(torch.tensor(ends, dtype=torch.int64).view(-1, 3))
+        ends = [
+            [len(one.tokens), n, FINISHES.index(one.finish), one.drafted, one.accepted]
+            for one, n in zip(mine, fed, strict=True)
+        ]
+        heads = _of_all_ranks(torch.tensor(ends, dtype=torch.int64).view(-1, 5))
         tokens = _of_all_ranks(torch.tensor([token for one in mine for token in one.tokens], dtype=torch.int64))
         logprobs = _of_all_ranks(torch.tensor([x for one in mine for x in one.logprobs], dtype=torch.float32))
         # As bytes: gloo does not send int16.
@@ -147,14 +150,16 @@ class LocalEngine:
         return [self._completions(*of_rank) for of_rank in zip(heads, tokens, logprobs, experts, strict=True)]
 
     def _completions(self, heads: Tensor, tokens: Tensor, logprobs: Tensor, experts: Tensor) -> list[Completion]:
-        """Those of one rank, from [length, tokens with routes, finish] of each and the values of all."""
-        lengths, fed, finishes = heads.t().tolist()
+        """Those of one rank, from [length, tokens with routes, finish, drafted, accepted] of each and the values of
+        all."""
+        lengths, fed, finishes, drafted, accepted = heads.t().tolist()
         ids, of_ids, completions, start = tokens.tolist(), logprobs.tolist(), [], 0
-        for length, routes, finish in zip(lengths, experts.split(fed), finishes, strict=True):
+        rows = zip(lengths, experts.split(fed), finishes, zip(drafted, accepted, strict=True), strict=True)
+        for length, routes, finish, drafts in rows:
             own = slice(start, start := start + length)
             spans = [Span(0, self._version)] if length else []
             record = _as_record(routes) if len(routes) else None
-            completions.append(Completion(ids[own], of_ids[own], FINISHES[finish], spans, record))
+            completions.append(Completion(ids[own], of_ids[own], FINISHES[finish], spans, record, (), *drafts))
         return completions
 
 

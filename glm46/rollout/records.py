@@ -53,6 +53,10 @@ class Completion(NamedTuple):
     replies: tuple[tuple[int, int], ...] = ()
     """Start and end, among the tokens, of those that were not drawn: an environment has replied with them, and their
     log-probability is 0."""
+    drafted: int = 0
+    """Tokens that prediction layers of the local engine drafted for it."""
+    accepted: int = 0
+    """Those of them that were kept."""
 
     def extended(self, reply: list[int], turn: "Completion") -> "Completion":
         """This completion with a reply and the turn that was drawn behind it."""
@@ -60,8 +64,14 @@ class Completion(NamedTuple):
         end = start + len(reply)
         spans = [*self.spans, *(Span(end + span.start, span.version) for span in turn.spans)]
         logprobs = [*self.logprobs, *[0.0] * len(reply), *turn.logprobs]
-        replies = (*self.replies, (start, end))
-        return Completion([*self.tokens, *reply, *turn.tokens], logprobs, turn.finish, spans, turn.routes, replies)
+        return turn._replace(
+            tokens=[*self.tokens, *reply, *turn.tokens],
+            logprobs=logprobs,
+            spans=spans,
+            replies=(*self.replies, (start, end)),
+            drafted=self.drafted + turn.drafted,
+            accepted=self.accepted + turn.accepted,
+        )
 
 
 class Engine(Protocol):

@@ -42,7 +42,9 @@ class Scripted:
     def generate(self, requests, rules):
         self.asked += requests
         tokens = self._turns.pop(0)
-        return [Completion(tokens, [-0.5] * len(tokens), "stop", [Span(0, 7)], None) for _ in requests]
+        return [
+            Completion(tokens, [-0.5] * len(tokens), "stop", [Span(0, 7)], None, (), len(tokens), 1) for _ in requests
+        ]
 
 
 def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], list[list[int]], np.ndarray]:
@@ -81,6 +83,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     rollout = rolled_out(asking(engine, tokenizer, calculated), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids, "as fine-tuning would render it"
     assert rollout.arrays["rewards"].tolist() == [1.0], "the last turn is judged"
+    assert rollout.figures["draft_acceptance_ratio"] == 2 / sum(map(len, turns)), "of both turns"
     assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
     assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
 

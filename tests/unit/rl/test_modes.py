@@ -10,12 +10,12 @@ import pytest
 from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.config.errors import UserError
-from glm46.inference.generation import Generation
 from glm46.reliability.stop import Diverged
 from glm46.rl import rollouts
 from glm46.rl.journal import removable
 from glm46.rl.rollouts import read_rollout, rollout_steps
 from glm46.rl.task import train
+from glm46.rollout import local
 from tests.ranks.training_kills import contents
 
 
@@ -43,14 +43,24 @@ def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, 
 
 
 @pytest.mark.slow
-def test_drafts_change_no_sample(make_run, tmp_path, monkeypatch):
-    drafted = []
-    run = Generation.run
-    monkeypatch.setattr(Generation, "run", lambda self: (run(self), drafted.append(self.drafted)))
+def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run, tmp_path, monkeypatch, capsys):
+    began, made = local._continuation, []
+
+    def begin(request):
+        made.append(began(request))
+        made[-1].accepted = 1  # a policy whose prediction layers were never trained keeps no drafts
+        return made[-1]
+
+    monkeypatch.setattr(local, "_continuation", begin)
     for name in ("plain", "drafts"):
+        made.clear()
         rollout, model = {"speculative": name == "drafts"}, {"num_nextn_predict_layers": 1}
-        assert train(make_run(name, 2, rollout=rollout, model=model)) == 0
-        assert (sum(drafted) > 0) == (name == "drafts")
+        config = make_run(name, 2, rollout=rollout, model=model)
+        assert train(config) == 0
+        kept = [row["draft_acceptance_ratio"] for row in rows(config) if "draft_acceptance_ratio" in row]
+        drawn = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
+        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in drawn]
+        assert ("drafts kept" in capsys.readouterr().out) == (name == "drafts")
     one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
     assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
     assert abs(one["logprobs"] - other["logprobs"]).max() < 1e-5  # FP32 sums of longer calls
