@@ -53,7 +53,7 @@ def describe_rollout(
     journal = folder / FOLDER
     steps = rollout_steps(journal)
     if not steps or (step is not None and step not in steps):
-        there = f"there are {', '.join(map(str, steps[-10:]))}" if steps else "there is none"
+        there = f"there are {', '.join(map(str, steps[-10:]))}" if steps else "give job.dump_folder of a run with [rl]"
         raise UserError(f"{journal}: no rollout{f' of step {step}' if steps else ''}; {there}")
     step = steps[-1] if step is None else step
     rollout = read_rollout(journal, step)

@@ -239,11 +239,11 @@ def rollout_is_whole_steps(config: RunConfig) -> Faults:
         return
     size, samples = config.training.global_batch_size, config.rl.samples_per_rollout
     if not isinstance(size, (int, float)) or size < 1 or samples % size:
+        stated = f"{size:g}" if isinstance(size, (int, float)) else "absent" if size is None else show(size)
         yield Fault(
             ("training.global_batch_size", "rl.prompts_per_rollout", "rl.group_size"),
-            f"training.global_batch_size = {'absent' if size is None else show(size)}: [rl] needs the samples of an "
-            f"optimizer step, a divisor of rl.prompts_per_rollout * rl.group_size = {samples}; set it to {samples}, or "
-            "to a part of it",
+            f"training.global_batch_size = {stated}: [rl] needs the samples of an optimizer step, a divisor of "
+            f"rl.prompts_per_rollout * rl.group_size = {samples}; set it to {samples}, or to a part of it",
         )
 
 

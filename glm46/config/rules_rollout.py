@@ -1,6 +1,6 @@
 """Rules about what a run with [rl] reads, draws and judges."""
 
-from glm46.config.faults import Fault, Faults, show
+from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.generation_degrees import degree_faults
 from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
@@ -137,10 +137,11 @@ def rewards_have_names(config: RunConfig) -> Faults:
         if reward.name in [other.name for other in rewards[:index]]:
             yield Fault((key,), f"{key} = {show(reward.name)}: given twice; put what you need into one function")
         elif reward.name not in known and ":" not in reward.name:
+            near = nearest(reward.name, known, 0.6)
             yield Fault(
                 (key,),
-                f"{key} = {show(reward.name)}: neither one of {', '.join(known)} nor package.module:function; correct "
-                "it",
+                f"{key} = {show(reward.name)}: neither one of {', '.join(known)} nor package.module:function; "
+                + (f"did you mean '{near}'?" if near else "correct it"),
             )
         if reward.name == "remote" and "url" not in reward.options:
             yield Fault((key,), f'{key} = "remote": needs options = {{url = "http://..."}}; add it')

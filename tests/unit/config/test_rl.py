@@ -34,7 +34,7 @@ BAD = {
     "probabilities of sequences": ('algorithm = "tv"\nratio = "sequence"', ['rl.ratio = "sequence"', "tokens"]),
     "a dual clip inside of the clip": ('algorithm = "grpo"\nclip.dual = 1.1', ["rl.clip.dual = 1.1", "take 3.0"]),
     "a group of one": ("group_size = 1", ["rl.group_size = 1", "no baseline", "raise rl.group_size"]),
-    "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8", "= 12", "divisor"]),
+    "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8: ", "= 12", "divisor"]),
     "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),
     "k1 as a loss": ('kl = { weight = 0.1, estimator = "k1" }', ['rl.kl.estimator = "k1"', '"k2" or "k3"']),
     "the old policy in the reward": (

@@ -20,7 +20,7 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--rl.warm_up_rollouts", "0"], ["checkpoint.initial_load_path", "warm_up_rollouts"]),
         (["--rollout.max_new_tokens", "256"], ["rollout.max_new_tokens = 256", "training.seq_len = 256", "lower"]),
         (["--data.document_mask", "false"], ["data.document_mask = false", "set it to true"]),
-        (["--rl.rewards[0].name", "maths"], ["rl.rewards[0].name", '"maths"', "math", "package.module:function"]),
+        (["--rl.rewards[0].name", "maths"], ['rl.rewards[0].name = "maths"', "package.module:function", "'math'?"]),
         (["--rl.rewards[0].name", "remote"], ["rl.rewards[0].name", "url"]),
         (["--inference.prompt", "Hello"], ["inference.prompt", "remove"]),
         (["--validation.enable", "false"], ["rl.validation", "validation.enable = true"]),
