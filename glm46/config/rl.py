@@ -158,8 +158,8 @@ class RL(Section):
 
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-probabilities that the ratio divides by. trainer: computed before the first step of a rollout, or by the
-    forward pass of that step if it is the only one and neither [rl.correction] nor a penalty in the reward reads them.
-    rollout: those of the engine. Absent: that of the preset."""
+    forward pass of that step if it is the only one and neither correction.normalize nor a penalty in the reward reads
+    them. rollout: those of the engine. Absent: that of the preset."""
 
     reference_offload: bool = False
     """The weights of the reference stay in host memory (pinned beside a GPU), sharded; FSDP2 copies those of a layer to
@@ -234,11 +234,11 @@ class RL(Section):
 
     def is_on_policy(self, samples_per_step: int) -> bool:
         """Whether a resolved section's old policy is the one that is trained: there is one step of each rollout, and
-        nothing before it reads the old log-probabilities. The ratio is then 1, with its gradient, and the step's own
-        forward pass has them."""
+        nothing before its forward pass reads the old log-probabilities: a penalty in the reward, or the mean of
+        weights. The ratio is then 1, with its gradient, and the step's own forward pass has them."""
         is_in_reward = self.kl.weight > 0 and self.kl.where == "reward"
         is_one_step = self.samples_per_rollout == samples_per_step
-        return is_one_step and self.old_policy == "trainer" and not (self.correction.is_used or is_in_reward)
+        return is_one_step and self.old_policy == "trainer" and not (self.correction.normalize or is_in_reward)
 
     def resolved(self) -> "RL":
         """The same section with every absent key of the preset filled in."""

@@ -1,45 +1,57 @@
 """Weights for the difference between the policy that drew the samples and the same weights in the trainer: TIS, IcePop
 and MIS as choices of one function. All are constants of the loss."""
 
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from glm46.rl.policy_loss import LARGEST_LOG_RATIO, sum_by_sample
+from glm46.config.rl import Correction
+from glm46.rl.policy_loss import LARGEST_LOG_RATIO
 
-Level = Literal["token", "sequence", "geometric"]
+SumOverSamples = Callable[[Tensor], Tensor]
+"""Gives each token the sum of the values over its sample. Collective if a sample lies on several ranks."""
 
 
-def ratio_at_level(log_ratio: Tensor, sample: Tensor, samples: int, level: Level) -> Tensor:
-    """exp of the log-ratio of each token, or of its sum or mean over the token's sample.
+def correction_weights(
+    log_ratio: Tensor,
+    sums: SumOverSamples,
+    of: Correction,
+    normalised: Callable[[Tensor], Tensor] = lambda weights: weights,
+) -> Tensor:
+    """The factor of the policy loss of each token.
 
     Args:
-        log_ratio: [T], floating: old policy of the trainer against that of the rollout.
-        sample: int64 [T]: number of the token's sample below ``samples``. All tokens of a sample are here.
+        log_ratio: floating, of any shape: old policy of the trainer against that of the rollout; 0 outside of samples.
+        of: resolved.
+        normalised: divides the bounded weights by their mean over the optimizer step, with `Correction.normalize`.
 
     Returns:
-        [T]; exponents are limited to 20.
+        In the shape of ``log_ratio``; any values outside of samples.
     """
+    weights = torch.ones_like(log_ratio)
+    if of.level != "none":
+        weights, low = _ratio_at_level(log_ratio, sums, of.level), 1 / of.high if of.low is None else of.low
+        if of.mode == "mask":
+            weights = _inside(weights, weights, low, of.high)
+        weights = normalised(weights.clamp(low if of.mode == "clip" else None, of.high))
+    if of.reject_level != "none":
+        ratio, low = _ratio_at_level(log_ratio, sums, of.reject_level), of.reject_low
+        weights = _inside(weights, ratio, 1 / of.reject_high if low is None else low, of.reject_high)
+    if of.veto:
+        weights = weights.where(sums((log_ratio.exp() < of.veto).to(log_ratio.dtype)) == 0, 0.0)
+    return weights
+
+
+def _ratio_at_level(log_ratio: Tensor, sums: SumOverSamples, level: str) -> Tensor:
+    """exp of the log-ratio of each token, or of its sum or mean over the token's sample; exponents at most 20."""
     if level != "token":
-        sums = sum_by_sample(log_ratio, sample, samples)
-        if level == "geometric":
-            sums = sums / sum_by_sample(torch.ones_like(log_ratio), sample, samples).clamp(min=1)
-        log_ratio = sums[sample]
+        log_ratio = sums(log_ratio) / (sums(torch.ones_like(log_ratio)).clamp(min=1) if level == "geometric" else 1)
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
-def bounded_weights(weights: Tensor, mode: Literal["truncate", "clip", "mask"], low: float, high: float) -> Tensor:
-    """min(w, high); w clipped into [low, high]; or w with 0 outside of [low, high]."""
-    if mode == "mask":
-        return weights.where((weights >= low) & (weights <= high), 0.0)
-    return weights.clamp(low if mode == "clip" else None, high)
-
-
-def vetoed(log_ratio: Tensor, sample: Tensor, samples: int, veto: float) -> Tensor:
-    """bool [T]: tokens of samples with a token whose ratio is below ``veto``. Arguments as in `ratio_at_level`."""
-    below = (log_ratio.exp() < veto).to(log_ratio.dtype)
-    return sum_by_sample(below, sample, samples)[sample] > 0
+def _inside(weights: Tensor, ratio: Tensor, low: float, high: float) -> Tensor:
+    return weights.where((ratio >= low) & (ratio <= high), 0.0)
 
 
 def weight_sums(weights: Tensor, sample_tokens: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 the loss. The task calls these functions; the formulas are in `advantages`, `correction` and `policy_loss`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from glm46.rl.advantages import (
     overlong_penalty,
     whiten,
 )
-from glm46.rl.correction import bounded_weights, ratio_at_level, vetoed, weight_sums
-from glm46.rl.policy_loss import kl_estimate, sum_by_sample
+from glm46.rl.correction import correction_weights, weight_sums
+from glm46.rl.policy_loss import kl_estimate, sum_by_sample, sum_over_samples
 from glm46.training.named_sums import sum_over_all_ranks
 from glm46.training.network import Batch
 
@@ -57,13 +58,13 @@ def sum_over_replicas(cluster: Cluster) -> SumOverReplicas:
 def prepare_fields(
     steps: list[list[Batch]], of_steps: list[Rewards], config: RL, longest: int, sum_replicas: SumOverReplicas
 ) -> None:
-    """Add to the batches of a rollout what `PolicyGradient` and `ValueLoss` read: ``advantages``, ``sample_tokens``
-    and, as configured, ``correction`` and ``returns``. Collective if ``sum_replicas`` is.
+    """Add to the batches of a rollout what `PolicyGradient` and `ValueLoss` read: ``advantages``, ``sample_tokens``,
+    ``correction`` where there are ``old_logprobs``, and as configured ``returns``. Collective if ``sum_replicas`` is.
 
     Args:
         steps: for each optimizer step this rank's micro-batches, whole rows on the CPU: ``labels``, ``sample``,
             ``rollout_logprobs``, and what networks computed before the first update: ``old_logprobs`` (which
-            old_policy = "rollout" sets here, and nothing reads under `RL.is_on_policy`), ``reference_logprobs`` and
+            old_policy = "rollout" sets here, and none are needed under `RL.is_on_policy`), ``reference_logprobs`` and
             ``old_values`` where `RL.has_reference` and `RL.has_critic` say so. A sample is in one row. No value depends
             on how samples lie in rows, micro-batches and ranks.
         of_steps: for each step the rewards of its samples; groups may lie in several steps.
@@ -92,7 +93,8 @@ def prepare_fields(
     if returns is not None:
         tokens.write("returns", returns)
     for step, of_step in zip(steps, of_steps, strict=True):
-        _write_correction(_Tokens([(batch, 0) for batch in step], len(of_step.rewards)), config, sum_replicas)
+        if all("old_logprobs" in batch for batch in step):
+            _write_correction(_Tokens([(batch, 0) for batch in step], len(of_step.rewards)), config, sum_replicas)
 
 
 class _Tokens:
@@ -161,21 +163,14 @@ def _advantages(
 def _write_correction(tokens: _Tokens, config: RL, sum_replicas: SumOverReplicas) -> None:
     """Add ``correction`` to the batches of one optimizer step: the factor of each token's policy loss."""
     of = config.correction
-    if not of.is_used:
-        return tokens.write("correction", torch.ones(len(tokens.sample)))
+
+    def normalised(weights: Tensor) -> Tensor:
+        if not of.normalize:
+            return weights
+        sample_tokens = None if of.level == "token" else tokens.read("sample_tokens")
+        total, number = sum_replicas(weight_sums(weights, sample_tokens)).tolist()
+        return weights * (number / total) if total > 0 else weights
+
     log_ratio = tokens.read("old_logprobs") - tokens.read("rollout_logprobs")
-    weights = torch.ones_like(log_ratio)
-    if of.level != "none":
-        weights = ratio_at_level(log_ratio, *tokens.of, of.level)
-        weights = bounded_weights(weights, of.mode, 1 / of.high if of.low is None else of.low, of.high)
-        if of.normalize:
-            sample_tokens = None if of.level == "token" else tokens.read("sample_tokens")
-            total, number = sum_replicas(weight_sums(weights, sample_tokens)).tolist()
-            weights = weights * (number / total) if total > 0 else weights
-    if of.reject_level != "none":
-        ratio = ratio_at_level(log_ratio, *tokens.of, of.reject_level)
-        low = 1 / of.reject_high if of.reject_low is None else of.reject_low
-        weights = weights.where((ratio >= low) & (ratio <= of.reject_high), 0.0)
-    if of.veto:
-        weights = weights.masked_fill(vetoed(log_ratio, *tokens.of, of.veto), 0.0)
-    tokens.write("correction", weights)
+    sums = partial(sum_over_samples, sample=tokens.sample, samples=tokens.samples)
+    tokens.write("correction", correction_weights(log_ratio, sums, of, normalised))

@@ -17,12 +17,14 @@ from glm46.model.transformer import LossSums
 from glm46.planner.plan import Plan
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.next_token import count_targets
+from glm46.rl.correction import correction_weights
 from glm46.rl.policy_loss import (
     TokenLosses,
     clipped_loss,
     kl_estimate,
     masked_loss,
     sequence_ratio,
+    sum_over_samples,
     token_ratio,
     value_loss,
     weighted_loss,
@@ -69,15 +71,14 @@ class PolicyGradient:
             network: the policy.
             config: resolved.
             temperature: at which the samples were drawn.
-            is_on_policy: see `RL.is_on_policy`; batches need no ``old_logprobs``.
+            is_on_policy: see `RL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
         """
         self._is_on_policy = is_on_policy
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
-        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "advantages", "correction")
-        if not is_on_policy:
-            self.fields += ("old_logprobs",)
+        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "advantages")
+        self.fields += ("rollout_logprobs",) if is_on_policy else ("old_logprobs", "correction")
         if config.has_reference:
             self.fields += ("reference_logprobs",)
         self._own_fields = self.fields
@@ -92,9 +93,9 @@ class PolicyGradient:
     def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""
         sequence = self._network.cluster.meshes.sequence
-        batch = self._with_old(batch, output.logprobs)
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
+        batch = self._with_old(batch, output.logprobs, totals["samples"], sum_parts)
         losses, _ = self._token_losses(output.logprobs, batch, totals["samples"], sum_parts)
         # Without a weight its gradient is zeros, which cost a second tensor as large as the logits.
         entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
@@ -108,8 +109,14 @@ class PolicyGradient:
             loss = loss + mtp_weight / len(depths) * depth_loss / max(targets, 1)
         return loss
 
-    def _with_old(self, batch: Batch, logprobs: Tensor) -> Batch:
-        return batch | {"old_logprobs": logprobs.detach()} if self._is_on_policy else batch
+    def _with_old(self, batch: Batch, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Batch:
+        """With what `prepare_fields` computes of old log-probabilities, where they are those of the step itself."""
+        if not self._is_on_policy:
+            return batch
+        old, sample = logprobs.detach(), batch["sample"]
+        sums = partial(sum_over_samples, sample=sample, samples=samples, sum_parts=sum_parts)
+        weights = correction_weights(old.double() - batch["rollout_logprobs"], sums, self._config.correction)
+        return batch | {"old_logprobs": old, "correction": weights.float().where(sample >= 0, 0.0)}
 
     def _token_losses(
         self, logprobs: Tensor, batch: Batch, samples: int, sum_parts: Callable[[Tensor], Tensor]
@@ -169,7 +176,7 @@ class PolicyGradient:
         samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self._own_fields, "rollout_logprobs")
         batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
-        batch = self._with_old(batch, logprobs)
+        batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
         is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
         figures = {

@@ -47,6 +47,14 @@ def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     return values.new_zeros(samples).index_add(0, sample.clamp(min=0).flatten(), values.flatten())
 
 
+def sum_over_samples(
+    values: Tensor, sample: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """For each token the sum over its sample, 0 outside of samples. Arguments as in `sequence_ratio`."""
+    sums = sum_parts(sum_by_sample(values.where(sample >= 0, 0.0), sample, samples))
+    return sums[sample.clamp(min=0)].where(sample >= 0, 0.0)
+
+
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """New over old probability of each token."""
     return (logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
@@ -71,8 +79,8 @@ def sequence_ratio(
         samples: numbers in ``sample`` are below this.
         sum_parts: adds up [samples] over the ranks that hold parts of the same samples; collective then.
     """
-    sums = sum_parts(sum_by_sample((logprobs - old_logprobs).detach(), sample, samples))
-    mean = sums[sample.clamp(min=0)].where(sample >= 0, 0.0) / sample_tokens.clamp(min=1)
+    sums = sum_over_samples((logprobs - old_logprobs).detach(), sample, samples, sum_parts)
+    mean = sums / sample_tokens.clamp(min=1)
     return (logprobs - logprobs.detach() + mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)).exp()
 
 

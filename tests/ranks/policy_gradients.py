@@ -56,6 +56,11 @@ ALGORITHMS = {
     "grpo_r3": {
         "algorithm": "grpo", "reduction": "token_mean", "clip": {"low": 0.1, "high": 0.1}, "routing_replay": True,
     },
+    # Its old policy is that of the step, whose weights are sums over samples on several ranks, too.
+    "on_policy": {
+        "algorithm": "gspo",
+        "correction": {"level": "geometric", "high": 1.05, "reject_level": "sequence", "veto": 0.6},
+    },
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "kl": {"weight": 0.1, "where": "reward"}},
 }  # fmt: skip
 _LAYOUTS = {
@@ -109,7 +114,7 @@ def resolved(name: str) -> RL:
 
 def objectives_of(networks: dict, rl: RL) -> dict:
     """The objectives of an algorithm by the names of its networks."""
-    of = {"policy": PolicyGradient(networks["policy"], rl, TEMPERATURE)}
+    of = {"policy": PolicyGradient(networks["policy"], rl, TEMPERATURE, is_on_policy=rl == resolved("on_policy"))}
     return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})
 
 

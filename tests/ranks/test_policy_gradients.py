@@ -23,5 +23,6 @@ def test_a_layout_equals_one_process(case_row, ranks, case):
         assert error < GRADIENT_BOUND, f"{name}: {place}"
         assert of["metrics"] == pytest.approx(of["expected"], **METRIC_BOUND), name
     # The case tests something: some tokens are clipped, some are dropped by the correction, and others are not.
-    gspo = row["of"]["gspo/policy"]["expected"]
+    gspo, on_policy = (row["of"][f"{name}/policy"]["expected"] for name in ("gspo", "on_policy"))
     assert 0.05 < gspo["clip_fraction"] < 0.95 and 0.05 < gspo["correction_dropped"] < 0.5
+    assert on_policy["clip_fraction"] == 0 and 0.05 < on_policy["correction_dropped"] < 0.9

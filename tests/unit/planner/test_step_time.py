@@ -69,7 +69,7 @@ def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a
     tasks = {name: RL.model_validate({"prompts_per_rollout": 2} | keys) for name, keys in {
         "grpo": {"algorithm": "grpo"}, "ppo": {"algorithm": "ppo"},
         "all": {"algorithm": "ppo", "kl": {"weight": 0.1}}, "none": {"algorithm": "tv", "kl": {"weight": 0.0}},
-        "one step": {"algorithm": "grpo", "prompts_per_rollout": 1},
+        "one step": {"algorithm": "gspo", "prompts_per_rollout": 1},
     }.items()}  # fmt: skip
     config = run(global_batch_size=8)
     steps = {name: predicted(config.model_copy(update={"rl": task}), world=8).parts for name, task in tasks.items()}

@@ -185,36 +185,45 @@ def test_gradient_is_the_finite_difference_of_the_loss(name):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"algorithm": "gspo", "correction": {"level": "none"}}, {"algorithm": "ppo", "entropy_weight": 0.1},
+        {"algorithm": "gspo", "correction": {"high": 1.1}}, {"algorithm": "ppo", "entropy_weight": 0.1},
+        {
+            "algorithm": "cispo",
+            "correction": {"level": "geometric", "high": 1.05, "veto": 0.6, "reject_level": "sequence"},
+        },
         {"algorithm": "tv", "old_policy": "trainer", "kl": {"weight": 0.1, "to": "old", "where": "loss"}},
         {"algorithm": "grpo", "kl": {"weight": 0.1, "to": "reference", "where": "loss", "estimator": "k3"}},
     ],
     ids=lambda keys: keys["algorithm"],
 )  # fmt: skip
 def test_a_single_step_needs_no_old_logprobs(keys):
-    """Batches without them give the loss, gradients and metrics, mismatch with the engine too, of those with them."""
+    """Batches without them give the loss, gradients and metrics, mismatch with the engine too, of those with them, and
+    the weights of what the engine drew."""
     config = rl(**keys)
     assert config.is_on_policy(config.samples_per_rollout)
-    tokens, rewards, groups = samples(torch.Generator().manual_seed(6))
+    tokens, rewards, groups = samples(torch.Generator().manual_seed(7))
     batch = packed(tokens, [[6, 1], [7, 3, 0], [5], [2, 4]], 12)
     with_old = prepared([batch | {"old_logprobs": batch["new"]}], rewards, groups, config)
     without = prepared([{k: v for k, v in batch.items() if k != "old_logprobs"}], rewards, groups, config)
+    assert "correction" not in without[0]
     loss, metrics, gradients = policy_step(with_old, config, seq_len=16)
     assert gradients[0].abs().max() > 1e-4 and metrics["mismatch_kl"] > 1e-4
     other_loss, other_metrics, others = policy_step(without, config, seq_len=16, is_on_policy=True)
     assert torch.equal(gradients[0], others[0]) and torch.equal(loss, other_loss) and metrics == other_metrics
+    weights = with_old[0]["correction"][batch["sample"] >= 0]
+    assert metrics["correction_mean"] == pytest.approx(weights.double().mean().item())
+    assert (weights.unique().numel() > 1) == config.correction.is_used
+    assert 0 < metrics["correction_dropped"] < 1 or not config.correction.veto
 
 
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
         ({"algorithm": "grpo"}, 2),
-        ({"algorithm": "grpo", "correction": {"level": "token"}}, 1),
-        ({"algorithm": "gspo", "correction": {"veto": 0.1}}, 1),
+        ({"algorithm": "gspo", "correction": {"normalize": True}}, 1),
         ({"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}}, 1),
         ({"algorithm": "grpo", "old_policy": "rollout"}, 1),
     ],
-    ids=["steps", "weights", "veto", "reward", "engine"],
+    ids=["steps", "mean weight", "reward", "engine"],
 )
 def test_what_needs_old_logprobs_before_the_step(keys, steps):
     config = RL.model_validate({"prompts_per_rollout": 2} | keys).resolved()
