@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 MINUTES = 10
-LAST_LINES = 15
+LAST_LINES = 40
 Result = dict[str, Any]
 
 # A slice of GLM-4.5-Air for one GPU: one dense layer and as many MoE layers as fit, on the documents of this checkout.
@@ -65,7 +65,9 @@ def machine(folder: Path, is_dry: bool) -> Result:
     from glm46.observe.hardware import device_peak_flops, measured_matmul_flops
 
     result = {"versions": describe_version(), "cuda": torch.version.cuda, "platform": platform.platform()}
-    if is_dry or not torch.cuda.is_available():
+    if not (is_dry or torch.cuda.is_available()):
+        raise Skipped(f"torch {torch.__version__} finds no GPU; --dry-run tries every part on a CPU")
+    if is_dry:
         return result | {
             "device": platform.processor() or platform.machine(),
             "measured_peak_tflops": measured_matmul_flops(torch.float32, torch.get_num_threads()) / 1e12,
@@ -96,16 +98,20 @@ def gpu_tests(folder: Path, is_dry: bool) -> Result:
     import pytest
 
     file = folder / "tests.xml"
-    code = pytest.main(
-        [str(ROOT / "tests/gpu"), "-q", f"--rootdir={ROOT}", f"--junitxml={file}", "-p", "no:cacheprovider"]
-    )
+    # -v: the output of a part that takes too long names the tests that have ended, and the one that has not.
+    options = ["-v", "--tb=short", f"--rootdir={ROOT}", f"--junitxml={file}", "-p", "no:cacheprovider"]
+    code = pytest.main([str(ROOT / "tests/gpu"), *options])
     cases = list(ElementTree.parse(file).iter("testcase"))
-    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = []
+    for case in cases:
+        fault = next((found for found in map(case.find, ("failure", "error")) if found is not None), None)
+        failed += [] if fault is None else [f"{case.get('name')}: {fault.get('message').splitlines()[0]}"]
     reasons = [case.find("skipped").get("message") for case in cases if case.find("skipped") is not None]
     if not failed and cases and len(reasons) == len(cases):
         raise Skipped(f"{len(cases)} tests: {reasons[0]}")
     if failed or code:
-        raise RuntimeError(f"pytest ended with {code}; failed: {', '.join(failed) or 'none'}")
+        passed = len(cases) - len(reasons) - len(failed)
+        raise RuntimeError(f"pytest ended with {code}; {passed} passed, failed:\n" + "\n".join(failed or ["none"]))
     return {"passed": len(cases) - len(reasons), "skipped": len(reasons)}
 
 
@@ -241,11 +247,12 @@ PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
     "benchmark": (benchmark, 110),
     "profile": (profile, 90),
     "bf16": (bf16, 90),
-    "fp8": (fp8, 90),
+    "fp8": (fp8, 150),  # one minute of it compiles the 36 forms of a kernel of torchao that Triton chooses from
     "rates": (rates, 40),
     "benchmark_compiled": (benchmark_compiled, 100),
 }
-"""Parts in their order, the most needed first, with the most seconds of each; the last ones get what is left of all."""
+"""Parts in their order, the most needed first, with the most seconds of each; the last ones get what is left of all.
+Parts that are asked for by name may take longer, as long as there is time."""
 
 
 def run_part(name: str, folder: Path, is_dry: bool) -> None:
@@ -280,7 +287,8 @@ def attend_part(name: str, folder: Path, python: str, is_dry: bool, seconds: flo
 def install(wheels: Path, folder: Path) -> tuple[str, list[str]]:
     """An environment over this one with the packages that it lacks, from a folder; its Python and what is missing."""
     place = folder / "venv"
-    venv.EnvBuilder(system_site_packages=True, with_pip=True, clear=True).create(place)
+    # Without a pip of its own, which some Pythons cannot install; that of this Python works on the other environment.
+    venv.EnvBuilder(system_site_packages=True, symlinks=True, clear=True).create(place)
     python, version = str(place / "bin/python"), f"python{sys.version_info[0]}.{sys.version_info[1]}"
     # An environment made from another one sees the packages of the system only.
     (place / "lib" / version / "site-packages/outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
@@ -290,8 +298,9 @@ def install(wheels: Path, folder: Path) -> tuple[str, list[str]]:
         asked = subprocess.run([python, "-c", code % extras], cwd=ROOT, capture_output=True, text=True, check=True)
         return [requirement for _, requirement in json.loads(asked.stdout)]
 
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
-    extras, tried = ["hf", "gpu", "test"], set()
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index"]
+    pip += ["--find-links", str(wheels)]
+    extras, tried = ["hf", "gpu"], set()
     while rest := set(lacking(extras)) - tried:  # what reads the list of packages may be missing itself
         for requirement in sorted(rest):
             subprocess.run([*pip, requirement])
@@ -357,12 +366,19 @@ def main() -> int:
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU; what needs a GPU is skipped")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), metavar="NAME,NAME",
+        help=f"only these of {', '.join(PARTS)}; the others stay as they are in an earlier report",
+    )  # fmt: skip
     parser.add_argument("--python", default=sys.executable, help="interpreter of the parts; absent: this one")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = arguments.output.absolute()
     if arguments.wheels is not None and not arguments.wheels.is_dir():
         parser.error(f"--wheels {arguments.wheels}: no such folder; name one that holds .whl files")
+    names = arguments.parts.split(",")
+    if unknown := sorted(set(names) - set(PARTS)):
+        parser.error(f"--parts {unknown[0]}: no such part; there are {', '.join(PARTS)}")
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
         run_part(arguments.part, folder, arguments.dry_run)
@@ -377,17 +393,23 @@ def main() -> int:
         "missing": missing,
         "parts": {},
     }
-    for name, (_, most) in PARTS.items():
+    file = folder / "report.json"
+    if names != list(PARTS) and file.exists():
+        report["parts"] = json.loads(file.read_text())["parts"]
+    for name in dict.fromkeys(["machine", *names]):
         print(f"{name} ...", flush=True)
         left = MINUTES * 60 - (time.monotonic() - began)
+        most = PARTS[name][1] if names == list(PARTS) else left
         part = report["parts"][name] = attend_part(name, folder, python, arguments.dry_run, min(most, left))
         print(
             f"  {part['status']} in {part['seconds']:.0f} s{': ' + part['reason'] if 'reason' in part else ''}",
             flush=True,
         )
         # After each part, so that an interruption leaves what is known.
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(json.dumps(report, indent=1) + "\n")
         (folder / "report.md").write_text(as_markdown(report))
+        if name == "machine" and part["status"] == "skipped":
+            return 2
     print(f"{folder / 'report.md'} and report.json")
     return int(any(part["status"] == "failed" for part in report["parts"].values()))
 

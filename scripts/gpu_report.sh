@@ -4,6 +4,7 @@
 #
 #   scripts/gpu_report.sh                  with the packages of the active Python: its torch (2.11 to 2.15) is used
 #   scripts/gpu_report.sh --wheels DIR     packages that it lacks come from a folder of wheels, without a network
+#   scripts/gpu_report.sh --parts tests,fp8   these only, with all ten minutes for them; a report grows over several calls
 #   scripts/gpu_report.sh --dry-run        the same on a CPU with a tiny model, in under a minute
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

@@ -91,8 +91,7 @@ def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant
         return Contestant(name, peer, lambda: peer(inputs, labels=inputs, shift_labels=labels).loss)
     model = ours
     if name == "ours compiled":
-        model = Transformer(ours.shape).to(work.device).cast(work.dtype)
-        model.load_state_dict(ours.state_dict())
+        model = build_ours(work)
         compile.apply(model, whole_graphs=True)
     return Contestant(name, model, lambda: model(inputs, labels=labels).loss / work.tokens)
 

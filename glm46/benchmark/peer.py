@@ -32,9 +32,13 @@ def build_peer(ours: Transformer, experts: str) -> nn.Module:
         raise UserError("benchmark: transformers is not installed; pip install 'glm46[hf]'") from error
     shape = ours.shape
     weight = ours.embed_tokens.weight
-    with torch.device(weight.device):
-        peer = Glm4MoeForCausalLM(_peer_config(Glm4MoeConfig, shape))
-    peer = peer.to(weight.dtype)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(weight.dtype)  # FP32 would need twice the memory, and its cast rounds the rotation too
+    try:
+        with torch.device(weight.device):
+            peer = Glm4MoeForCausalLM(_peer_config(Glm4MoeConfig, shape))
+    finally:
+        torch.set_default_dtype(default)
     peer.set_experts_implementation(experts)
     targets = peer.state_dict()
     sources = {_peer_name(name): tensor for name, tensor in ours.state_dict().items() if not name.startswith("mtp.")}

@@ -38,14 +38,19 @@ def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 @torch.no_grad()
 def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors whose local part holds NaN or infinity; one pass over the memory."""
-    bounds = {}
+    """Names of the tensors whose local part holds NaN or infinity; one pass over the memory, one wait per device."""
+    extremes: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         if local.is_floating_point() and local.numel():
             local = local.float() if local.dtype.itemsize == 1 else local
-            bounds[name] = torch.stack(torch.aminmax(local)).double().cpu()  # NaN if any value is
-    return [name for name, extremes in bounds.items() if not extremes.isfinite().all()]
+            found = torch.stack(torch.aminmax(local)).double()  # NaN if any value is
+            extremes.setdefault(found.device, {})[name] = found
+    bad = set()
+    for of_device in extremes.values():
+        are_finite = torch.stack([*of_device.values()]).isfinite().all(1).tolist()  # sync: once per device
+        bad |= {name for name, is_finite in zip(of_device, are_finite, strict=True) if not is_finite}
+    return [name for name in tensors if name in bad]
 
 
 def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:

@@ -106,6 +106,17 @@ def filters_leave_something(config: RunConfig, shape: ModelShape, world_size: in
         )
 
 
+def kernels_give_bf16(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Products by the kernels of a GPU have results in BF16: torch rejects others for all recipes but tensorwise."""
+    float8, dtype = config.float8, config.training.mixed_precision_param
+    if float8.recipe_name is not None and not float8.emulate and dtype != "bfloat16":
+        yield Fault(
+            ("training.mixed_precision_param", "float8.emulate"),
+            f"training.mixed_precision_param = {show(dtype)}: the results of FP8 products are bfloat16 on a GPU; set "
+            'it to "bfloat16", or float8.emulate = true',
+        )
+
+
 def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE`, or of those of the experts' recipe, on
     each rank."""
@@ -178,6 +189,7 @@ def shards_of_gathered_rows_are_even(config: RunConfig, shape: ModelShape, world
 
 FLOAT8_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
     filters_leave_something,
+    kernels_give_bf16,
     fp8_divides_the_layers,
     fp8_divides_the_tokens,
     shards_of_gathered_rows_are_even,

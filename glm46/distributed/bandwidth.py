@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from glm46.distributed.mesh import Cluster
+from glm46.planner.memory import PROBE_BYTES
 
-_BYTES = {"cuda": 2**26, "cpu": 2**20}
 _ROUNDS = 4
 """The first one connects the ranks and lets them begin together; it does not count."""
 _PARTS_SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
@@ -58,7 +58,8 @@ class BandwidthProbe:
                 self._groups[f"{axis}@{reach}"] = group
         self._interval = interval if self._groups else 0
         # Made now: a run without room for it must not end in the middle.
-        self._tensor = torch.zeros(_BYTES[self._device.type] // 4 if self._interval else 0, device=self._device)
+        size = PROBE_BYTES["cpu" if self._device.type == "cpu" else "gpu"]
+        self._tensor = torch.zeros(size // 4 if self._interval else 0, device=self._device)
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after this step; equal on all ranks."""

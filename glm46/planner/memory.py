@@ -57,6 +57,9 @@ PROCESS_BYTES = {"cpu": 350 * 2**20, "gpu": 2 * 2**30}
 """Memory of a process before the first weight. cpu: resident memory after importing torch and its distributed parts
 (measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not measured)."""
 
+PROBE_BYTES = {"cpu": 2**20, "gpu": 2**26}
+"""What `comm.bandwidth_interval` sends, kept for the whole run."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -137,7 +140,9 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
         plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
     elif plan.config.training.parameter_offload:
         plans = [_offloaded(memory, *step.gradients_of(of_rank)) for memory, of_rank in zip(plans, parts, strict=True)]
-    return [replace(memory, process=PROCESS_BYTES[device]) for memory in plans]
+    has_probe = plan.config.comm.bandwidth_interval and plan.layout.world_size > 1
+    own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
+    return [replace(memory, process=own) for memory in plans]
 
 
 def step_text(plan: Plan) -> float:

@@ -12,6 +12,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CAPABILITY < (8, 9), reason="no CUDA device with FP8 products on this machine"),
 ]
+# Triton has code of its own for numbers that 16 divides. With as many groups as a real layer has, it is compiled once.
+ENDS = torch.cat([OFFSETS, OFFSETS[-1:].expand(11)])
 # BF16 rounds results to 2**-9. Fast accumulation keeps 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
 BOUND = 2**-7
 
@@ -33,12 +35,12 @@ def test_linear_product_follows_its_recipe(recipe):
 def test_grouped_product_follows_its_recipe(recipe):
     if recipe == "mxfp8" and CAPABILITY[0] != 10:
         pytest.skip("no CUDA device with MXFP8 on this machine")
-    x, weight, grad = (t.bfloat16() for t in operands((ROWS, 512), (5, 256, 512), (ROWS, 256)))
-    inputs, end = [t.cuda().requires_grad_() for t in (x, weight)], int(OFFSETS[-1])
+    x, weight, grad = (t.bfloat16() for t in operands((ROWS, 512), (len(ENDS), 256, 512), (ROWS, 256)))
+    inputs, end = [t.cuda().requires_grad_() for t in (x, weight)], int(ENDS[-1])
     float8 = Float8(recipe_name="rowwise", experts_recipe_name=recipe)
-    y = experts_product(float8)(*inputs, OFFSETS.cuda())
+    y = experts_product(float8)(*inputs, ENDS.cuda())
     y[:end].backward(grad[:end].cuda())
-    for expert, (start, stop) in enumerate(zip([0, *OFFSETS[:-1].tolist()], OFFSETS.tolist(), strict=True)):
+    for expert, (start, stop) in enumerate(zip([0, *ENDS[:-1].tolist()], ENDS.tolist(), strict=True)):
         if start == stop:
             continue
         rows = slice(start, stop)

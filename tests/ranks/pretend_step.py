@@ -1,4 +1,4 @@
-"""The reads of a training step that make a host wait for its GPU, by operator; prints JSON.
+"""The reads of a training step, and of a save's look for NaN, that make a host wait for its GPU; prints JSON.
 
 PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/pretend_step.py
 """
@@ -6,6 +6,7 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/pretend_step.py
 import json
 from collections import Counter
 
+from glm46.checkpoint.finite import names_not_finite
 from glm46.distributed.process import join, leave
 from glm46.training.step import train_step
 from glm46.training.totals import count_step
@@ -24,8 +25,11 @@ def work(ranks: int, name: str) -> None:
         batches = micro_batches(job, step, layout.micro_batches)
         pretend_gpu.waits.clear()
         train_step(job, batches, totals, step, 1.0)
+    waits = dict(Counter(pretend_gpu.waits))
+    pretend_gpu.waits.clear()
+    assert names_not_finite(job.network.parameters) == []
     if process.is_main:
-        print(json.dumps({"layout": f"{ranks} {name}", "waits": dict(Counter(pretend_gpu.waits))}))
+        print(json.dumps({"layout": f"{ranks} {name}", "waits": waits, "waits_of_a_save": pretend_gpu.waits}))
     leave()
 
 

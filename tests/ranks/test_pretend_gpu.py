@@ -24,3 +24,5 @@ def test_the_host_waits_once_per_step_and_once_per_layer_with_distributed_expert
     one, distributed = server.rows("pretend_step.main", seconds=300)
     assert [*one["waits"].values()] == [1], one
     assert sorted(distributed["waits"].values()) == [1, 8], distributed
+    for row in (one, distributed):
+        assert len(row["waits_of_a_save"]) == 1, row

@@ -1,5 +1,6 @@
 """The benchmark compares equal work, counts it correctly, and refuses to compare different work."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,16 @@ def test_every_contestant_computes_the_same_loss_from_the_same_weights():
     # FP32 over a few hundred operations in another order.
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert losses[0] == pytest.approx(np.log(8192), rel=0.02)  # untrained: near the uniform distribution
+
+
+def test_contestants_have_the_same_weights_in_bf16_and_the_peer_rotates_in_fp32():
+    work = replace(TINY, dtype=torch.bfloat16)
+    ours = build_ours(work)
+    compiled, peer = (build_contestant(name, work, ours).model for name in ("ours compiled", "transformers grouped_mm"))
+    weights = ours.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in compiled.state_dict().items())
+    assert compiled is not ours and {parameter.dtype for parameter in peer.parameters()} == {torch.bfloat16}
+    assert peer.model.rotary_emb.inv_freq.dtype == torch.float32 == torch.get_default_dtype()
 
 
 def test_a_race_times_each_contestant_once_per_round():

@@ -75,6 +75,38 @@ def test_a_folder_of_wheels_that_is_not_there_is_refused(tmp_path):
     assert ended.returncode == 2 and "none: no such folder; name one that holds .whl files" in ended.stderr
 
 
+def report_of_parts(folder, code: str, *arguments):
+    """Exit code and report of a run whose parts are done by a shell script, whose $5 is the folder."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{code}\n")
+    python.chmod(0o755)
+    command = [sys.executable, ROOT / "scripts/gpu_report.py", "--output", folder, "--python", python, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return ended, json.loads((folder / "report.json").read_text())["parts"]
+
+
+def test_a_report_grows_over_calls_for_some_parts(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({"parts": {"fp8": {"status": "done", "seconds": 70.0}}}))
+    write = 'echo \'{"status": "done", "result": {}}\' >"$5/$3.json"'
+    ended, parts = report_of_parts(tmp_path, write, "--parts", "rates,tests")
+    assert ended.returncode == 0 and {name: part["status"] for name, part in parts.items()} == dict.fromkeys(
+        ["fp8", "machine", "rates", "tests"], "done"
+    )
+    assert parts["fp8"]["seconds"] == 70.0 and "| fp8 | done | 70.0 |" in (tmp_path / "report.md").read_text()
+    ended, _ = report_of_parts(tmp_path, write, "--parts", "rates,fp9")
+    assert ended.returncode == 2 and "--parts fp9: no such part; there are machine, tests" in ended.stderr
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
+    made = script()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(made.Skipped, match="finds no GPU; --dry-run"):
+        made.machine(tmp_path, False)
+    skip = 'echo \'{"status": "skipped", "reason": "no GPU"}\' >"$5/$3.json"'
+    ended, parts = report_of_parts(tmp_path, skip)
+    assert ended.returncode == 2 and list(parts) == ["machine"] and "no GPU" in ended.stdout
+
+
 RUNS = {
     "profile": ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "8"],
     "bf16": ["--compile.enable", "true"],

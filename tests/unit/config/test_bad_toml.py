@@ -444,6 +444,13 @@ BAD = {
             "multiples of 16 bytes; take 104"
         ],
     ),
+    "FP8 kernels in float32": (
+        ("[training]", '[float8]\nrecipe_name = "rowwise"\n[training]\nmixed_precision_param = "float32"'),
+        [
+            'training.mixed_precision_param = "float32": the results of FP8 products are bfloat16 on a GPU; set it to '
+            '"bfloat16", or float8.emulate = true'
+        ],
+    ),
     "FP8 filter that matches nothing": (
         ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]\n[training]'),
         [

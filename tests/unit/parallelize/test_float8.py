@@ -1,6 +1,11 @@
 """FP8 products compute what their recipes say, held to a model of the recipes in FP64."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +191,21 @@ def test_gpu_kernels_of_the_experts_take_these_arguments():
         parameters = inspect.signature(product).parameters
         assert list(parameters)[:3] == ["A", "B_t", "offs"]
         assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
+
+
+@pytest.mark.slow
+def test_gpu_kernels_of_the_experts_follow_the_recipe_in_tritons_interpreter():
+    """With the layouts and the padding that they get on a GPU. Triton comes with the CUDA builds of torch."""
+    pytest.importorskip("triton")
+    here = Path(__file__)
+    paths = os.pathsep.join([str(here.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, here.with_name("interpreted_float8.py")],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)
+    assert len(rows) == 4 and all(error < 2**-8 for row in rows for error in row), rows  # results rounded to BF16
 
 
 def test_the_list_of_linear_layers_is_the_model():

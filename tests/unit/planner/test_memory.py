@@ -248,6 +248,14 @@ def test_one_process_holds_every_parameter_once():
     assert plan.gradients == 4 * count.trained
 
 
+def test_what_the_probe_of_bandwidth_sends_stays_on_the_device():
+    without, probed = _run(), _run(comm={"bandwidth_interval": 500})
+    for device, mib in (("gpu", 64), ("cpu", 1)):
+        for ranks, extra in ((1, 0), (2, mib * 2**20)):  # one rank sends nothing
+            pair = [plan_memory(config, ranks, device=device).total for config in (without, probed)]
+            assert pair[1] - pair[0] == extra
+
+
 def test_muon_keeps_one_state_for_matrices():
     shape = PRESETS["debug"]
     config = _run(optimizer={"name": "Muon", "lm_head": "adamw", "router": "muon"})
