@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glm46.checkpoint.integrity import (
     MANIFEST,
@@ -25,8 +26,10 @@ from glm46.checkpoint.integrity import (
     step_folder,
 )
 from glm46.checkpoint.publish import make_durably, remove, rename_draft, repair
-from glm46.distributed.ranks import Ranks
 from glm46.files.durable import FileRecord, hash_file, replace_durably, sync_folder
+
+if TYPE_CHECKING:  # the script that gathers starts many processes, none of which needs torch
+    from glm46.distributed.ranks import Ranks
 
 _COPY_BYTES = 1 << 22
 _COPY_THREADS = 8
@@ -40,7 +43,7 @@ class NodeFolder:
     is_leader: bool
 
     @classmethod
-    def of_this_rank(cls, path: Path, ranks: Ranks) -> "NodeFolder":
+    def of_this_rank(cls, path: Path, ranks: "Ranks") -> "NodeFolder":
         """Collective. Ranks share a node when host name and folder are the same."""
         node = (socket.gethostname(), str(Path(path).absolute()))
         return cls(Path(path), is_leader=ranks.all_gather(node).index(node) == ranks.rank)
@@ -61,7 +64,7 @@ class NodePart:
     """All files that the manifest lists."""
 
 
-def gather(node: NodeFolder, output: Path, ranks: Ranks) -> None:
+def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
     """Copy the newest save that is whole over all nodes to the shared folder, then free the local disks. Collective.
 
     Does nothing when no save is whole, or the shared folder has a later one of the same step.
@@ -101,7 +104,7 @@ def gather(node: NodeFolder, output: Path, ranks: Ranks) -> None:
                 remove(step_folder(node.path, part.step))
 
 
-def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: Ranks) -> None:
+def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: "Ranks") -> None:
     with ranks.stage("copying to shared storage") as stage:
         if node is not None:
             if faults := copy_part(node.path, output, save):
