@@ -5,6 +5,7 @@ A stand-in for the launcher writes rows in no time; the real one trains in the l
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -275,8 +276,13 @@ def test_the_shipped_ablation_resolves_to_its_variants():
 
 
 @pytest.mark.slow
-def test_two_variants_are_really_trained(file, tmp_path, monkeypatch):
+def test_two_variants_are_really_trained(file, tmp_path, monkeypatch, warm_python):
     """Through the launcher: from the same weights on the same data, FP8 moves the loss a little."""
+    launcher = tmp_path / "launcher"
+    program = "import sys; from tests.ranks.forked_launch import launch; sys.exit(launch(*sys.argv[4:]))"
+    launcher.write_text(f'#!/bin/sh\nexec {warm_python} -c {shlex.quote(program)} "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr("glm46.commands.ablate.sys.executable", str(launcher))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
     path = file(
