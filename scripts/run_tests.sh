@@ -36,6 +36,9 @@ if [ ${#side_by_side[@]} -eq 0 ] && [ ${#alone[@]} -eq 0 ]; then
 fi
 [ -z "$fast" ] || options+=(-m "not slow")
 
+processes=auto
+if [[ " ${side_by_side[*]-} " == *" tests/unit "* ]] && [ -z "$fast" ]; then processes=$(($(nproc) + 1)); fi
+
 use_environment test
 cd "$root"
 
@@ -48,12 +51,19 @@ run() {
     case $code in 5) ;; 0) [ "$status" -ne 5 ] || status=0 ;; *) status=$code ;; esac
 }
 
-# Tests of one process side by side, a core each; then those that start several ranks, which want all cores themselves.
+# Tests of one process side by side, a core each; all of them with one process more, because a quarter of their time is
+# waiting. Then those that start several ranks: whole files in two lanes, because ranks wait for each other, for time
+# limits and for signals. A GPU has one lane.
+export TORCHINDUCTOR_COMPILE_THREADS=1 # no pool of processes, each of which imports torch, where no core is idle
 if [ ${#side_by_side[@]} -gt 0 ]; then
-    OMP_NUM_THREADS=1 run -n auto --maxprocesses=8 "${side_by_side[@]}"
+    OMP_NUM_THREADS=1 run -n "$processes" --maxprocesses=8 "${side_by_side[@]}"
+fi
+lanes=()
+if [[ " ${alone[*]-} " == *" tests/ranks "* ]] && ! command -v nvidia-smi >/dev/null; then
+    lanes=(-n 2 --dist loadfile)
 fi
 # With arguments, an interruption or a wrong option ends it here.
 if [ ${#alone[@]} -gt 0 ] && { [ $# -eq 0 ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
-    run "${alone[@]}"
+    run ${lanes[@]+"${lanes[@]}"} "${alone[@]}"
 fi
 exit "$status"

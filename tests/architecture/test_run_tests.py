@@ -18,9 +18,12 @@ fake_python() {
     return "$code"
 }
 """
-SIDE_BY_SIDE = "1 -m pytest --durations=15 -n auto --maxprocesses=8 "
-ALONE = "all -m pytest --durations=15 "
-UNIT, RANKS = SIDE_BY_SIDE + "tests/unit tests/architecture", ALONE + "tests/ranks tests/gpu"
+PYTEST = "-m pytest --durations=15 "
+SIDE_BY_SIDE = f"1 {PYTEST}-n auto --maxprocesses=8 "
+ALONE = f"all {PYTEST}"
+FAST = SIDE_BY_SIDE + "tests/unit tests/architecture"
+UNIT = FAST.replace("auto", "5")
+RANKS = ALONE + "-n 2 --dist loadfile tests/ranks tests/gpu"
 
 
 @pytest.fixture
@@ -29,12 +32,19 @@ def run_tests(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "scripts")
     (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
+    # The programs that the script calls, without the machine's nvidia-smi.
+    (tmp_path / "programs").mkdir()
+    for name in ("bash", "dirname", "readlink"):
+        (tmp_path / "programs" / name).symlink_to(shutil.which(name))
+    (tmp_path / "programs" / "nproc").write_text("#!/bin/sh\necho 4\n")
+    (tmp_path / "programs" / "nproc").chmod(0o755)
     for room in ("data", "model"):
         (tmp_path / "tests" / "unit" / room).mkdir(parents=True)
 
     def run(*arguments: str, codes: str = "") -> tuple[int, list[str]]:
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        command = ["bash", str(tmp_path / "scripts" / SCRIPT.name), *arguments]
+        variables["PATH"] = str(tmp_path / "programs")
+        command = [shutil.which("bash"), str(tmp_path / "scripts" / SCRIPT.name), *arguments]
         done = subprocess.run(command, env=variables | {"CODES": codes}, capture_output=True, text=True, check=False)
         assert done.stderr == ""
         return done.returncode, done.stdout.splitlines()
@@ -46,7 +56,7 @@ def run_tests(tmp_path):
     ("arguments", "calls"),
     [
         ([], [UNIT, RANKS]),
-        (["--fast"], [UNIT + " -m not slow"]),
+        (["--fast"], [FAST + " -m not slow"]),
         (["data"], [SIDE_BY_SIDE + "tests/unit/data"]),
         (["--fast", "data", "model", "-x"], [SIDE_BY_SIDE + "tests/unit/data tests/unit/model -x -m not slow"]),
         (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
@@ -59,6 +69,11 @@ def run_tests(tmp_path):
 )
 def test_arguments_reach_the_right_run(run_tests, arguments, calls):
     assert run_tests(*arguments) == (0, calls)
+
+
+def test_tests_of_a_gpu_share_it_with_no_others(run_tests, tmp_path):
+    (tmp_path / "programs" / "nvidia-smi").symlink_to(shutil.which("true"))
+    assert run_tests() == (0, [UNIT, ALONE + "tests/ranks tests/gpu"])
 
 
 @pytest.mark.parametrize(
