@@ -148,24 +148,25 @@ def write_tensors(
     check_replicas(tensors, ranks, staged)
     with ThreadPoolExecutor(1) as hasher, Closer() as closer:
         planner, writer = _Planner(staged), _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
-        with ranks.stage("planning the save") as stage:
+        # A plan and the results have a record of each tensor: megabytes, which only the first rank gets from all.
+        with ranks.stage("planning the save", to="first") as stage:
             planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
             writer.set_up_storage_writer(ranks.is_first)
             stage.value = writer.prepare_local_plan(planner.create_local_plan())
         metadata = None
-        with ranks.stage("planning the save") as central:
+        with ranks.stage("planning the save", to="each") as central:
             if ranks.is_first:
                 plans, metadata = planner.create_global_plan(stage.values)
                 central.value = writer.prepare_global_plan(plans)
-        with ranks.stage("writing tensors") as stage:
-            plan = planner.finish_plan(central.values[0][ranks.rank])
-            results = writer.write_data(plan, planner).value()
+        with ranks.stage("writing tensors", to="first") as stage:
+            stage.value = writer.write_data(planner.finish_plan(central.value), planner).value()
             closer.finish()
-            stage.value = results, writer.fs.records
-        files = {name: record for _, records in stage.values for name, record in records.items()}
+        with ranks.stage("writing tensors") as records:
+            records.value = writer.fs.records
+        files = {name: record for found in records.values for name, record in found.items()}
         with ranks.stage("writing metadata") as last:
             if metadata is not None:
-                written = [results for results, _ in stage.values]
+                written = stage.values
                 writer.finish(metadata, written)
                 # torch 2.11 finishes a copy of the metadata.
                 metadata.storage_data = {result.index: result.storage_data for of_rank in written for result in of_rank}
@@ -237,12 +238,13 @@ def read_tensors(
     """
     with ranks.stage("reading metadata") as stage:
         metadata, faults = read_checked_metadata(folder, files)
-        stage.value = faults or _name_faults(folder, tensors, metadata, optional), sorted(tensors)
-    faults = sorted({fault for found, _ in stage.values for fault in found})
+        stage.value = faults or _name_faults(folder, tensors, metadata, optional)
+    faults = sorted({fault for found in stage.values for fault in found})
     if faults:
         return faults
-    requested = {name for _, names in stage.values for name in names}
-    unread = sorted(set(metadata.state_dict_metadata) - requested)
+    stored = sorted(metadata.state_dict_metadata)
+    asked = ranks.any([name in tensors for name in stored])
+    unread = [name for name, is_asked in zip(stored, asked, strict=True) if not is_asked]
     may_stay = (*optional, *ignored)
     faults = [
         f"{folder}: holds {name}, which this run does not know" for name in unread if not name.startswith(may_stay)

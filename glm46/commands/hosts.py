@@ -235,7 +235,7 @@ class HostNodes:
     def _ask(self) -> None:
         """Ask all nodes again and again whether they are alive. After a failure, disconnect those that have owed an
         answer for too long."""
-        now, left = time.monotonic(), [node for node in self._nodes if node.code is None]
+        now, left = time.monotonic(), (node for node in self._nodes if node.code is None)  # called for each line
         if not self._restarts or self.signal_number is not None:
             return
         if self.failed_at is None and now > self._asked_at + _ASK_SECONDS:

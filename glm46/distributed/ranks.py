@@ -4,11 +4,14 @@ A rank that raises alone leaves the others in their next collective until the ti
 can fail runs inside ``Ranks.stage``: leaving a stage is a collective that carries the result or the fault of each rank.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(minutes=30)
@@ -58,26 +61,70 @@ class Ranks:
         Raises:
             RankLostError: a rank has ended or does not answer.
         """
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise RankLostError(*error.args) from error
+        values: list[Any] = [value] * self.size
+        if self.group is not None:
+            with _telling_lost_ranks():
+                dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def stage(self, name: str) -> "CollectiveStage":
-        """``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks."""
-        return CollectiveStage(self, name)
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Whether a flag is set on any rank, for each of equally many flags. Collective; raises as `all_gather`."""
+        found = torch.tensor(flags, dtype=torch.uint8)
+        if self.group is not None:
+            with _telling_lost_ranks():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.bool().tolist()
+
+    def of_first(self, value: Any) -> Any:
+        """The value of rank 0. Collective; raises as `all_gather`."""
+        box = [value]
+        if self.group is not None:
+            with _telling_lost_ranks():
+                dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks on rank 0, nothing on the others. Collective; raises as `all_gather`."""
+        values = [value] * self.size if self.is_first else []
+        if self.group is not None:
+            with _telling_lost_ranks():
+                dist.gather_object(value, values or None, dst=0, group=self.group)
+        return values
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """This rank's one of the values that rank 0 has. Collective; raises as `all_gather`."""
+        if self.group is None:
+            return values[0]
+        box: list[Any] = [None]
+        with _telling_lost_ranks():
+            dist.scatter_object_list(box, values, src=0, group=self.group)
+        return box[0]
+
+    def stage(self, name: str, to: Literal["all", "first", "each"] = "all") -> "CollectiveStage":
+        """``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks.
+
+        Args:
+            to: who gets what: "all" the values of all ranks; only the "first" rank the values of all, where these are
+                too large for each of thousands of ranks; or "each" rank one of the values that the first one has.
+        """
+        return CollectiveStage(self, name, to)
 
 
 ALONE = Ranks(rank=0, size=1, group=None)
 """One process by itself, even while others run."""
 
 
+@contextmanager
+def _telling_lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(*error.args) from error
+
+
 class CollectiveStage:
-    """Work that succeeds or fails on all ranks. Set ``value`` inside; ``values`` holds those of all ranks afterwards.
+    """Work that succeeds or fails on all ranks. Set ``value`` inside; ``values`` holds those of all ranks afterwards;
+    with "each", ``value`` is this rank's one.
 
     Entering is local, leaving is collective. A stage may enclose others: a rank that fails between the inner ones then
     meets the other ranks where they leave an inner one.
@@ -86,9 +133,8 @@ class CollectiveStage:
         CheckpointError: on every rank, when the stage failed on any of them.
     """
 
-    def __init__(self, ranks: Ranks, name: str):
-        self._ranks = ranks
-        self._name = name
+    def __init__(self, ranks: Ranks, name: str, to: str):
+        self._ranks, self._name, self._to = ranks, name, to
         self.value: Any = None
         self.values: list[Any] = []
 
@@ -103,14 +149,22 @@ class CollectiveStage:
         if error is not None and error is self._ranks.interrupt:
             return False
         fault = None if error is None else describe_fault(self._ranks.rank, self._name, error)
-        results = self._ranks.all_gather((fault, self.value))
-        faults = [fault for fault, _ in results if fault is not None]
+        states = self._ranks.all_gather((fault, self.value is not None))
+        faults = [fault for fault, _ in states if fault is not None]
         if error is not None and not isinstance(error, Exception):
             self._ranks.interrupt = error  # it propagates; the other ranks have the fault
             return False
         if faults:
             raise CheckpointError(*faults) from error
-        self.values = [value for _, value in results]
+        if self._to == "each":
+            self.value = self._ranks.scatter(self.value)
+        elif self._to == "first":
+            self.values = self._ranks.gather(self.value)
+        elif any(has_value for _, has_value in states[1:]):
+            self.values = self._ranks.all_gather(self.value)
+        else:  # an exchange among all would give each value the room of the largest, in each rank
+            first = self._ranks.of_first(self.value) if states[0][1] else None
+            self.values = [first, *[None] * (self._ranks.size - 1)]
         return False
 
 

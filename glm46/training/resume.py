@@ -187,8 +187,9 @@ def _other_text(task: Task, folder: Path) -> str:
 
 def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     """Names of tensors that this run does not load from the step folder of another run. Collective."""
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, list(checkpoint_tensors(task)))  # stages of a pipeline hold different ones
+    held = [list(checkpoint_tensors(task))]
+    if (pipeline := task.cluster.meshes.pipeline) is not None:  # its stages hold different ones
+        dist.all_gather_object(held := held * dist.get_world_size(pipeline), held[0], group=pipeline)
     metadata, faults = read_metadata(folder)
     if metadata is None:
         raise UserError(*faults)

@@ -1,6 +1,7 @@
 """Several gloo ranks: a sharded state comes back bit for bit on another mesh; a fault of one rank is known to all."""
 
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -235,6 +236,26 @@ def take(manager: CheckpointManager) -> list:
     return ended
 
 
+def exchanges_do_not_grow(folder: Path, rank: int) -> None:
+    """What each rank gets from each other has no record of each tensor: on thousands of ranks these are gigabytes."""
+    exchange, sent = dist.all_gather_object, {}
+
+    def counted(values, value, group=None):
+        sent[blocks] = sent.get(blocks, 0) + len(pickle.dumps(value))
+        exchange(values, value, group=group)
+
+    for blocks in (1, 20):
+        model = parallel(nn.Sequential(*[Block() for _ in range(blocks)]), 4, tensor_parallel=1)
+        tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+        tensors[f"rng.rank{rank}"] = torch.zeros(5, dtype=torch.uint8)
+        manager = CheckpointManager(folder, keep_latest_k=0)
+        dist.all_gather_object = counted
+        manager.save(blocks, tensors, {})
+        manager.load(blocks, tensors)
+        dist.all_gather_object = exchange
+    assert sent[20] < sent[1] + 50, sent  # digits of sizes in the record of a file
+
+
 def damage_is_agreed(folder: Path, rank: int) -> None:
     manager = CheckpointManager(folder, keep_latest_k=0)
     for step in (1, 2):
@@ -260,6 +281,7 @@ def run_four(rank: int, folder: Path) -> None:
     save_parallel(folder / "hybrid", rank, 4, step=4, tensor_parallel=1, replicas=2)
     load_parallel(folder / "hybrid", rank, 4, step=4, tensor_parallel=1)
     save_stages(folder / "stages", rank)
+    exchanges_do_not_grow(folder / "exchanges", rank)
     one_rank_fails(folder / "faults", rank)
     damage_is_agreed(folder / "damage", rank)
     background_saves(folder / "background", rank)
