@@ -61,6 +61,9 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$action" ] || refuse "nothing to do: state --start, --stop or --status"
 [[ $bind =~ ^[0-9]{1,3}(\.[0-9]{1,3}){3}$ ]] || refuse "--bind $bind: must be an IPv4 address such as 127.0.0.1"
+[[ $action != start || $bind == 0.0.0.0 || $bind =~ ^127(\.(1?[0-9]?[0-9]|2[0-4][0-9]|25[0-5])){3}$ ]] ||
+    grep -q -- "|-- ${bind//./\\.}\$" /proc/net/fib_trie ||
+    refuse "--bind $bind: no address of this machine; state 127.0.0.1, 0.0.0.0 or one that \`hostname -I\` prints"
 [[ -z $webhook || $webhook =~ ^https?://[^[:space:]\"]+$ ]] || refuse "--webhook $webhook: must begin with http:// or https://"
 for one in "${!port[@]}"; do
     for other in "${!port[@]}"; do
@@ -190,7 +193,12 @@ check_edited() {
         name=${tool##* }
         [ -e "$folder/$name" ] && command -v "${tool%% *}" >/dev/null || continue
         said=$(cd "$folder" && $tool 2>&1) ||
-            refuse "$folder/$name or the rules that it names: ${tool% *}: $(echo "$said" | grep -v '^ *$' | tail -n 1); correct or remove the file"
+            refuse "$folder/$name or the rules that it names: ${tool% *}: $(echo "$said" | grep -v -e '^ *$' -e 'failed to validate' | tail -n 1); correct or remove the file"
+    done
+    command -v python3 >/dev/null || return 0
+    for name in "$folder"/dashboards/*.json; do
+        said=$([ ! -e "$name" ] || python3 -m json.tool "$name" 2>&1 >/dev/null) ||
+            refuse "$name: is not JSON: $(echo "$said" | tail -n 1); correct or remove the file"
     done
 }
 

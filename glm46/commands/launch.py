@@ -10,7 +10,6 @@ import hashlib
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -306,7 +305,7 @@ def _train(
 def _refuse_start(config: RunConfig, typed: Start) -> None:
     """Raise the faults of the run's folders that every rank would raise at its start. Weights that another shipped run
     makes are named with its command."""
-    from glm46.reliability.run_lock import writing
+    from glm46.reliability.run_lock import refuse_unwritable
     from glm46.training.origin import refuse_origin
 
     try:
@@ -317,9 +316,7 @@ def _refuse_start(config: RunConfig, typed: Start) -> None:
         hint = f"; this one is made by: {maker}" if maker else ""
         raise UserError(*(fault + hint for fault in error.faults)) from error
     for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with writing(folder, key=key), tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"\0" * 4096)
+        refuse_unwritable(folder, key)
 
 
 def _refuse_state_folder(plan: Plan, processes: int) -> None:

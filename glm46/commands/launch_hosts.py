@@ -58,7 +58,8 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
         load(arguments, overrides, nproc * count)  # raises the faults, with their origin
     starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
     starts.nodes.newest_step = known_step()
-    state_file(arguments.hostfile).unlink(missing_ok=True)
+    with suppress(OSError):  # on storage that is read only, as _write_state
+        state_file(arguments.hostfile).unlink(missing_ok=True)
     try:
         return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
     finally:

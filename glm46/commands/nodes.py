@@ -136,17 +136,24 @@ def first_slurm_host(nodelist: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def _pbs_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
-    file = Path(variables["PBS_NODEFILE"])
+def pbs_hosts(file: str, remedy: str) -> list[str]:
+    """The hosts of a job of PBS, which lists a host once for each of its processes."""
     try:
-        lines = file.read_text(encoding="utf-8").split()
+        hosts = list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
     except OSError as error:
-        raise UserError(f"environment: PBS_NODEFILE = {str(file)!r}: {error.strerror}; set NNODES instead") from error
-    hosts = list(dict.fromkeys(lines))  # PBS lists a host once for each of its processes
+        raise UserError(f"environment: PBS_NODEFILE = {file!r}: {error.strerror}; {remedy}") from error
+    if not hosts:
+        raise UserError(f"environment: PBS_NODEFILE = {file!r}: names no host; {remedy}")
+    return hosts
+
+
+def _pbs_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
+    file = variables["PBS_NODEFILE"]
+    hosts = pbs_hosts(file, "set NNODES instead")
     short = [host.partition(".")[0] for host in hosts]
     if hostname.partition(".")[0] not in short:
         raise UserError(
-            f"environment: this machine, {hostname!r}, is not in PBS_NODEFILE = {str(file)!r}; set NNODES, NODE_RANK "
+            f"environment: this machine, {hostname!r}, is not in PBS_NODEFILE = {file!r}; set NNODES, NODE_RANK "
             "and MASTER_ADDR"
         )
     rank = short.index(hostname.partition(".")[0])

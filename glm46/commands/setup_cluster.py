@@ -21,7 +21,7 @@ from typing import Any
 from glm46.commands.cluster_files import cluster_files
 from glm46.commands.environment import describe_version
 from glm46.commands.node_client import CONNECTIONS
-from glm46.commands.nodes import LAST_PORT, VARIABLES, refuse_hosts
+from glm46.commands.nodes import LAST_PORT, VARIABLES, pbs_hosts, refuse_hosts
 from glm46.commands.options import VERBS, positive, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -30,6 +30,7 @@ from glm46.distributed.environment import set_variables, variables_that_begin, v
 from glm46.distributed.hostfile import Host, read_hostfile
 from glm46.files.local_disk import local_disk_fault
 from glm46.planner.machine import detect_machine, driver_version
+from glm46.reliability.run_lock import refuse_unwritable, writing
 
 _HOST_SECONDS = 60.0
 """For the answer of a host."""
@@ -63,10 +64,11 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         print("".join(f"--- {output / name}\n{text}" for name, text in files.items()), end="")
         return 0
     _refuse_answers(hosts, _ask(hosts, connection, [*argv, "--on-host", "make"]), arguments, connection)
-    output.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (output / name).write_text(text)
-        (output / name).chmod(0o644 if name == "hostfile" else 0o755)
+    with writing(output, key="--output"):
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (output / name).write_text(text)
+            (output / name).chmod(0o644 if name == "hostfile" else 0o755)
     print(f"{arguments.nvme_path} is there on {counted(len(hosts), 'host')}, mode 700")
     print(f"written to {output}: {', '.join(files)}")
     preflight, config = "python -m glm46 preflight", f"--config {arguments.config}"
@@ -76,7 +78,10 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = verb_parser("setup-cluster", description=f"{VERBS['setup-cluster'].capitalize()}.")
+    usage = (
+        "python -m glm46 setup-cluster --type slurm|pbs|ssh --nodes N --gpus-per-node N --master-addr HOST [options]"
+    )
+    parser = verb_parser("setup-cluster", usage=usage, description=f"{VERBS['setup-cluster'].capitalize()}.")
     parser.add_argument(
         "--type", choices=("slurm", "pbs", "ssh"), required=True, action=_Once, help="job system; ssh: none"
     )
@@ -127,6 +132,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         faults.append(f"--master-addr {master}: must be a host name or an IPv4 address; state that of the first node")
     if faults:
         raise UserError(*faults)
+    refuse_unwritable(arguments.output, "--output")
     file, hosts = _hosts(arguments)
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
     if len(hosts) < arguments.nodes:
@@ -155,10 +161,15 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
         return arguments.hostfile, read_hostfile(arguments.hostfile)
     if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in known:
         listed = ["scontrol", "show", "hostnames", known["SLURM_JOB_NODELIST"]]
-        names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+        try:
+            names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(
+                f"environment: SLURM_JOB_NODELIST: {shlex.join(listed)}: {error}; give --hostfile"
+            ) from error
         return Path("SLURM_JOB_NODELIST"), [Host(line, name) for line, name in enumerate(names, 1)]
     if arguments.type == "pbs" and "PBS_NODEFILE" in known:
-        names = dict.fromkeys(Path(known["PBS_NODEFILE"]).read_text().split())
+        names = pbs_hosts(known["PBS_NODEFILE"], "give --hostfile")
         return Path(known["PBS_NODEFILE"]), [Host(line, name) for line, name in enumerate(names, 1)]
     inside = {"slurm": ", or start it in an allocation: salloc", "pbs": ", or start it in a job: qsub -I", "ssh": ""}
     raise UserError(

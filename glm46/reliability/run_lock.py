@@ -1,5 +1,6 @@
 """Locks of the folders of a run: a second run in one would cut the metrics of the first and remove its checkpoints."""
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,13 @@ def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KE
             f"{key} = {str(folder)!r}: {failed} cannot be written: {error.strerror}; free "
             "space, allow writing, or set another folder"
         ) from error
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise UserError if nothing can be written where a folder is or would be made."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with writing(folder, key=key), tempfile.TemporaryFile(dir=there) as file:
+        file.write(b"\0" * 4096)
 
 
 def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> ExitStack:

@@ -54,6 +54,7 @@ def cluster(tmp_path, monkeypatch):
         ({"hostfile": None}, ("--hostfile", "not given", "NAME slots=N")),
         ({"hostfile": "nowhere"}, ("nowhere", "cannot be read")),
         ({"config": "nowhere.toml"}, ("nowhere.toml",)),
+        ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "cannot be written", "Not a directory")),
     ],
 )
 def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_path, changed, words):
@@ -63,9 +64,26 @@ def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_p
         code = main(["setup-cluster", *cluster(**changed)])
     except SystemExit as end:
         code = end.code
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert code == 2 and len(lines) == 1 and all(word in lines[0] for word in words), lines
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if "error: " in line]
+    assert code == 2 and len(said) <= 2 and len(lines) == 1 and all(word in lines[0] for word in words), lines
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "words"),
+    [
+        ("slurm", "SLURM_JOB_NODELIST", "n[1-2]", "scontrol show hostnames 'n[1-2]'"),
+        ("pbs", "PBS_NODEFILE", "nowhere", "No such file"),
+        ("pbs", "PBS_NODEFILE", os.devnull, "names no host"),
+    ],
+)
+def test_an_allocation_that_cannot_be_read_is_one_message(cluster, capsys, monkeypatch, kind, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["setup-cluster", *cluster(kind, hostfile=None)]) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert variable in fault and words in fault and "--hostfile" in fault
 
 
 @pytest.mark.slow

@@ -75,6 +75,8 @@ def setup(*options, folder):
         (["--start", "--loki-port", "3100"], ("--loki-port", "unknown")),
         (["--start", "--fast"], ("--fast", "unknown")),
         (["--start", "--bind", "everywhere"], ("--bind", "everywhere", "127.0.0.1")),
+        (["--start", "--bind", "203.0.113.9"], ("--bind", "203.0.113.9", "no address of this machine", "hostname -I")),
+        (["--start", "--bind", "999.1.1.1"], ("--bind", "999.1.1.1", "no address of this machine")),
         (["--start", "--webhook", "example"], ("--webhook", "example", "https://")),
     ],
 )
@@ -105,7 +107,7 @@ def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
 
 
 @needs_prometheus
-def test_a_rule_that_promtool_refuses_is_named_and_nothing_is_changed(tmp_path):
+def test_rules_and_dashboards_that_cannot_be_read_are_named_and_nothing_is_changed(tmp_path):
     (tmp_path / "prometheus.yml").write_text("rule_files: [alerts.yml]\n")
     rules = "groups: [{name: mine, rules: [{alert: Mine, expr: 'training_loss >'}]}]\n"
     (tmp_path / "alerts.yml").write_text(rules)
@@ -114,6 +116,13 @@ def test_a_rule_that_promtool_refuses_is_named_and_nothing_is_changed(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
     assert all(word in done.stderr for word in (str(tmp_path), "alerts.yml", "Mine", "remove")), done
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alerts.yml", "prometheus.yml"]
+    (tmp_path / "alerts.yml").write_text(rules.replace(" >", " > 5"))
+    (tmp_path / "dashboards").mkdir()
+    (tmp_path / "dashboards" / "mine.json").write_text('{"panels": [],}')
+    done = setup("--start", *options, folder=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
+    assert all(word in done.stderr for word in ("dashboards/mine.json", "not JSON", "column", "remove")), done
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alerts.yml", "dashboards", "prometheus.yml"]
 
 
 class Gpus(BaseHTTPRequestHandler):
