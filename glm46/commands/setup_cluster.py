@@ -79,7 +79,8 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     usage = (
-        "python -m glm46 setup-cluster --type slurm|pbs|ssh --nodes N --gpus-per-node N --master-addr HOST [options]"
+        "python -m glm46 setup-cluster --type slurm|pbs|ssh --nodes N --gpus-per-node N --master-addr HOST "
+        "--nvme-path DIR [options]"
     )
     parser = verb_parser("setup-cluster", usage=usage, description=f"{VERBS['setup-cluster'].capitalize()}.")
     parser.add_argument(
