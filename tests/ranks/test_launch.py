@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.checkpoint.integrity import published_steps
 from glm46.config.loader import dump_config
 from glm46.pretrain.task import train
 from tests.ranks.forked_launch import EXIT_SECONDS, children_of, is_alive, is_rank
@@ -130,7 +131,7 @@ def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start, tm
     config = make_config(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule, metrics=metrics)
     process = start.as_command(config, "--nproc", "2", "--max-restarts", "1")
     wait_for_step(config, 5, process)
-    while not list((Path(config.job.dump_folder) / "checkpoint").glob("step-*")):  # on a busy machine, after step 5
+    while not published_steps(Path(config.job.dump_folder) / "checkpoint"):  # on a busy machine, after step 5
         assert process.poll() is None, process.output.read_text()
         time.sleep(0.05)
     assert scrape(targets)["training_restarts_total"] == 0
