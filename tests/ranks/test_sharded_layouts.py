@@ -1,6 +1,8 @@
 """Every layout, with every pipeline schedule, computes what one process does: loss, gradients, counts, steps."""
 
 import shutil
+from collections import Counter
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -37,11 +39,9 @@ GRAPHS = {
     "fsdp-full_ac-compiled-inductor": (0, 3),
     "pp2-ZBVZeroBubble-micro4-compiled": (0, 3),
     "pp2-DualPipeV-micro4-compiled": (0, 3),
-    "ep2-compiled": (9, 11),
     "ep2-compiled-inductor": (9, 11),
     "ep2-compiled-routes": (10, 12),  # prediction layers take no routes, so they share less code with MoE layers
     "cp2-compiled-ring": (10, 15),
-    "tp2-compiled": (17, 20),
     "tp2-keys1-compiled": (21, 23),
     "cp2-tp2-ep4-experts12-selective_ac-compiled": (25, 22),
     "ep2-selective_ac-compiled-lora-in_fp8": (7, 7),
@@ -52,8 +52,37 @@ GRAPHS = {
 each exchange with other ranks is a break. Lower them after an improvement."""
 
 
-def test_no_two_layouts_have_one_name():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 59, 4: 43, 8: 12}
+BASIC = {
+    1: [*LAYOUTS[1]],
+    2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B"],
+}
+"""Layouts to find a fault in that larger ones show."""
+COMBINATIONS = 2180
+"""What all layouts prove, by `combinations_of`: raise it with a new layout, and lower it with none."""
+
+
+def combinations_of(ranks: int, layout: Layout) -> set[tuple]:
+    """Of the values that make a layout, also those of its mesh: each two, and each three that are not the default."""
+    shards = ranks // (layout.replicate * layout.pipeline)
+    values = layout._asdict() | {"shards": shards}
+    values["num_experts"] = values["num_experts"] % shards == 0 if layout.experts_over > 1 else None  # whole ones
+    values["schedule"] = values["schedule"] if layout.pipeline > 1 else None
+    usual = Layout()._asdict() | {"num_experts": None, "schedule": None}
+    chosen = [item for item in values.items() if item not in usual.items()]
+    return {some for size in (1, 2) for some in combinations(values.items(), size)} | {*combinations(chosen, 3)}
+
+
+def test_each_layout_proves_what_no_other_one_does():
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 5, 2: 43, 4: 22, 8: 11}  # names differ
+    proven = {
+        (ranks, name): combinations_of(ranks, layout)
+        for ranks, layouts in LAYOUTS.items()
+        for name, layout in layouts.items()
+    }
+    layouts_of = Counter(chain.from_iterable(proven.values()))
+    assert len(layouts_of) >= COMBINATIONS
+    in_vain = [case for case, found in proven.items() if all(layouts_of[one] > 1 for one in found)]
+    assert [(ranks, name) for ranks, name in in_vain if name not in BASIC.get(ranks, [])] == []
 
 
 def layout_case(ranks: int, name: str, layout: Layout):
