@@ -174,9 +174,11 @@ def _refuse(func: Any, args: tuple, tensors: list[Tensor]) -> None:
 
 
 def _count(name: str, args: tuple, kwargs: dict, on_device: bool, goes_to_device: bool) -> None:
-    """Note what makes the host wait: a value that it reads, a size that depends on values, a copy that is not
-    asynchronous."""
+    """Note what makes the host wait: a value that it reads, a size that depends on values, a copy from or to the host
+    that is not asynchronous."""
     reads = name in _COPIES and on_device and not goes_to_device
+    source = args[1] if name == "aten::copy_" else args[0] if name == "aten::_to_copy" else None
+    reads |= goes_to_device and source is not None and not isinstance(source, PretendTensor)
     by_mask = name in _INDEXED and any(
         x is not None and (x.dtype == torch.bool or x.device.type == "cpu") for x in args[1]
     )

@@ -17,7 +17,7 @@ def routing_options(moe: MoE, clock: int, device: torch.device) -> RoutingOption
     """Routing options of [moe] at this point of the curriculum."""
     temperature = None
     if moe.router_temperature != 1.0:
-        temperature = torch.tensor(schedule_value(moe.router_temperature, clock), device=device)
+        temperature = torch.full((), schedule_value(moe.router_temperature, clock), device=device)  # copies nothing
     return RoutingOptions(
         temperature=temperature,
         capacity_factor=moe.capacity_factor,
@@ -48,17 +48,15 @@ class ExpertBalance:
         self.config = config
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
+        self.rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
+        """Indices of this rank's MoE layers among those of the whole model. On its device: a list would be copied there
+        in every step, and the host would wait."""
         self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
 
     @property
     def layers(self) -> int:
         """MoE layers of the whole model."""
         return self._average_counts.shape[0]
-
-    @property
-    def rows(self) -> list[int]:
-        """Indices of this rank's MoE layers among those of the whole model."""
-        return list(self.routers)
 
     @torch.no_grad()
     def update(self, tokens_per_expert: Tensor, rate: float) -> None:

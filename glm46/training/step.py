@@ -159,8 +159,8 @@ def _local_counters(network: Network, outputs: StageResults) -> dict[str, Tensor
     overflow = tokens.new_zeros(balance.layers)
     counted = torch.cat([sum(output.tokens_per_expert for output in stage) for stage in outputs])
     rows = balance.rows[: len(counted)]  # prediction layers are last, and may not have run
-    tokens[rows] = counted
-    overflow[rows] = torch.cat([sum(output.overflow for output in stage) for stage in outputs])
+    tokens.index_copy_(0, rows, counted)
+    overflow.index_copy_(0, rows, torch.cat([sum(output.overflow for output in stage) for stage in outputs]))
     return {"tokens_per_expert": tokens, "overflow": overflow}
 
 
