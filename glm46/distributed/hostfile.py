@@ -36,7 +36,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(f"--hostfile {path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"--hostfile {path}: cannot be read: {error.strerror}; state a file of hosts") from error
     hosts, faults = [], []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
