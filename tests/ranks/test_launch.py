@@ -17,6 +17,7 @@ from glm46.config.loader import dump_config
 from glm46.pretrain.task import train
 from tests.ranks.forked_launch import EXIT_SECONDS, children_of, is_alive, is_rank
 from tests.ranks.server import Forked, Server
+from tests.small_run import small_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,21 +194,29 @@ LAYOUTS = {
 }
 
 
+COMPARED = dict(
+    training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
+    validation={"enable": True, "freq": 5},
+    optimizer={"name": "Muon", "ns_dtype": "float32"},
+    model={"num_key_value_heads": 2},
+)
+
+
+@pytest.fixture(scope="module")
+def of_one_process(source_folder, tmp_path_factory) -> list[dict]:
+    """What one process reports."""
+    config = small_config(source_folder, tmp_path_factory.mktemp("one"), **COMPARED)
+    assert train(config) == 0
+    return rows(config)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_report_what_one_process_reports(make_config, start, tmp_path, layout):
-    settings = dict(
-        training={"steps": 5, "local_batch_size": 2, "global_batch_size": 8},
-        validation={"enable": True, "freq": 5},
-        optimizer={"name": "Muon", "ns_dtype": "float32"},
-        model={"num_key_value_heads": 2},
-    )
-    two = make_config(job={"dump_folder": str(tmp_path / "two")}, **settings)
+def test_two_ranks_report_what_one_process_reports(make_config, start, of_one_process, layout):
+    two = make_config(**COMPARED)
     process = start.by_fork(two, **LAYOUTS[layout])
-    one = make_config(job={"dump_folder": str(tmp_path / "one")}, **settings)
-    assert train(one) == 0
     output = end(process)
     assert process.returncode == 0, output
-    expected, found = rows(one), rows(two)
+    expected, found = of_one_process, rows(two)
     assert len(expected) == len(found) == 7
     # Sums of FP32 numbers in another order, over five optimizer steps.
     close = {"loss", "grad_norm", "mtp_loss", "balance_loss", "validation_loss", "validation_bits_per_byte", "lr"}

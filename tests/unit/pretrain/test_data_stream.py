@@ -238,16 +238,16 @@ def test_stages_of_other_sources_may_differ_in_length(staged_run, two_sources):
 def test_a_new_stage_with_a_higher_loss_is_no_spike(make_config, source_folder, two_sources, tmp_path):
     """The first stage learns repeated sentences, the second one meets tokens that come once."""
     stages = [
-        {"start_tokens": 0, "weights": [1.0, 0.0]}, {"start_tokens": 16 * 64 * 60, "weights": [0.0, 1.0]},
+        {"start_tokens": 0, "weights": [1.0, 0.0]}, {"start_tokens": 16 * 64 * 36, "weights": [0.0, 1.0]},
     ]  # fmt: skip
     config = make_config(
         data={"sources": [{"name": "test", "path": str(source_folder)}, two_sources[0]], "stages": stages},
         training={
-            "seq_len": 64, "steps": 63, "global_batch_size": 16, "local_batch_size": 16, "spike_window": 16,
+            "seq_len": 64, "steps": 39, "global_batch_size": 16, "local_batch_size": 16, "spike_window": 16,
             "max_skipped_steps": 0,
         },
     )  # fmt: skip
     assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert len(losses) == 63 and losses[60] > 2 * losses[59] and rows[-1]["skipped_steps"] == 0
+    assert len(losses) == 39 and losses[36] > 2 * losses[35] and rows[-1]["skipped_steps"] == 0
