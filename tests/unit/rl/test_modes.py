@@ -82,7 +82,7 @@ def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_
 
 
 @pytest.mark.slow
-def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp_path):
+def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp_path, capsys):
     sets = {"validation": [{"name": "few", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
     validation = {"enable": True, "freq": 2}
     whole = make_run("run", 2, sets, validation=validation)
@@ -90,7 +90,9 @@ def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp
     expected = [row for row in rows(whole) if "validation_reward/few" in row][-1]
     assert expected["step"] == 2
     before = contents(whole, 2)
+    capsys.readouterr()
     assert train(make_run("run", 2, sets | {"mode": "eval_only"}, validation=validation)) == 0
+    assert "no step is trained" not in capsys.readouterr().out, "none was to be"
     found = rows(whole)[-1]
     names = [name for name in found if name.startswith(("validation_reward", "validation_pass"))]
     assert len(names) == 3 and [found[name] for name in names] == [expected[name] for name in names]
