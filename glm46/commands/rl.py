@@ -81,6 +81,8 @@ def describe_rollout(
             advantages = fields["advantages"][place]
             yield f"advantage {advantages.mean():.4g} (tokens {advantages.min():.4g} to {advantages.max():.4g})"
         if by_token:
+            if has_fields and "old_logprobs" not in fields:
+                yield "no ratios: the step took the old log-probabilities from its own forward pass, which stores none"
             yield from _token_lines(tokenizer, completion, _columns(rollout.arrays["logprobs"], fields, place))
 
 

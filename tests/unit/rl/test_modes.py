@@ -9,6 +9,7 @@ import pytest
 
 from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
+from glm46.commands.rl import rl_command
 from glm46.config.errors import UserError
 from glm46.reliability.stop import Diverged
 from glm46.rl import rollouts
@@ -97,6 +98,31 @@ def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp
     names = [name for name in found if name.startswith(("validation_reward", "validation_pass"))]
     assert len(names) == 3 and [found[name] for name in names] == [expected[name] for name in names]
     assert contents(whole, 2) == before and rollout_steps(tmp_path / "run" / "rollouts") == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [True, False])
+def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys, normalize):
+    config = make_run("run", 1, {"correction": {"normalize": normalize}})
+    assert train(config) == 0
+    capsys.readouterr()
+    shown = ["--samples", "3", "--tokens", "--tokenizer", config.model.tokenizer_path]
+    assert rl_command(["inspect", config.job.dump_folder, *shown]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith("── sample")]
+    rollout = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
+    assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
+    names = ["logprob", *(["old", "ratio"] if normalize else []), "advantage", *(["weight"] if normalize else [])]
+    for sample, head in enumerate(heads):
+        assert f"reward {rollout.arrays['rewards'][sample]:g} " in lines[head]
+        first = 1 + next(at for at in range(head, len(lines)) if lines[at].startswith("advantage "))  # a text has lines
+        is_said = lines[first].startswith("no ratios: the step took the old log-probabilities from its own")
+        table = lines[first + is_said : first + is_said + 1 + len(rollout.completion(sample))]
+        assert is_said == (not normalize) and table[0].split() == ["token", *names]
+        values = [float(line.split()[-len(names)]) for line in table[1:]]
+        assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
+        if normalize:
+            assert {line.split()[-3] for line in table[1:]} == {"1.0000"}, "trainer and engine agree"
 
 
 @pytest.mark.slow
