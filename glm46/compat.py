@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._triton import has_triton
 
 StridedShard = _StridedShard
 """Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a
@@ -38,21 +39,56 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=offsets)
 
 
-def float8_grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, recipe: str) -> Tensor:
-    """Grouped product of operands that it rounds to FP8, in the dtype of `x`, with gradients.
+def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The grouped product of operands that it rounds to FP8, in the dtype of the first one, with gradients.
 
     torchao has it only as private functions of a prototype, for GPUs of compute capability 10.x, and 9.0 ("rowwise").
+    torchao 0.18 cannot be used as it is with Triton 3.9, which torch 2.15 brings: a key by which a kernel with a single
+    configuration is tuned is no argument of it, which Triton now refuses, and the kernels that transpose the experts'
+    weights index a number as if it were a vector. torchao's fused form of these two gives the same values.
 
     Args:
-        x: [N, I] rows sorted by group; sizes of groups are multiples of 16 ("rowwise") or 32 ("mxfp8").
-        weight: [E, I, O] whose columns are contiguous.
-        offsets: int32 [E], running sum of the group sizes.
+        recipe: "rowwise" or "mxfp8".
+
+    Returns:
+        A function of x [N, I], rows sorted by group, in multiples of 16 ("rowwise") or 32 ("mxfp8"); weight [E, I, O],
+        whose columns are contiguous; and offsets, int32 [E], the running sum of the group sizes.
     """
+    with _tuned_by_arguments():
+        from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
+    product = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm
     if recipe == "rowwise":
-        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
-    else:
-        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as product
-    return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
+        product = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
+        if has_triton():
+            from torchao.prototype.moe_training.kernels import float8_rowwise
+
+            fused = float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
+            fp8_grouped_mm.triton_fp8_rowwise_3d_transpose_rhs = fused
+
+    def multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
+
+    return multiply
+
+
+@contextlib.contextmanager
+def _tuned_by_arguments() -> Iterator[None]:
+    """Inside of it, `triton.autotune` ignores keys that are no arguments of the kernel, as Triton did before 3.9."""
+    if not has_triton():
+        yield
+        return
+    import triton
+
+    autotune = triton.autotune
+
+    def tune(configs: list, key: list[str], **options: Any) -> Callable:
+        return lambda kernel: autotune(configs, [name for name in key if name in kernel.arg_names], **options)(kernel)
+
+    triton.autotune = tune
+    try:
+        yield
+    finally:
+        triton.autotune = autotune
 
 
 def shard_gathered_in_fp8(weight: Tensor) -> Tensor | None:

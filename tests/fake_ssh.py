@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 UNREACHABLE = "127.0.0.9"
@@ -32,9 +33,11 @@ def main() -> None:
     )  # fmt: skip
 
     def send() -> None:
-        while data := os.read(0, 4096):
-            os.write(there.stdin.fileno(), data)
-        there.stdin.close()
+        with suppress(BrokenPipeError):  # ssh is silent about input that a command which has ended did not read
+            while data := os.read(0, 4096):
+                os.write(there.stdin.fileno(), data)
+        with suppress(BrokenPipeError):
+            there.stdin.close()
 
     threading.Thread(target=send, daemon=True).start()
     while data := os.read(there.stdout.fileno(), 4096):

@@ -126,9 +126,10 @@ def experts_product(float8: Float8) -> GroupedProduct:
     recipe = float8.experts_recipe_name
     if float8.emulate:
         return partial(emulated_grouped_product, block=MX_BLOCK if recipe == "mxfp8" else None)
+    multiply = compat.float8_grouped_mm(recipe)
 
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-        return compat.float8_grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets, recipe)
+        return multiply(x_NI, weight_EOI.transpose(1, 2), offsets)
 
     return product
 

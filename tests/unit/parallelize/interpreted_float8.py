@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from glm46 import compat
 from glm46.config.float8 import Float8
 from glm46.parallelize.float8 import E4M3, experts_product
 from tests.unit.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
@@ -50,7 +51,9 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
 
 
 def main() -> None:
-    torch.utils._triton.has_triton = lambda: True  # torchao asks it, and it asks for a GPU
+    # torchao and `compat` ask it, and it asks for a GPU.
+    torch.utils._triton.has_triton = compat.has_triton = lambda: True
+    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))
     from torchao.prototype.moe_training.kernels import float8_rowwise, jagged_float8_scales
 
     interpreter._convert_float, torch._scaled_grouped_mm = _converted, _scaled_grouped_mm
@@ -60,7 +63,7 @@ def main() -> None:
                 kernel.configs = kernel.configs[:1]
     x, weight, grad = (t.bfloat16() for t in operands((ROWS, 64), (len(OFFSETS), 32, 64), (ROWS, 32)))
     inputs, end = [x.clone().requires_grad_(), weight.clone().requires_grad_()], int(OFFSETS[-1])
-    y = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))(*inputs, OFFSETS)
+    y = product(*inputs, OFFSETS)
     y[:end].backward(grad[:end])
     rows = []
     for expert, (start, stop) in enumerate(zip([0, *OFFSETS[:-1].tolist()], OFFSETS.tolist(), strict=True)):
