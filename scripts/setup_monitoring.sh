@@ -165,6 +165,22 @@ write_files() {
         install_file provisioning/dashboards/dashboards.yml
 }
 
+# Who listens on the port of a program, and the remedy. Debian's packages start their programs as services of systemd.
+who_listens() {
+    local -A service_of=([prometheus]=prometheus [alertmanager]=prometheus-alertmanager
+        [node-exporter]=prometheus-node-exporter [grafana]=grafana-server)
+    local one active=()
+    for one in prometheus alertmanager node-exporter grafana; do
+        if systemctl is-active --quiet "${service_of[$one]}" 2>/dev/null; then active+=("${service_of[$one]}"); fi
+    done
+    if [[ " ${active[*]-} " == *" ${service_of[$1]-none} "* ]]; then
+        echo "the service ${service_of[$1]} of this system listens on it; end it with" \
+            "\`systemctl disable --now ${active[*]}\` (as root), then call this again"
+    else
+        echo "another program listens on it at $reach; state a free one"
+    fi
+}
+
 # Programs by name; Debian calls two of them by longer names.
 declare -A program_of=()
 find_programs() {
@@ -181,7 +197,7 @@ find_programs() {
         refuse "prometheus: not found; apt-get install prometheus prometheus-alertmanager prometheus-node-exporter"
     for name in "${!program_of[@]}"; do
         if [ -n "${program_of[$name]}" ] && ! runs "$name" && answers "${port[$name]}"; then
-            refuse "--$name-port ${port[$name]}: another program listens on it at $reach; state a free one"
+            refuse "--$name-port ${port[$name]}: $(who_listens "$name")"
         fi
     done
 }

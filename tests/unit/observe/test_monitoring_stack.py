@@ -2,6 +2,7 @@
 answer every query of the dashboards, and stop without a trace."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -12,6 +13,7 @@ import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -57,9 +59,18 @@ def test_queries_read_what_somebody_exports():
     assert found <= exported_names() | RECORDED | dcgm
 
 
-def setup(*options, folder):
+def setup(*options, folder, programs: Path | None = None):
+    """The script with these options; programs of a folder come before those of the machine."""
     command = ["bash", str(SCRIPT), *options, "--folder", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    path = os.environ["PATH"] if programs is None else f"{programs}:{os.environ['PATH']}"
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PATH": path})
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """Put a program of this text into a folder of programs."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,27 @@ def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     done = setup("--start", *ports, folder=tmp_path / "file" / "state")
     assert done.returncode == 2 and "--folder" in done.stderr and len(done.stderr.splitlines()) == 1, done
+
+
+def test_services_of_the_system_on_the_ports_are_named_with_the_command_that_ends_them(tmp_path):
+    bin = tmp_path / "bin"
+    for name in ("prometheus", "prometheus-alertmanager", "prometheus-node-exporter"):
+        program(bin, name, "#!/bin/sh\n")
+    program(
+        bin, "systemctl", "#!/bin/sh\ncase $3 in prometheus | prometheus-node-exporter) exit 0 ;; *) exit 3 ;; esac\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, others = str(taken.getsockname()[1]), [str(number) for number in free_ports(4)]
+        options = [word for name, free in zip(NAMES[1:], others, strict=True) for word in (f"--{name}-port", free)]
+        of_service = setup("--start", "--prometheus-port", port, *options, folder=tmp_path / "state", programs=bin)
+        options = [word for name, free in zip(("prometheus", *NAMES[2:]), others, strict=True)
+                   for word in (f"--{name}-port", free)]  # fmt: skip
+        of_other = setup("--start", "--alertmanager-port", port, *options, folder=tmp_path / "state", programs=bin)
+    assert of_service.returncode == of_other.returncode == 2
+    remedy = "systemctl disable --now prometheus prometheus-node-exporter"
+    assert f"--prometheus-port {port}: the service prometheus" in of_service.stderr and remedy in of_service.stderr
+    assert f"--alertmanager-port {port}: another program" in of_other.stderr, of_other
+    assert not (tmp_path / "state").exists()
 
 
 @needs_prometheus
