@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 3
+REVISION = 4
 """Of these methods; the client compares it."""
 
 if vllm.__version__.split("+")[0] != VLLM_RELEASE:
@@ -131,8 +132,9 @@ class _RouteRecorder:
         return result
 
     def take(self, request: str) -> np.ndarray | None:
-        """[tokens that were fed, layers, top_k], and forget them."""
-        found = next((name for name in self.rows if name.startswith(request)), None)
+        """[tokens that were fed, layers, top_k], and forget them. vLLM adds a hyphen and eight hexadecimal digits
+        to the id of a request; the id of another request may begin alike."""
+        found = next((name for name in self.rows if re.fullmatch(f"{re.escape(request)}-[0-9a-f]{{8}}", name)), None)
         rows = self.rows.pop(found, {})
         return np.stack([rows[position] for position in range(len(rows))]) if rows else None
 
@@ -209,7 +211,7 @@ class Extension:
             self._glm46_routes = _RouteRecorder(self.model_runner)
 
     def glm46_take_routes(self, request: str) -> dict:
-        """The experts of a request, whose id begins so, as a ``.npy`` file in base64; null if it has none."""
+        """The experts of the request with this id, as a ``.npy`` file in base64; null if it has none."""
         rows = self._glm46_routes.take(request)
         if rows is None:
             return {"routes": None}

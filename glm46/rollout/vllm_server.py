@@ -18,7 +18,7 @@ from glm46.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, ve
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 from glm46.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 3
+_EXTENSION_REVISION = 4
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _ADAPTER = "glm46-version-"

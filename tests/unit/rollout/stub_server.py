@@ -130,7 +130,7 @@ class StubServer:
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 3, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 4, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
             facts |= {"device": "cpu", "workers": self.workers, "replicas": 1}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
