@@ -4,33 +4,34 @@ from typing import Annotated
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import LocalPath, Section
 
 
 class Profiling(Section):
-    """[profiling]: traces and memory snapshots of chosen steps on chosen ranks."""
+    """[profiling]: traces and memory snapshots of chosen steps on chosen ranks. A file named ``profile`` in
+    job.dump_folder requests them of the next steps, without any key of this section."""
 
     enable_profiling: bool = False
     """Record a trace in Chrome's format at every ``profile_freq``-th step, and a table of time and FLOPs by kind of
     module."""
 
-    save_traces_folder: Annotated[LocalPath, Needs("enable_profiling")] = "profile_traces"
+    save_traces_folder: LocalPath = "profile_traces"
     """Folder of the traces under job.dump_folder; those of step N are in ``step-00000N``."""
 
     profile_freq: int = Field(100, ge=1)
     """Steps between two traces, and between two memory snapshots; step N is recorded if N is a multiple of it."""
 
-    profiler_active: Annotated[int, Needs("enable_profiling")] = Field(1, ge=1)
-    """Consecutive steps in a trace; the last one is the multiple of ``profile_freq``."""
+    profiler_active: int = Field(1, ge=1)
+    """Consecutive steps in a trace; the last one is the multiple of ``profile_freq``, or they follow a request."""
 
-    profiler_warmup: Annotated[int, Needs("enable_profiling")] = Field(3, ge=0)
+    profiler_warmup: int = Field(3, ge=0)
     """Steps before these in which the profiler runs and drops what it records: its first steps are slow."""
 
     enable_memory_snapshot: bool = False
     """Record the allocations of the GPU, and write them at every ``profile_freq``-th step and when its memory is full;
     pytorch.org/memory_viz shows them. Needs a GPU."""
 
-    save_memory_snapshot_folder: Annotated[LocalPath, Needs("enable_memory_snapshot")] = "memory_snapshot"
+    save_memory_snapshot_folder: LocalPath = "memory_snapshot"
     """Folder of the memory snapshots under job.dump_folder."""
 
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,36 @@ from glm46.config.errors import UserError
 from glm46.config.profiling import Profiling, snapshot_fault
 from glm46.observe.module_ranges import module_ranges
 from glm46.observe.module_times import format_table, table_rows, time_by_kind
+
+REQUEST_FILE = "profile"
+"""File in the dump folder that requests a profile of the next steps; it is removed when it is seen."""
+_POLL_SECONDS = 1.0
+
+
+class _Request:
+    """Watches for `REQUEST_FILE` in a thread: storage that does not answer holds up no step."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._is_seen, self._is_over = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name="profile request", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError):  # there is no such file
+                self._path.unlink()
+                self._is_seen.set()
+            self._is_over.wait(_POLL_SECONDS)
+
+    def take(self) -> bool:
+        """True once for each file."""
+        is_seen = self._is_seen.is_set()
+        if is_seen:
+            self._is_seen.clear()
+        return is_seen
+
+    def close(self) -> None:
+        self._is_over.set()
 
 
 @dataclass(frozen=True)
@@ -40,7 +71,7 @@ class Profiled:
 
 
 class Profiler:
-    """Records the steps that [profiling] chooses. On other ranks nothing is recorded.
+    """Records the steps that [profiling] chooses, and those after a request. On other ranks nothing is recorded.
 
     Args:
         folder: job.dump_folder.
@@ -56,7 +87,9 @@ class Profiler:
         self._config, self._folder, self._run, self._say = config, folder, run, say
         is_chosen = run.rank in config.ranks
         self._is_on = config.enable_profiling or config.enable_memory_snapshot
-        self._has_traces = config.enable_profiling and is_chosen
+        self._is_chosen, self._on_gpu = is_chosen, run.device.type == "cuda"
+        self._request: _Request | None = None
+        self._requested = range(0)  # steps of the last request, its warm-up included
         self._has_snapshots = config.enable_memory_snapshot and is_chosen
         self._has_failed = False
         self._profile: profile | None = None
@@ -65,18 +98,36 @@ class Profiler:
 
     def covers(self, step: int) -> bool:
         """True if chosen ranks run the profiler in this step; equal on all ranks, for who compares their speed."""
-        return self._config.enable_profiling and step >= self._bounds(step)[0]
+        return self._bounds(step) is not None
+
+    def is_requested(self) -> bool:
+        """True once, on the main rank, after somebody has made `REQUEST_FILE`."""
+        return self._request is not None and self._request.take()
+
+    def record_after(self, step: int) -> None:
+        """Record the steps after this one, with a memory snapshot on a GPU, unless a profile by ``profile_freq`` falls
+        into them, which then is what was requested. Called with one step on all ranks."""
+        steps = range(step + 1, step + 1 + self._config.profiler_warmup + self._config.profiler_active)
+        if not any(self.covers(one) for one in steps):
+            self._requested = steps
+        if self._request is not None:
+            _, first, last = next(filter(None, map(self._bounds, steps)))
+            ranks = ", ".join(map(str, self._config.ranks))
+            self._say(f"a profile was requested: steps {first} to {last} are recorded on ranks {ranks}")
 
     def step_begins(self, step: int) -> None:
         """Start the profiler, and the ranges of the modules, if it is time."""
-        if not self._has_traces or not self.covers(step):
+        bounds = self._bounds(step)
+        if not self._is_chosen or bounds is None:
             return
-        _, first, last = self._bounds(step)
+        _, first, last = bounds
         if self._profile is None:
+            if step in self._requested and self._on_gpu and not self._has_snapshots:
+                compat.record_allocations(True)
             active = last + 1 - max(first, step)
             actions = [ProfilerAction.WARMUP] * max(first - step, 0) + [ProfilerAction.RECORD] * (active - 1)
             actions += [ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
-            activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._run.device.type == "cuda" else None}
+            activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._on_gpu else None}
             self._profile = profile(activities=activities - {None}, schedule=actions.__getitem__)
             self._totals = [0, 0, 0]
             self._profile.start()
@@ -99,9 +150,13 @@ class Profiler:
                 folder = self._folder / self._config.save_traces_folder / f"step-{step:06d}"
                 path = folder / f"rank{self._run.rank}_trace.json"
                 self._write(path, lambda: self._report_profile(step, _export(recorded, path), path))
-        if self._is_on and step % self._config.profile_freq == 0:
-            if self._has_snapshots:
+        is_periodic = self._is_on and step % self._config.profile_freq == 0
+        ends_request = len(self._requested) > 0 and step == self._requested[-1]
+        if is_periodic or ends_request:
+            if self._has_snapshots or (ends_request and self._is_chosen and self._on_gpu):
                 self._write_snapshot(f"step-{step:06d}")
+                if not self._has_snapshots:
+                    compat.record_allocations(False)
             # Here, where no watchdog takes a rank that waits for a large trace for a hang.
             self._run.wait_for_all()
 
@@ -113,25 +168,34 @@ class Profiler:
         self._profile, self._has_ranges = None, False
 
     def __enter__(self) -> "Profiler":
+        if self._run.rank == 0:
+            self._request = _Request(self._folder / REQUEST_FILE)
         if self._has_snapshots:
             compat.record_allocations(True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         """Drop a profile that is not complete. After a lack of memory, write a snapshot."""
+        if self._request is not None:
+            self._request.close()
         self.drop()
-        if self._has_snapshots:
-            if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-                self._write_snapshot("out-of-memory")
+        if self._has_snapshots and kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            self._write_snapshot("out-of-memory")
+        if self._has_snapshots or (self._requested and self._on_gpu):
             compat.record_allocations(False)
 
-    def _bounds(self, step: int) -> tuple[int, int, int]:
-        """First step of the warm-up, first and last recorded step of the profile that a step belongs to, or of the
-        next one."""
+    def _bounds(self, step: int) -> tuple[int, int, int] | None:
+        """First step of the warm-up, first and last recorded step of the profile that a step belongs to; None if it
+        belongs to none."""
         config = self._config
+        if step in self._requested:
+            return self._requested[0], self._requested[config.profiler_warmup], self._requested[-1]
+        if not config.enable_profiling:
+            return None
         last = -(-step // config.profile_freq) * config.profile_freq
         first = last + 1 - config.profiler_active
-        return first - config.profiler_warmup, first, last
+        begin = first - config.profiler_warmup
+        return (begin, first, last) if step >= begin else None
 
     def _write_snapshot(self, name: str) -> None:
         folder = self._folder / self._config.save_memory_snapshot_folder / name

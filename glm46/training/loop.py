@@ -126,6 +126,8 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         raise RollbackNeeded
     if sums["unsaved"]:
         raise services.saver.saves_fail(progress)
+    if sums["profile"]:
+        services.profiler.record_after(progress.step + 1)
     if slow := services.stragglers.update(sums["paces"].tolist()):
         services.report.message(f"step {progress.step}: {slow}")
     # All ranks that read the same sequences have counted them.

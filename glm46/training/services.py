@@ -59,6 +59,7 @@ class Services:
             "non_finite": self.saver.found_non_finite,
             "unsaved": self.saver.must_end,
             "errors": has_failed,
+            "profile": self.profiler.is_requested(),
             "paces": self.stragglers.shared_paces(),
         }
         return {name: torch.tensor(value, dtype=torch.int64) for name, value in named.items()}

@@ -50,6 +50,24 @@ def test_a_profile_gives_kernels_to_modules_and_writes_a_snapshot(tmp_path):
     assert content["segments"] and content["device_traces"]
 
 
+def test_a_request_takes_a_trace_and_a_snapshot_with_the_allocations_of_its_steps(tmp_path):
+    model = nn.Linear(512, 512, device="cuda")
+    about = Profiled(0, torch.device("cuda"), [("", model)], False, lambda tokens, pairs: {}, lambda: None)
+    with Profiler(Profiling(profiler_warmup=1), tmp_path, about, print) as service:
+        for step in (1, 2, 3, 4):
+            service.step_begins(step)
+            if step == 1:
+                service.record_after(1)
+            model(torch.ones(64, 512, device="cuda")).sum().backward()
+            torch.cuda.synchronize()
+            service.step_ends(step, 64, 64)
+    assert (tmp_path / "profile_traces/step-000003/rank0_trace.json").is_file()
+    (snapshot,) = tmp_path.glob("memory_snapshot/*/*.pickle")
+    assert snapshot.parent.name == "step-000003"
+    content = pickle.loads(snapshot.read_bytes())  # ours, from a moment ago
+    assert content["segments"] and any(trace for trace in content["device_traces"])
+
+
 class Work(nn.Module):
     """Products, and products that stand for a wait."""
 

@@ -1,21 +1,24 @@
 """Profiles: who spent the time, on made-up and on real traces; what a recording leaves behind; disks that fail."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
+from glm46 import compat
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import Profiling
 from glm46.model.dispatch import LocalDispatcher
 from glm46.model.transformer import Transformer
+from glm46.observe import profiler as profiler_module
 from glm46.observe.module_ranges import KINDS, kind_of, module_ranges
 from glm46.observe.module_times import IDLE, REST, flops_by_kind, format_table, table_rows, time_by_kind
-from glm46.observe.profiler import Profiled, Profiler
+from glm46.observe.profiler import REQUEST_FILE, Profiled, Profiler
 from glm46.optim.muon import Muon
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize.plan import initialise
@@ -203,7 +206,7 @@ def profiler(folder: Path, **keys) -> tuple[Profiler, list[str]]:
         lambda tokens, pairs: {},
         lambda: said.append(WAITED),
     )
-    return Profiler(Profiling(enable_profiling=True, **keys), folder, about, said.append), said
+    return Profiler(Profiling(**{"enable_profiling": True} | keys), folder, about, said.append), said
 
 
 def steps_of(service: Profiler, first: int, last: int) -> list[int]:
@@ -230,6 +233,55 @@ def test_steps_and_warm_up_are_those_of_the_config(tmp_path):
         assert steps_of(service, 15, 15) == [15] and steps_of(service, 19, 19) == [19]
     assert json.loads((tmp_path / "profile_traces/step-000015/rank0_modules.json").read_text())["steps"] == 1
     assert not (tmp_path / "profile_traces/step-000020").exists()
+
+
+def test_a_file_requests_a_profile_of_the_next_steps_once(tmp_path):
+    service, said = profiler(tmp_path, enable_profiling=False, profiler_warmup=1, profiler_active=2, profile_freq=100)
+    with service:
+        assert steps_of(service, 1, 2) == [] and not service.is_requested()
+        (tmp_path / REQUEST_FILE).touch()
+        deadline = time.monotonic() + 20
+        while not service.is_requested():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not (tmp_path / REQUEST_FILE).exists() and not service.is_requested()
+        service.step_begins(3)
+        service.record_after(3)  # the ranks agree on it within a step
+        assert steps_of(service, 3, 9) == [4, 5, 6]
+        assert [number for number in range(1, 10) if service.covers(number)] == [4, 5, 6]
+    assert said[0] == "a profile was requested: steps 5 to 6 are recorded on ranks 0"
+    assert "profile of step 6, rank 0" in said[1] and said[2:] == [WAITED]
+    table = json.loads((tmp_path / "profile_traces/step-000006/rank0_modules.json").read_text())
+    assert (table["step"], table["steps"]) == (6, 2)
+
+
+def test_a_request_beside_a_periodic_profile_is_that_profile(tmp_path):
+    service, said = profiler(tmp_path, profile_freq=10, profiler_warmup=1)
+    with service:
+        assert steps_of(service, 1, 6) == []
+        service.record_after(7)
+        service.record_after(8)  # a second request, while the first one is recorded
+        assert steps_of(service, 7, 11) == [9, 10]
+    assert said[0] == said[1] == "a profile was requested: steps 10 to 10 are recorded on ranks 0"
+    assert sorted(path.name for path in (tmp_path / "profile_traces").iterdir()) == ["step-000010"]
+
+
+def test_a_request_takes_a_memory_snapshot_of_its_steps_on_a_gpu(tmp_path, monkeypatch):
+    service, _ = profiler(tmp_path, enable_profiling=False, profiler_warmup=1)
+    calls = []
+    monkeypatch.setattr(compat, "record_allocations", calls.append)
+    monkeypatch.setattr(compat, "write_memory_snapshot", lambda path: calls.append(str(path.relative_to(tmp_path))))
+    monkeypatch.setattr(service, "_on_gpu", True)
+    monkeypatch.setattr(
+        profiler_module,
+        "profile",
+        lambda activities, schedule: profile(activities=[ProfilerActivity.CPU], schedule=schedule),
+    )
+    with service:
+        service.record_after(1)
+        steps_of(service, 1, 4)
+    written = "memory_snapshot/step-000003/rank0_memory_snapshot.pickle"
+    assert calls == [True, written, False, False]  # the last one at the end of the run
 
 
 def test_other_ranks_do_nothing(tmp_path):
@@ -284,6 +336,24 @@ def test_a_run_is_profiled_and_computes_the_same(make_config, tmp_path):
     assert rows[REST]["share"] < 0.6
     log = (tmp_path / "out/log.txt").read_text()
     assert log.count("profile of step 3, rank 0 (CPU)") == 1 and "attention core" in log
+
+
+@pytest.mark.slow
+def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make_config, tmp_path):
+    losses = []
+    for name in ("plain", "requested"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "requested":
+            (folder / REQUEST_FILE).touch()
+        assert train(make_config(job={"dump_folder": str(folder)}, profiling={"profiler_warmup": 0})) == 0
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    (trace,) = folder.glob("profile_traces/*/rank0_trace.json")
+    assert json.loads(trace.read_text(), strict=False)["traceEvents"]
+    log = (folder / "log.txt").read_text()
+    assert log.count("a profile was requested: steps ") == 1 and log.count("profile of step ") == 1
+    assert not (folder / REQUEST_FILE).exists() and not (tmp_path / "plain/profile_traces").exists()
 
 
 @pytest.mark.slow
