@@ -24,7 +24,7 @@ def rl_command(argv: Sequence[str]) -> int:
     inspect.add_argument("folder", type=Path, help="job.dump_folder of a run with [rl]")
     inspect.add_argument("--step", type=int, help="first optimizer step of a rollout; absent: the newest rollout")
     inspect.add_argument("--samples", type=int, default=4, help="samples to show, from the first one on")
-    inspect.add_argument("--tokens", action="store_true", help="one line for each token of the completions")
+    inspect.add_argument("--tokens", action="store_true", help="one line for each token, with its mask")
     inspect.add_argument("--tokenizer", default="builtin", help="model.tokenizer_path of the run")
     arguments = parser.parse_args(argv)
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -42,7 +42,7 @@ def describe_rollout(
 
     Args:
         step: where the rollout begins; None: the newest.
-        by_token: also yield a line for each token of a completion.
+        by_token: also yield a line for each token of prompt and completion.
 
     Raises:
         UserError: the rollout does not exist, or is damaged.
@@ -67,6 +67,7 @@ def describe_rollout(
     yield "  ".join(f"{name} {value:.4g}" for name, value in rollout.figures.items())
     for sample in range(min(samples, len(rollout))):
         place = slice(*rollout.bounds(sample))
+        is_drawn = ~rollout.arrays["is_reply"][place]
         prompt, completion = rollout.prompt(sample), rollout.completion(sample)
         parts = zip(rollout.part_names, rollout.arrays["parts"][sample].tolist(), strict=True)
         versions, reward = rollout.arrays["versions"][place], rollout.arrays["rewards"][sample]
@@ -76,18 +77,27 @@ def describe_rollout(
             f"({', '.join(f'{name} {value:g}' for name, value in parts)}), {len(prompt)} + {len(completion)} tokens, "
             f"finish {FINISHES[rollout.arrays['finish'][sample]]}, weights {versions.min()} to {versions.max()}"
         )
-        yield f"{tokenizer.decode(prompt)}[[{tokenizer.decode(completion)}]]"
+        yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_drawn)
         if has_fields:
-            advantages = fields["advantages"][place]
+            advantages = fields["advantages"][place][is_drawn]
             yield f"advantage {advantages.mean():.4g} (tokens {advantages.min():.4g} to {advantages.max():.4g})"
         if by_token:
             if has_fields and "old_logprobs" not in fields:
                 yield "no ratios: the step took the old log-probabilities from its own forward pass, which stores none"
-            yield from _token_lines(tokenizer, completion, _columns(rollout.arrays["logprobs"], fields, place))
+            columns = _columns(rollout.arrays["logprobs"], fields, place)
+            mask = np.concatenate([np.zeros(len(prompt), np.bool_), is_drawn])
+            yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), mask, columns)
+
+
+def _marked(tokenizer: Tokenizer, completion: np.ndarray, is_drawn: np.ndarray) -> str:
+    """The text of a completion, with [[ ]] around each turn of the policy."""
+    turns = np.split(np.arange(len(completion)), np.flatnonzero(np.diff(is_drawn)) + 1)
+    texts = [(tokenizer.decode(completion[turn]), is_drawn[turn[0]]) for turn in turns]
+    return "".join(f"[[{text}]]" if is_turn else text for text, is_turn in texts)
 
 
 def _columns(logprobs: np.ndarray, fields: dict[str, np.ndarray], place: slice) -> dict[str, np.ndarray]:
-    """Columns of `_COLUMNS` that there are, for the tokens of a sample."""
+    """Columns of `_COLUMNS` that there are, for the tokens of a sample; those of an environment have any values."""
     names = {"old": "old_logprobs", "reference": "reference_logprobs", "advantage": "advantages"}
     names |= {"value": "old_values", "weight": "correction", "logprob": "rollout_logprobs"}
     columns = {"logprob": logprobs[place]}
@@ -97,8 +107,14 @@ def _columns(logprobs: np.ndarray, fields: dict[str, np.ndarray], place: slice) 
     return {name: columns[name] for name in _COLUMNS if name in columns}
 
 
-def _token_lines(tokenizer: Tokenizer, tokens: np.ndarray, columns: dict[str, np.ndarray]) -> Iterator[str]:
-    yield "    ".join(["    token ", *(f"{name:>9}" for name in columns)])
+def _token_lines(
+    tokenizer: Tokenizer, tokens: np.ndarray, mask: np.ndarray, columns: dict[str, np.ndarray]
+) -> Iterator[str]:
+    """A line for each token; those outside of the mask (prompt and environment) have no values, because nothing is
+    computed for them."""
+    yield "    ".join(["    token ", "mask", *(f"{name:>9}" for name in columns)])
+    start = len(tokens) - len(columns["logprob"])
     for number, token in enumerate(tokens.tolist()):
         text = repr(tokenizer.decode([token]))[1:-1]
-        yield "    ".join([f"    {text:<6}", *(f"{values[number]:9.4f}" for values in columns.values())])
+        values = [f"{of[number - start]:9.4f}" for of in columns.values()] if mask[number] else []
+        yield "    ".join([f"    {text:<6}", f"{mask[number]:4d}", *values])

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from glm46.commands.rl import describe_rollout
 from glm46.config.rl import RL
 from glm46.config.rollout import Rollout as RolloutSection
 from glm46.data.chat import ChatOptions, chat_prompt, render
@@ -16,8 +18,9 @@ from glm46.rewards.calculator import calculate
 from glm46.rewards.scorer import Reply, Scorer
 from glm46.rl.asking import Asking
 from glm46.rl.drawing import InOrder, draw_rollout
-from glm46.rl.packing import PackShape, build_batch, items_of
+from glm46.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.rl.prompts import Prompt
+from glm46.rl.rollouts import FOLDER, write_fields, write_rollout
 from glm46.rollout.records import Completion, SamplingRules, Span
 
 TOOLS = ({"name": "calculator"},)
@@ -95,6 +98,35 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     drawn = batch["place"][0][batch["place"][0] >= 0].numpy()
     assert (rollout.arrays["logprobs"][drawn] == -0.5).all() and len(drawn) == is_target.sum()
     assert (batch["sample"][0] >= 0).sum() == is_target.sum()
+
+
+def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tokenizer, tmp_path):
+    messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    start = int(np.argmax(is_target))
+    rollout = rolled_out(asking(Scripted(turns), tokenizer, calculated), Prompt(ids[:start], "?", "73/2"))
+    shape = PackShape(256, 1, 1, None, 0)
+    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape))
+    fields = {}
+    for name, value in (("advantages", 0.25), ("old_logprobs", -0.5), ("correction", 1.0)):
+        fields[name] = torch.full((rollout.tokens,), -torch.inf)  # as for tokens that no rank has computed
+        collect(torch.full((1, 256), value), batch, fields[name])
+    folder = tmp_path / FOLDER
+    write_rollout(folder, rollout, "")
+    write_fields(folder, rollout.step, fields)
+    lines = list(describe_rollout(tmp_path, tokenizer, step=None, samples=1, by_token=True))
+    assert "advantage 0.25 (tokens 0.25 to 0.25)" in lines
+    (text,) = [line for line in lines if line.startswith(tokenizer.decode(ids[:start]))]
+    replied = tokenizer.decode(ids[start + len(turns[0]) : len(ids) - len(turns[1])])
+    assert "73/2" in replied and text.endswith(
+        f"[[{tokenizer.decode(turns[0])}]]{replied}[[{tokenizer.decode(turns[1])}]]"
+    )
+    head = next(n for n, line in enumerate(lines) if line.split()[:2] == ["token", "mask"])
+    table = lines[head + 1 :]
+    assert lines[head].split()[2:] == ["logprob", "old", "ratio", "advantage", "weight"] and len(table) == len(ids)
+    drawn = ["1", "-0.5000", "-0.5000", "1.0000", "0.2500", "1.0000"]
+    for line, is_drawn in zip(table, is_target.tolist(), strict=True):
+        assert line.split()[-6:] == drawn if is_drawn else line.endswith("    0"), line
 
 
 def test_a_user_may_reply_too(tokenizer):

@@ -117,12 +117,15 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
         assert f"reward {rollout.arrays['rewards'][sample]:g} " in lines[head]
         first = 1 + next(at for at in range(head, len(lines)) if lines[at].startswith("advantage "))  # a text has lines
         is_said = lines[first].startswith("no ratios: the step took the old log-probabilities from its own")
-        table = lines[first + is_said : first + is_said + 1 + len(rollout.completion(sample))]
-        assert is_said == (not normalize) and table[0].split() == ["token", *names]
-        values = [float(line.split()[-len(names)]) for line in table[1:]]
+        start = first + is_said + 1 + len(rollout.prompt(sample))
+        assert is_said == (not normalize) and lines[first + is_said].split() == ["token", "mask", *names]
+        assert all(line.endswith("    0") for line in lines[first + is_said + 1 : start]), "nothing of the prompt"
+        table = lines[start : start + len(rollout.completion(sample))]
+        assert {line.split()[-len(names) - 1] for line in table} == {"1"}
+        values = [float(line.split()[-len(names)]) for line in table]
         assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
         if normalize:
-            assert {line.split()[-3] for line in table[1:]} == {"1.0000"}, "trainer and engine agree"
+            assert {line.split()[-3] for line in table} == {"1.0000"}, "trainer and engine agree"
 
 
 @pytest.mark.slow
