@@ -1,6 +1,7 @@
 """``python -m glm46 preflight``: check hosts, network, storage and the files of a run before it begins."""
 
 import argparse
+import os
 import socket
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_hosts
 from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
@@ -61,6 +63,7 @@ _RANK_SECONDS = {False: 45, True: 300}
 """Deadlines of each check, and of all that the ranks do: quick, full."""
 _LOG_COLUMNS = 150
 _STANDARD_OUTPUT = Path("-")
+_PROMETHEUS = "http://127.0.0.1:9090"
 _LEAVE_SECONDS = 5.0
 _MEET_SECONDS = 60.0
 """For the slowest host after the first one is ready."""
@@ -78,6 +81,7 @@ def preflight_command(argv: Sequence[str]) -> int:
     arguments, overrides = parse_with_overrides(_parser(), argv)
     if arguments.config is None and overrides:
         raise UserError(f"command line: {overrides[0]}: overrides a key of no file; add --config FILE")
+    _check_options(arguments)
     config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
     if arguments.ranks_folder is not None:
         return run_rank(arguments, config, _RANK_SECONDS[arguments.full])
@@ -87,6 +91,25 @@ def preflight_command(argv: Sequence[str]) -> int:
         return _over_ssh(arguments, overrides)
     nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
     return _Host(arguments, overrides, config, nodes).run()
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse what could be used only after all checks have run."""
+    file, url = arguments.json, arguments.prometheus
+    if file is not None and file != _STANDARD_OUTPUT:
+        place = file if file.exists() else file.parent
+        if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+            raise UserError(f"command line: --json {file}: cannot be written; name a file in a folder that exists")
+    if url is not None and not _is_server(url):
+        raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of an address or a port
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:

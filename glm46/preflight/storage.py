@@ -5,6 +5,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from glm46.config.optimizer import state_folder_message
@@ -23,8 +24,11 @@ _SYNC_SECONDS = 1.0
 _CHECKPOINTS = 3
 """Saves that must fit at least: the one kept, the one being written, and one to spare."""
 _INODES = 10_000
-_NVME_GB_PER_SECOND = 7.0
-"""Source: the infrastructure guide, for folders of optimizer states."""
+_STATES_SECONDS = 60
+"""For the optimizer states of a host, read and written once in each step: as long as a step of a large run itself. The
+guide's 7 GB/s is what one drive reads at most, and says nothing about a run."""
+_STATES_THREADS = 2
+"""Of each rank, as in `optim/state_ring.py`."""
 
 
 def run_folders(plan: Plan) -> dict[str, Path]:
@@ -50,34 +54,38 @@ def writing(subject: Subject) -> Iterator[Result]:
         yield from probe_folder(key, folder, *_needs(key, subject))
 
 
-def _needs(key: str, subject: Subject) -> tuple[float, int]:
-    """GB/s that a folder must take from this host, and the bytes to try it with."""
+def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
+    """GB/s that a folder must take from this host, the bytes to try it with, and the threads that write them."""
     size = _FULL_BYTES if subject.is_full else _QUICK_BYTES
     if key == "optimizer.state_offload_folder":
-        return _NVME_GB_PER_SECOND, size
+        states = largest_stage(stage_memory(subject.plan)).disk * subject.processes
+        return 2 * states / _STATES_SECONDS / _GB, size, _STATES_THREADS * subject.processes
     if subject.plan is None or not subject.plan.config.checkpoint.enable:
-        return 0.0, size
-    return checkpoint_size(subject.plan).total / _SAVE_SECONDS / subject.nodes / _GB, size
+        return 0.0, size, 1
+    return checkpoint_size(subject.plan).total / _SAVE_SECONDS / subject.nodes / _GB, size, 1
 
 
-def probe_folder(key: str, folder: Path, gb_per_second: float, size: int) -> Iterator[Result]:
+def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, threads: int = 1) -> Iterator[Result]:
     """Results for one folder; what is written there is removed.
 
     Args:
         gb_per_second: least speed of writing, synced.
-        size: bytes to write.
+        size: bytes to write, at least 8 MiB for each thread.
+        threads: that write at once, each one a file.
     """
     place, name, chunk = existing(folder), f".preflight-{uuid.uuid4().hex}", os.urandom(_CHUNK)
-    draft, final = place / name, place / f"{name}.done"
+    drafts, final = [place / f"{name}.{number}" for number in range(threads)], place / f"{name}.done"
+    share = max(size // threads // _CHUNK, 1) * _CHUNK
     if not os.access(place, os.W_OK | os.X_OK):
         yield Result(key, FAIL, f"{place} cannot be written", "writable", "chown the folder, or set another one")
         return
     try:
         began = time.monotonic()
-        _write(draft, chunk, size)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda draft: _write(draft, chunk, share), drafts))
         seconds = max(time.monotonic() - began, 1e-6)
         began = time.monotonic()
-        draft.rename(final)
+        drafts[0].rename(final)
         _sync(place)
         renamed = time.monotonic() - began
         intact = _holds(final, chunk)
@@ -86,9 +94,9 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int) -> Ite
         yield Result(key, FAIL, f"{place}: {error.strerror}", "writable", remedy)
         return
     finally:
-        draft.unlink(missing_ok=True)
-        final.unlink(missing_ok=True)
-    speed = size / seconds / _GB
+        for path in (*drafts, final):
+            path.unlink(missing_ok=True)
+    speed = share * threads / seconds / _GB
     remedy = f"a checkpoint or a step waits for it; look at the load of {place}, or set another folder"
     value, limit = f"{place}: {speed:.2f} GB/s written and synced", f">= {gb_per_second:.2f} GB/s"
     yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from glm46.commands import preflight
 from glm46.commands.preflight import preflight_command
 from glm46.commands.preflight_hosts import reach
 from glm46.config.errors import UserError
@@ -29,3 +30,23 @@ def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypa
         preflight_command(["--hostfile", "hosts", "--local"])
     with pytest.raises(UserError, match="add --config"):
         preflight_command(["--job.dump_folder", "out"])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--json", "/none/found.json"], ("--json /none/found.json", "folder that exists")),
+        (["--json", "/"], ("--json /", "folder that exists")),
+        (["--prometheus", "notaurl"], ("--prometheus notaurl", "http://")),
+        (["--prometheus", "http:///x"], ("--prometheus http:///x", "http://")),
+        (["--prometheus", "ftp://host:21"], ("--prometheus ftp://host:21", "http://")),
+        (["--prometheus", "http://host:99999"], ("http://host:99999",)),
+        (["--prometheus", "http://[::1"], ("--prometheus http://[::1", "http://")),
+    ],
+)
+def test_options_that_could_be_used_only_at_the_end_are_refused_before_any_check(options, words, monkeypatch):
+    monkeypatch.setattr(preflight, "run_checks", lambda *_: pytest.fail("a check has run"))
+    with pytest.raises(UserError) as refused:
+        preflight_command(["--local", *options])
+    (message,) = refused.value.faults
+    assert all(word in message for word in words)

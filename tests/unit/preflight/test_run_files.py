@@ -1,9 +1,12 @@
 """Checks of what a run reads and writes, with a small run of the tests."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from glm46.planner.machine import Machine
 from glm46.planner.plan import resolve_plan
+from glm46.preflight import storage
 from glm46.preflight.results import FAIL, PASS, SKIP, WARN, Subject, run_checks
 from glm46.preflight.run_files import RUN_CHECKS
 from glm46.preflight.storage import STORAGE_CHECKS, probe_folder
@@ -77,6 +80,21 @@ def test_a_full_disk_and_too_little_space_for_checkpoints(make_config, small_dis
 def test_a_slow_folder_is_a_warning(tmp_path):
     found = {result.check: result for result in probe_folder("job.dump_folder", tmp_path, 1e6, 2**20)}
     assert found["job.dump_folder"].verdict == WARN and ">= 1000000.00 GB/s" in found["job.dump_folder"].limit
+
+
+def test_states_are_written_as_their_ring_writes_and_must_pass_once_in_a_minute(make_config, tmp_path, monkeypatch):
+    states = {"state_offload": "nvme", "state_offload_folder": str(tmp_path / "nvme")}
+    written = []
+    monkeypatch.setattr(storage, "_write", lambda path, chunk, size: written.append(size) or path.write_bytes(chunk))
+    (tmp_path / "nvme").mkdir()
+    found = examine(make_config(optimizer={"name": "Muon", **states}), STORAGE_CHECKS, ranks=3)
+    result = found["optimizer.state_offload_folder"]
+    # 32 MiB by two threads of three ranks, in whole chunks of 8 MiB each; the states of a small model are small.
+    assert result.verdict == PASS and result.limit == ">= 0.00 GB/s"
+    assert written[-6:] == [8 * 2**20] * 6 and list((tmp_path / "nvme").iterdir()) == []
+    monkeypatch.setattr(storage, "largest_stage", lambda _: SimpleNamespace(disk=90e9))
+    result = examine(make_config(optimizer={"name": "Muon", **states}), STORAGE_CHECKS, ranks=8)[result.check]
+    assert result.verdict == WARN and result.limit == ">= 24.00 GB/s"  # 8 x 90 GB, both ways, in 60 s
 
 
 @pytest.mark.parametrize("folder", ["/proc/none", "/sys/none"])
