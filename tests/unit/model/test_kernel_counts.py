@@ -1,5 +1,7 @@
 """Kernels of an MoE layer and the bytes that they move, on the meta device at the published shapes."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from glm46.model.attention_layout import attention_layout
 from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
-from scripts.count_kernels import Count, EagerCount, count_chained, count_eager, count_graph, floor
+from scripts.count_kernels import REST, Count, EagerCount, count_chained, count_eager, count_graph, floor
 
 TOKENS = 4096
 KIB = 1024 * TOKENS
@@ -23,9 +25,24 @@ MOST = {
     ("GLM-4.5-Air", "experts eager, 8 ranks"): (3191, 123),
     ("GLM-4.5-Air", "layer"): (5283, 68),
     ("GLM-4.5-Air", "layer eager"): (6934, 186),
+    ("GLM-4.6", "experts"): (6910, 42),
     ("GLM-4.6", "experts eager"): (7478, 93),
+    ("GLM-4.6", "experts eager, 8 ranks"): (4035, 123),
+    ("GLM-4.6", "layer"): (7949, 70),
     ("GLM-4.6", "layer eager"): (11500, 234),
 }
+# The same KB of GLM-4.5-Air by kind, in the order of MOST.
+MOST_BY_KIND = {
+    "experts": (3751, 3751, 979, 3751, 3751),
+    "products": (149, 149, 149, 557, 557),
+    "attention": (0, 0, 0, 157, 157),
+    "rows by index": (1, 290, 802, 1, 290),
+    "exchange": (0, 0, 513, 0, 0),
+    "copies and casts": (1, 5, 5, 1, 301),
+    "reductions": (2, 24, 24, 46, 132),
+    REST: (525, 721, 722, 773, 1749),
+}
+AIR = [form for flavor, form in MOST if flavor == "GLM-4.5-Air"]
 SLOW = {case for case in MOST if "eager" not in case[1]}
 # MB per token of three layers of Air and its prediction layer with both heads, eager; 70.5 at commit 7bb1fd4.
 MOST_OF_A_MODEL = 64.9
@@ -42,6 +59,10 @@ def test_bytes_and_kernels_only_fall(case):
     assert count.bytes.total() / KIB <= kilobytes and count.kernels <= kernels, (count.bytes.total() / KIB, count)
     assert count.bytes.total() / KIB > 0.99 * kilobytes, f"lower the number of {case}"
     assert count.bytes.total() > floor(PRESETS[flavor], TOKENS, **options)
+    if flavor == "GLM-4.5-Air":
+        most = {kind: kilobytes[AIR.index(form)] for kind, kilobytes in MOST_BY_KIND.items()}
+        found = {kind: math.ceil(count.bytes[kind] / KIB) for kind in most}
+        assert found == most and count.bytes.keys() <= most.keys(), "lower the numbers that fell; none may rise"
     shape = PRESETS[flavor]
     assert count.largest == TOKENS * shape.num_experts_per_tok * shape.hidden_size * 2  # the rows of the experts
     assert count.host_copies == (1 if "ranks" in form else 0)  # the sizes of the exchange
