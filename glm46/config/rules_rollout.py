@@ -147,6 +147,18 @@ def rewards_have_names(config: RunConfig) -> Faults:
             yield Fault((key,), f'{key} = "remote": needs options = {{url = "http://..."}}; add it')
 
 
+def parts_fit_into_the_time(config: RunConfig) -> Faults:
+    """A run of a program, and a try to reach a server, is a part of its reward."""
+    for index, reward in enumerate(() if config.rl is None else config.rl.rewards):
+        seconds, key = reward.options.get("seconds", 0), f"rl.rewards[{index}]"
+        if reward.name in ("code", "remote") and isinstance(seconds, int | float) and seconds > reward.timeout_seconds:
+            yield Fault(
+                (f"{key}.options", f"{key}.timeout_seconds"),
+                f"{key}.options.seconds = {show(seconds)}: must be at most {key}.timeout_seconds = "
+                f"{reward.timeout_seconds:g}, which holds all runs or tries; lower it, or raise that",
+            )
+
+
 def labels_are_read(config: RunConfig) -> Faults:
     """A file that says where its labels are has a reward that reads them."""
     if config.rl is None or config.rl.prompts is None or not config.rl.rewards or config.rl.warm_up_rollouts:
@@ -253,6 +265,7 @@ ROLLOUT_RULES = (
     servers_are_named,
     mode_has_what_it_does,
     rewards_have_names,
+    parts_fit_into_the_time,
     labels_are_read,
     keys_of_text_are_absent,
     nothing_depends_on_packing,

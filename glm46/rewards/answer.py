@@ -31,6 +31,15 @@ class Answer(NamedTuple):
 
 Reward = Callable[[Answer, Mapping[str, Any]], float]
 """From an answer and the options of the reward. An error of any kind drops the sample."""
+DEFAULT_SECONDS = 10.0
+_USABLE = 0.9
+
+
+def usable_seconds(options: Mapping[str, Any]) -> float:
+    """Time that the parts of a built-in reward share: its whole time, the option ``timeout_seconds`` that `Scorer`
+    sets, less what starting and ending them takes. A reward that is killed drops its sample, so that it must end
+    before."""
+    return _USABLE * options.get("timeout_seconds", DEFAULT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class RewardRule:
     name: str
     """A built-in reward, or ``package.module:function``."""
     weight: float = 1.0
-    seconds: float = 10.0
+    seconds: float = DEFAULT_SECONDS
     """Longest time for one answer."""
     options: Mapping[str, Any] = field(default_factory=dict)
     is_environment: bool = False

@@ -151,13 +151,14 @@ _LOADED: list[Callable[[Answer], Any]] = []
 
 
 def _load(rules: Sequence[RewardRule]) -> None:
-    _LOADED.extend(partial(_value, rule, {rule.name: _find(rule.name)}) for rule in rules)
+    _LOADED.extend(partial(_value, rule, {rule.name: _find(rule)}) for rule in rules)
 
 
-def _find(name: str) -> Reward:
-    if ":" not in name:
-        return (_HERE | _IN_PROCESSES)[name]
-    module, _, function = name.partition(":")
+def _find(rule: RewardRule) -> Reward:
+    if ":" not in rule.name:
+        built_in = (_HERE | _IN_PROCESSES)[rule.name]
+        return lambda answer, options: built_in(answer, {**options, "timeout_seconds": rule.seconds})
+    module, _, function = rule.name.partition(":")
     of_user = getattr(importlib.import_module(module), function)
     return lambda answer, options: of_user(answer, **options)
 

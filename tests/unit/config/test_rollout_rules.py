@@ -22,6 +22,10 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--data.document_mask", "false"], ["data.document_mask = false", "set it to true"]),
         (["--rl.rewards[0].name", "maths"], ['rl.rewards[0].name = "maths"', "package.module:function", "'math'?"]),
         (["--rl.rewards[0].name", "remote"], ["rl.rewards[0].name", "url"]),
+        (
+            ["--rl.rewards[0].name", "code", "--rl.rewards[0].options.seconds", "20"],
+            ["rl.rewards[0].options.seconds = 20", "rl.rewards[0].timeout_seconds = 10", "raise that"],
+        ),
         (["--inference.prompt", "Hello"], ["inference.prompt", "remove"]),
         (["--validation.enable", "false"], ["rl.validation", "validation.enable = true"]),
         (["--moe.sequence_aux_loss_weight", "1e-4"], ["moe.sequence_aux_loss_weight", "0.0"]),

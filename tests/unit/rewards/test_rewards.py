@@ -1,9 +1,12 @@
 """Rewards of answers, and what happens to a sample whose reward fails."""
 
 import json
+import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +86,56 @@ PROGRAM = "text\n```python\n{}\n```"
 )
 def test_code_runs_against_its_tests_within_limits(program, label, options, expected):
     assert code(answer(PROGRAM.format(program), label), options) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [("while True: pass", 0.0), ("if input() != 'b':\n    while 1: pass", 0.25)]
+)
+def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
+    """Together its tests would take 4 s, and the reward has 2: a reward that is killed drops its sample."""
+    label = {"inputs": ["a", "b", "c", "d"], "outputs": [""] * 4}
+    scorer = Scorer([RewardRule("code", seconds=2.0, options={"seconds": 1, "all": False})], processes=1)
+    try:
+        (score,) = scorer.score([answer(PROGRAM.format(program), label)])
+    finally:
+        scorer.close()
+    assert (score.total, score.fault) == (expected, "")
+
+
+def test_too_many_tests_are_a_fault_of_the_reward_and_not_of_the_program():
+    program, label = PROGRAM.format("import time\ntime.sleep(0.4)"), ["pass"] * 4
+    with pytest.raises(TimeoutError, match=r"of 4 tests took all of 0\.9 s"):
+        code(answer(program, label), {"timeout_seconds": 1, "seconds": 0.8})
+
+
+def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()  # connections open, and nobody answers
+        options = {"url": f"http://127.0.0.1:{server.getsockname()[1]}", "seconds": 1}
+        scorer = Scorer([RewardRule("remote", seconds=3.0, options=options)], processes=1)
+        try:
+            (score,) = scorer.score([answer("yes")])
+        finally:
+            scorer.close()
+    assert score.total is None and score.fault == "remote: TimeoutError: timed out", "of a try, not of the process"
+
+
+@pytest.mark.parametrize(("label", "seconds"), [("x+y", 3), (["x-y", "z", "x+y"], 1)])
+def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch):
+    asked = []
+
+    def parse(text, parsing_timeout):
+        asked.append(parsing_timeout)
+        return [text]
+
+    def verify(gold, target, timeout_seconds):
+        asked.append(timeout_seconds)
+        return gold == ["\\boxed{x+y}"] and target == ["\\boxed{y+x}"]
+
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=parse, verify=verify))
+    assert maths(answer("\\boxed{y+x}", label), {"timeout_seconds": 10.0}) == 1
+    assert set(asked) == {seconds} and sum(asked) < 10
 
 
 def test_code_without_tests_is_no_score():
