@@ -24,22 +24,26 @@ from glm46.rl.packing import empty_batch
 from glm46.rl.served_weights import base_folder, served_tensors, write_adapters, write_policy
 from glm46.rollout.first_completions import ServedPolicy
 from glm46.rollout.local import LocalEngine
-from glm46.rollout.records import Engine
+from glm46.rollout.records import Engine, SamplingRules
 from glm46.rollout.server_engine import ServerEngine
 from glm46.training.network import Batch, Network
 
-_PROBES = 4
 _ADDED = 0.05
 """To the numbers of adapters, for the check of the start."""
 
 
 def build_engine(
-    policy: Network, tokenizer: Tokenizer, prompts: Sequence[list[int]], is_stopped: Callable[[], bool]
+    policy: Network,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    rules: SamplingRules,
+    is_stopped: Callable[[], bool],
 ) -> Engine:
     """The engine of a policy, without weights before its first update.
 
     Args:
-        prompts: of the run, the first of which probe servers after each update.
+        prompts: all of the run.
+        rules: of training rollouts.
         is_stopped: asked on each rank before each token of a local engine; true ends its samples with "abort".
     """
     config = policy.plan.config
@@ -64,11 +68,12 @@ def build_engine(
         policy=ServedPolicy(
             export=lambda folder: write(policy, tokenizer, folder, dtype),
             tensors=lambda: served_tensors(policy, scheme),
-            score=lambda sequences: score(policy, sequences),
-            routed_score=lambda sequences, routes: routed_score(policy, sequences, routes),
+            score=partial(score, policy),
+            routed_score=partial(routed_score, policy),
             changed=lambda: changed(policy),
         ),
-        probe=list(prompts[:_PROBES]),
+        prompts=prompts,
+        rules=rules,
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
     )
 
@@ -93,14 +98,16 @@ def changed(policy: Network) -> Iterator[None]:
             local_tensor(weights[name]).copy_(tensor)
 
 
-def score(network: Network, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+def score(
+    network: Network, sequences: Sequence[Sequence[int]], temperature: float
+) -> tuple[list[list[float]], list[list[float]]]:
     """Log-probability of each token but the first of sequences, and the entropy of the distribution that it is one of,
-    at temperature 1, equal on all ranks. Collective."""
-    return _evaluated(network, sequences, _rows(sequences, network.plan.layout.sequence_pieces))
+    at a temperature, equal on all ranks. Collective."""
+    return _evaluated(network, sequences, temperature, _rows(sequences, network.plan.layout.sequence_pieces))
 
 
 def routed_score(
-    network: Network, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    network: Network, sequences: Sequence[Sequence[int]], routes: Sequence[np.ndarray], temperature: float
 ) -> tuple[list[list[float]], float]:
     """Log-probabilities as of `score`, with given experts, and the share of tokens and layers for which the network's
     own routers choose other ones; NaN under torch.compile, whose blocks call no hooks. Collective.
@@ -113,7 +120,7 @@ def routed_score(
     for row, given in zip(batch["routes"], routes, strict=True):
         row[: len(given)] = torch.from_numpy(given.astype(np.int32))
     with _compared_routes(network.models) as counts:
-        logprobs, _ = _evaluated(network, sequences, batch, replay_routes=True)
+        logprobs, _ = _evaluated(network, sequences, temperature, batch, replay_routes=True)
     dist.all_reduce(counts)
     return logprobs, counts[0].item() / counts[1].item() if counts[1] else math.nan
 
@@ -144,9 +151,15 @@ def _compared_routes(models: Sequence[Transformer]) -> Iterator[torch.Tensor]:
 
 
 def _evaluated(
-    network: Network, sequences: Sequence[Sequence[int]], batch: Batch, *, replay_routes: bool = False
+    network: Network,
+    sequences: Sequence[Sequence[int]],
+    temperature: float,
+    batch: Batch,
+    *,
+    replay_routes: bool = False,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    output = network.evaluate(batch, partial(token_logprobs, entropy=True), replay_routes=replay_routes)
+    form = partial(token_logprobs, entropy=True, temperature=temperature)
+    output = network.evaluate(batch, form, replay_routes=replay_routes)
     found = torch.full((2, *batch["labels"].shape), -torch.inf)
     if output is not None:  # other stages of a pipeline have no head
         found = network.whole_rows(torch.stack([output.logprobs, output.entropy]), batch).cpu()

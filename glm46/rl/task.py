@@ -57,8 +57,8 @@ class Reinforcement:
         self._config: RL = plan.config.rl.resolved()
         self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
         self._prompts, self._sets = run_on_all_ranks(self._read)
-        rules = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
-        scorer = run_on_all_ranks(lambda: Scorer(rules))
+        rewards = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
+        scorer = run_on_all_ranks(lambda: Scorer(rewards))
         environment = None
         if (table := self._config.environment) is not None:
             environment = run_on_all_ranks(
@@ -77,19 +77,21 @@ class Reinforcement:
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
-        stop = frozenset(stop_ids(self.tokenizer))
+        rules = SamplingRules(
+            plan.config.rollout.temperature,
+            frozenset(stop_ids(self.tokenizer)),
+            self.tokenizer.vocab_size,
+            self._config.routing_replay,
+        )
+        prompts = [one.tokens for some in (self._prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
         self._asking = Asking(
             config=self._config,
             section=plan.config.rollout,
             tokenizer=self.tokenizer,
-            engine=build_engine(
-                self.networks["policy"], self.tokenizer, [p.tokens for p in self._prompts], self._is_stopped
-            ),
+            engine=build_engine(self.networks["policy"], self.tokenizer, prompts, rules, self._is_stopped),
             scorer=scorer,
-            rules=SamplingRules(
-                plan.config.rollout.temperature, stop, self.tokenizer.vocab_size, self._config.routing_replay
-            ),
+            rules=rules,
             seed=plan.config.debug.seed,
             environment=environment,
         )

@@ -8,15 +8,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from glm46.config.rollout import Rollout
+from glm46.distributed.collective_errors import on_first_rank
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.huggingface.write_folder import json_bytes
 from glm46.rollout.background import BackgroundDrawing
-from glm46.rollout.first_completions import ServedPolicy, check_first_completions
+from glm46.rollout.first_completions import ServedPolicy, compare_draws
 from glm46.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
 from glm46.rollout.launched_servers import LaunchedServers
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_pool import ServerPool
-from glm46.rollout.server_state import CHANGED, Weights
+from glm46.rollout.server_state import CHANGED, EngineError, ServerState, Weights
 from glm46.rollout.sglang_server import SglangServer
 from glm46.rollout.vllm_server import VllmServer
 from glm46.rollout.weight_group import WeightGroup, WeightSender
@@ -25,8 +26,8 @@ VERSION_FILE = "version.json"
 """In a folder of weights: its version, and length and SHA-256 of each of its files."""
 
 _HASHED_AT_ONCE = 8
-_LONGEST = 256
-"""Tokens of each sequence of the probe."""
+_PROBES, _FIRST, _LONGEST = 4, 8, 256
+"""Prompts of the probe, completions that a server draws before all others, and tokens of each."""
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -39,7 +40,8 @@ class ServerEngine:
         *,
         folder: Path,
         policy: ServedPolicy,
-        probe: list[list[int]],
+        prompts: Sequence[list[int]],
+        rules: SamplingRules,
         padding: range,
         base: Path | None = None,
         say: Callable[[str], None] = print,
@@ -48,8 +50,9 @@ class ServerEngine:
         Args:
             folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
                 ranks and all servers see under this path.
-            probe: sequences of tokens, at least one of two or more, that servers score after each update, the same in
-                the whole run.
+            prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
+                update, and answer some from all over them before they draw for the run.
+            rules: of training rollouts.
             padding: ids of the head's padding rows.
             base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
                 may be written by the first export. None: servers are started with the weights of the moment.
@@ -57,11 +60,17 @@ class ServerEngine:
         """
         self._folder = Path(config.weights_folder or folder)
         self._policy, self._say = policy, say
-        self._probe = [tokens[:_LONGEST] for tokens in probe if len(tokens) > 1]
+        self._probe = [tokens[:_LONGEST] for tokens in prompts if len(tokens) > 1][:_PROBES]
+        spread = prompts[:: max(len(prompts) // _FIRST, 1)]
+        length = min(config.max_new_tokens, _LONGEST)
+        self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
+        self._rules, self._has_drawn = rules, False
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
             servers,
+            rules=rules,
+            longest=max(map(len, prompts)) + config.max_new_tokens,
             deadline=config.deadline_seconds,
             restart=config.restart_seconds,
             say=say,
@@ -74,7 +83,6 @@ class ServerEngine:
         self._broadcasts = config.weights == "broadcast"
         self._groups: Sequence[WeightGroup] = ()
         self._interlude = Interlude(self._broadcast)
-        self._is_checked = False
         self._version = -1
 
     def draw_ahead(self, rules: SamplingRules, folder: Path) -> None:
@@ -121,29 +129,50 @@ class ServerEngine:
         """See `Engine.generate` and `ServerPool.generate`.
 
         Raises:
-            EngineError: no server is left, or the first completions are not from the trainer's policy.
+            EngineError: no server is left.
         """
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        completions = unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
-        if rules.temperature == 1.0:
-            self.check_mismatch(requests, completions)
-        return completions
 
-    def check_mismatch(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Compare the first completions of a run with the trainer's policy: the probe asks what a server says of given
-        tokens, this check what it says of those that it draws, and whether they were drawn so. Collective; all ranks
-        decide alike."""
-        drawn = [
-            (request.prompt, one)
-            for request, one in zip(requests, completions, strict=True)
-            if {span.version for span in one.spans} == {self._version}
-        ]
-        if not self._is_checked and drawn:
-            self._is_checked = True
-            line = check_first_completions(self._policy, drawn)
-            if dist.get_rank() == 0:
-                self._say(line)
+        def join() -> bytes:
+            self._pool.join_again()
+            return self._has_new()
+
+        self._check_new(self._run(join))
+        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
+
+    def _has_new(self) -> bytes:
+        return b"new" if self._pool.has_new else b""
+
+    def _check_new(self, has_new: bytes) -> None:
+        """Compare what servers that have joined draw with the policy, which has the weights of the last update: the
+        probe asks what a server says of given tokens, this check what it says of those that it draws, and whether they
+        were drawn so. Collective; all ranks decide alike.
+
+        Raises:
+            EngineError: at the start of the run, of one that differs. Later that one is left out.
+        """
+        new: dict[ServerState, list[Completion]] = {}
+
+        def draw() -> bytes:
+            new.update(self._pool.first_draws(self._first))
+            return pack([one for completions in new.values() for one in completions])
+
+        completions = unpack(self._run(draw)) if has_new else []
+        states, prompts = list(new), [request.prompt for request in self._first]
+        for number, start in enumerate(range(0, len(completions), _FIRST)):
+            drawn = list(zip(prompts, completions[start : start + _FIRST], strict=True))
+            said, is_right = compare_draws(self._policy, drawn, self._rules.temperature)
+            if not is_right and not self._has_drawn:
+                raise EngineError(
+                    *on_first_rank(
+                        f"rollout.urls: {states[number].server.url if states else ''}: {said}; start it with the "
+                        "options of docs/rollout_servers.md, and in the type of training.mixed_precision_param"
+                    )
+                )
+            if states:
+                self._pool.judge(states[number], said, is_right=is_right)
+        self._has_drawn |= bool(completions)
 
     def update(self, version: int) -> None:
         """Write the policy to the disk, or broadcast it, have all servers load it, and compare their log-probabilities
@@ -153,16 +182,18 @@ class ServerEngine:
         tolerance of the probe, and a server that loads nothing, or not all, may have been started with these weights.
 
         Raises:
-            EngineError: no server has these weights now, or one did not take the changes.
+            EngineError: no server has these weights now, or one did not take the changes, or draws from others.
             UserError: the disk is full, or at the first update: a server runs with other options than needed.
         """
         if self._version < 0:
             with self._policy.changed():
                 self._hand_over(CHANGED, self._folder / "version-check")
-        self._hand_over(version, self._folder / f"version-{version:08d}")
+        has_new = self._hand_over(version, self._folder / f"version-{version:08d}")
         self._version = version
+        self._check_new(has_new)
 
-    def _hand_over(self, version: int, path: Path) -> None:
+    def _hand_over(self, version: int, path: Path) -> bytes:
+        """What `_check_new` asks for."""
         folder = None if self._broadcasts else path
         if folder is not None:
             self._export(folder)
@@ -172,7 +203,7 @@ class ServerEngine:
             self._export(self._newest)
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
-        expected, _ = self._policy.score(self._probe)
+        expected, _ = self._policy.score(self._probe, 1.0)
 
         def load() -> bytes:
             if folder is not None:
@@ -180,9 +211,9 @@ class ServerEngine:
             self._pool.update(Weights(version, folder, self._probe, expected, self._is_fp8))
             if folder is not None:
                 self._remove(but=folder)  # a server that comes back loads the newest one
-            return b""
+            return b"" if version == CHANGED else self._has_new()
 
-        self._run(load)
+        return self._run(load)
 
     def _export(self, path: Path) -> None:
         if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective

@@ -10,8 +10,8 @@ from functools import partial
 
 from glm46.config.errors import UserError
 from glm46.rollout.dispatch import Dispatch
-from glm46.rollout.http_calls import CallError
-from glm46.rollout.inference_server import InferenceServer, check_stop
+from glm46.rollout.http_calls import CallError, RefusedError
+from glm46.rollout.inference_server import InferenceServer
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
 from glm46.rollout.weight_group import WeightGroup
@@ -26,6 +26,8 @@ class ServerPool:
         self,
         servers: Sequence[InferenceServer],
         *,
+        rules: SamplingRules,
+        longest: int,
         deadline: float,
         restart: float,
         say: Callable[[str], None],
@@ -33,17 +35,19 @@ class ServerPool:
     ):
         """
         Args:
+            rules: of training rollouts.
+            longest: tokens of a prompt and its completion.
             deadline: seconds for one completion, and for one server's update.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
             still_starting: raises EngineError if no server can come up any more.
         """
         self._states = [ServerState(server) for server in servers]
-        self.deadline, self._restart, self._say, self._still_starting = deadline, restart, say, still_starting
+        self._rules, self._longest, self.deadline, self._restart = rules, longest, deadline, restart
+        self._say, self._still_starting = say, still_starting
         self._weights: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
         """Broadcasts the present weights to servers that have joined groups. None: not now, all ranks are elsewhere."""
-        self._routes = False
         self._names = itertools.count()
         self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
 
@@ -78,22 +82,58 @@ class ServerPool:
 
         Raises:
             EngineError: no server is left, or one request failed several times.
-            UserError: the servers refuse a request, or its tokens do not fit into their context.
+            UserError: the servers refuse a request.
         """
         if not requests:
             return []
-        if rules.routes and not self._routes:  # recording begins with the check
-            self._routes = True
-            for state in self._drawing():
-                state.server.check(routes=True)
-        self._join([state for state in self._states if state.lost and state.refused != self.version])
-        self.ready()
-        self._require_context(requests)
-        self._require_ends(rules)
+        self.join_again()
         try:
             return Dispatch(self, requests, rules, halt, on_finish).run()
         finally:
             self._abort_all()  # nothing, unless an error ends the call
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a server has drawn nothing since it joined."""
+        return any(not state.is_checked for state in self._drawing())
+
+    def first_draws(self, requests: Sequence[Request]) -> dict[ServerState, list[Completion]]:
+        """What each server that has drawn nothing since it joined draws of the same requests. One that fails is lost.
+
+        Raises:
+            UserError: a server refuses a request.
+        """
+        new = [state for state in self._drawing() if not state.is_checked]
+        if not new:
+            return {}
+
+        def draw(state: ServerState, request: Request) -> Completion | CallError:
+            try:
+                salt = f"{self._session}-{self.version}"
+                return state.server.generate(self.new_name(), request, self._rules, salt, self.deadline)
+            except CallError as error:
+                return error
+
+        found: dict[ServerState, list[Completion]] = {}
+        with ThreadPoolExecutor(len(new) * len(requests)) as threads:
+            calls = {state: [threads.submit(draw, state, request) for request in requests] for state in new}
+        for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
+            error = next((one for one in outcomes if isinstance(one, CallError)), None)
+            if isinstance(error, RefusedError):
+                raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
+            if error is not None or not all(one.tokens for one in outcomes):
+                self.lose(state, str(error or "it was told to abort its first completions"))
+            else:
+                found[state] = outcomes
+        return found
+
+    def judge(self, state: ServerState, said: str, *, is_right: bool) -> None:
+        """Let a server draw after what was said of its first draws, or leave it out for good."""
+        state.is_checked, state.is_refused = is_right, not is_right
+        if is_right:
+            self._say(f"rollout: {state.server.url}: {said}")
+        else:
+            self.lose(state, said)
 
     def _abort_all(self) -> None:
         """End the requests that are still on their way."""
@@ -120,28 +160,40 @@ class ServerPool:
     def _drawing(self) -> list[ServerState]:
         return [state for state in self._states if state.lost is None]
 
+    def join_again(self) -> None:
+        """Ask the servers that are lost, and wait for one if none is left.
+
+        Raises:
+            EngineError: none came back.
+        """
+        self._join([state for state in self._states if state.lost and state.refused != self.version])
+        self.ready()
+
     def _join(self, states: Sequence[ServerState]) -> None:
         """Bring servers to the present weights, all at once; those that fail are lost."""
+        states = [state for state in states if not state.is_refused]
         if not states:
             return
 
-        weights, deadline = self._weights, self.deadline
+        weights, deadline, rules = self._weights, self.deadline, self._rules
         with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
             if weights.folder is None and self.send is None:
                 reasons = dict.fromkeys(states, "it waits for the weights of the next update")
             else:
-                begin = partial(ServerState.begin, weights=weights, routes=self._routes, deadline=deadline)
+                needed = {"rules": rules, "longest": self._longest, "deadline": deadline}
+                begin = partial(ServerState.begin, weights=weights, **needed)
                 reasons = dict(zip(states, threads.map(begin, states), strict=True))
             begun = [state for state in states if reasons[state] is None]
             if begun and weights.folder is None:
                 self.send([state.group for state in begun])
-            complete = partial(ServerState.complete, weights=weights, deadline=deadline)
+            complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
             reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
         for state, reason in reasons.items():
             if reason is None and state.lost is not None and self.version != CHANGED:
                 self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
             if reason is not None and state.lost != reason:
                 self._say(f"rollout: {state.server.url} is left out: {reason}")
+            state.is_checked &= state.lost is None
             state.lost, state.failures = reason, 0
 
     def ready(self) -> list[ServerState]:
@@ -159,25 +211,3 @@ class ServerPool:
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._drawing()
-
-    def _require_ends(self, rules: SamplingRules) -> None:
-        """`check_stop` of the servers that have not drawn yet."""
-        for state in self._drawing():
-            if not state.has_ended:
-                try:
-                    check_stop(state.server, rules.stop)
-                except CallError as error:
-                    self.lose(state, str(error))
-                state.has_ended = True
-        self.ready()
-
-    def _require_context(self, requests: Sequence[Request]) -> None:
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        for state in self._drawing():
-            context = state.server.context
-            if context is not None and longest > context:
-                raise UserError(
-                    f"rollout.urls: {state.server.url} has a context of {context} tokens, but a prompt with "
-                    f"rollout.max_new_tokens has up to {longest}; start it with --max-model-len {longest}, or lower "
-                    "rollout.max_new_tokens or the longest prompt"
-                )

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.rollout.http_calls import CallError
-from glm46.rollout.inference_server import InferenceServer
+from glm46.rollout.inference_server import InferenceServer, check_stop
+from glm46.rollout.records import SamplingRules
 from glm46.rollout.weight_group import WeightGroup
 
 _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05), "float16": (0.2, 0.02), "fp8": (2.0, 0.25)}
@@ -51,8 +52,10 @@ class ServerState:
     server: InferenceServer
     lost: str | None = NEVER_JOINED
     """Why it draws nothing."""
-    has_ended: bool = False
-    """Whether its stop tokens were checked."""
+    is_checked: bool = False
+    """Whether what it draws was compared with the policy since it joined."""
+    is_refused: bool = False
+    """It draws from another distribution; no update changes that, so it is not asked again."""
     refused: int | None = None
     """The version that it could not take; with the next one it is asked again, or when no other server is left."""
     failures: int = 0
@@ -64,9 +67,12 @@ class ServerState:
     """Of the probe, by the version before."""
     expected: list[list[float]] = field(default_factory=list)
 
-    def begin(self, weights: Weights, *, routes: bool, deadline: float) -> str | None:
+    def begin(self, weights: Weights, *, rules: SamplingRules, longest: int, deadline: float) -> str | None:
         """Compare the server with what is needed and, for a broadcast, have it join a group; returns why it cannot,
         None if it can.
+
+        Args:
+            longest: tokens of a prompt and its completion.
 
         Raises:
             UserError: it was started in another way than needed, and has never drawn.
@@ -75,14 +81,15 @@ class ServerState:
         def prepare() -> None:
             self.server.alive()
             if self.lost is not None:
-                self.server.check(routes=routes)
+                self.server.check(routes=rules.routes)
+                self._require_context(longest)
             self.refused = weights.version  # until it has passed
             if weights.folder is None:
                 self.group = self.server.join(weights.version, deadline)
 
         return self._fault_of(prepare)
 
-    def complete(self, weights: Weights, *, deadline: float) -> str | None:
+    def complete(self, weights: Weights, *, rules: SamplingRules, deadline: float) -> str | None:
         """Load the weights of a folder, or wait until those of the broadcast are loaded, and compare; returns why the
         server cannot draw with them, None if it can.
 
@@ -98,6 +105,8 @@ class ServerState:
             else:
                 self.server.load(weights.folder, weights.version, deadline)
             scores.extend(self.server.score(tokens, deadline) for tokens in weights.probe)
+            if self.lost is not None and weights.version != CHANGED:
+                check_stop(self.server, rules.stop)
 
         if (fault := self._fault_of(load)) is not None:
             return fault
@@ -111,6 +120,15 @@ class ServerState:
         if reason is None:
             self.refused = None
         return reason
+
+    def _require_context(self, longest: int) -> None:
+        context = self.server.context
+        if context is not None and longest > context:
+            raise UserError(
+                f"rollout.urls: {self.server.url} has a context of {context} tokens, but a prompt with "
+                f"rollout.max_new_tokens has up to {longest}; start it with --max-model-len {longest}, or lower "
+                "rollout.max_new_tokens or the longest prompt"
+            )
 
     def _fault_of(self, work: Callable[[], None]) -> str | None:
         try:

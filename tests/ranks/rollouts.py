@@ -102,12 +102,12 @@ def replayed(network: Network, completions: list[Completion]) -> dict:
     its log-probabilities with given experts move. Collective."""
     rows = [[*request.prompt, *one.tokens] for request, one in zip(REQUESTS, completions, strict=True)]
     routes = [one.routes for one in completions]
-    before, share = routed_score(network, rows, routes)
+    before, share = routed_score(network, rows, routes, TEMPERATURE)
     kept = {name: tensor.clone() for name, tensor in network.weights().items() if name.endswith("correction_bias")}
     for name, tensor in kept.items():
         network.weights()[name].add_(torch.linspace(-1, 1, len(tensor)))
-    after, share_after = routed_score(network, rows, routes)
-    alone, _ = score(network, rows)
+    after, share_after = routed_score(network, rows, routes, TEMPERATURE)
+    alone, _ = score(network, rows, TEMPERATURE)
     for name, tensor in kept.items():
         network.weights()[name].copy_(tensor)
     moved = [max(abs(a - b) for one, two in zip(before, other, strict=True) for a, b in zip(one, two, strict=True))

@@ -23,7 +23,8 @@ from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.unit.rollout.stub_server import STOP, StubServer, scores
 
 TIMEOUT, DEADLINE = 2, 3.0
-PROBE = [[5, 6, 7, 8]]
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+RULES = SamplingRules(0.7, frozenset({STOP}), 50)
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
 
 
@@ -33,7 +34,7 @@ def draw(rank: int, folder: Path) -> dict:
     stub = StubServer() if rank == 0 else None
     port = torch.tensor([stub.port if stub else 0])
     dist.broadcast(port, 0)
-    version, lines, entropy = 0, [], 1.5
+    version, lines, entropy, temperatures = 0, [], 1.5, set()
 
     def export(path: Path) -> None:
         if rank == 0:
@@ -41,11 +42,12 @@ def draw(rank: int, folder: Path) -> dict:
             (path / "model.safetensors").write_bytes(b"weights %d" % version)
         dist.barrier()
 
-    def score(sequences: list[list[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    def score(sequences: list[list[int]], temperature: float) -> tuple[list[list[float]], list[list[float]]]:
+        temperatures.add(round(temperature, 2))
         logprobs = scores(version, sequences)
         return logprobs, [[entropy] * len(row) for row in logprobs]
 
-    def routed_score(sequences, routes):
+    def routed_score(sequences, routes, temperature):
         raise AssertionError("no server returned routes")
 
     @contextmanager
@@ -74,11 +76,12 @@ def draw(rank: int, folder: Path) -> dict:
         config,
         folder=folder,
         policy=ServedPolicy(export, tensors, score, routed_score, changed),
-        probe=PROBE,
+        prompts=PROMPTS,
+        rules=RULES,
         padding=range(0),
         say=lines.append,
     )
-    rules, found = SamplingRules(1.0, frozenset({STOP}), 50), {}
+    found = {}
     if stub:
         stub.stale = True  # it was started with the weights of the first update
     try:
@@ -87,32 +90,42 @@ def draw(rank: int, folder: Path) -> dict:
         found["unchanged"] = str(error)
     if stub:
         stub.stale, stub.raw = False, -1.0
-    engine.update(version)
     try:
-        engine.generate(REQUESTS, rules)
+        engine.update(version)
     except EngineError as error:
         found["mismatch"] = str(error)
     if stub:
         stub.raw = 0.0
-    for version in (1, 2):
-        engine.update(version)
-        found[f"version {version}"] = engine.generate(REQUESTS, rules)
-    engine._is_checked, entropy = False, 5.0  # the trainer expects other draws, of the same log-probabilities
+    entropy = 5.0  # the trainer expects other draws, of the same log-probabilities
     try:
-        engine.generate(REQUESTS, rules)
+        engine.update(version)
     except EngineError as error:
         found["sampler"] = str(error)
+    entropy = 1.5
+    for version in (1, 2):
+        engine.update(version)
+        found[f"version {version}"] = engine.generate(REQUESTS, RULES)
+    found["temperatures"] = sorted(temperatures)
     found["folders"] = sorted(path.name for path in folder.iterdir())
     found["manifest"] = json.loads((folder / "version-00000002/version.json").read_text())
     if stub:
         stub.fault = "hang"
-    found["slow"] = engine.generate(REQUESTS[:1], rules)
+    found["slow"] = engine.generate(REQUESTS[:1], RULES)
     if stub:
         stub.stop()
     try:
-        engine.generate(REQUESTS, rules)
+        engine.generate(REQUESTS, RULES)
     except EngineError as error:
         found["error"] = str(error)
+    if rank == 0:
+        stub = StubServer(port=port.item())
+        stub.raw = -1.0
+    try:
+        engine.generate(REQUESTS, RULES)
+    except EngineError as error:
+        found["came back"] = str(error)
+    if stub:
+        stub.stop()
     engine.close()
     if rank == 0:
         stub = StubServer(port=port.item())
@@ -120,16 +133,18 @@ def draw(rank: int, folder: Path) -> dict:
         config.model_copy(update={"weights": "broadcast", "restart_seconds": 20.0}),
         folder=folder,
         policy=ServedPolicy(export, tensors, score, routed_score, changed),
-        probe=PROBE,
+        prompts=PROMPTS,
+        rules=RULES,
         padding=range(0),
         say=lines.append,
     )
-    entropy = 1.5
     sent.update(version)
     if stub:
         stub.stop()
         stub = StubServer(port=port.item())  # it was started again, with other weights
-    found["broadcast"] = sent.generate(REQUESTS, rules)
+    found["broadcast"] = sent.generate(REQUESTS, RULES)
+    version = 3
+    sent.update(version)
     if stub:
         found["received"] = [(name, tensor.tolist()) for name, tensor in stub.received[0]]
         stub.stop()

@@ -9,6 +9,7 @@ for its fourth rollout; each time all groups of two rollouts are drawn and wait 
 
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -77,7 +78,7 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        base, codes, kept = Path(name), [], {}
+        base, codes, kept, said = Path(name), [], {}, []
         prompts = base / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
         with socket.socket() as free:
@@ -98,7 +99,7 @@ def main() -> None:
             },
             rollout={
                 "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "max_staleness": STALENESS,
-                "restart_seconds": 30.0,
+                "restart_seconds": 30.0, "temperature": 0.7,
             },
             training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
             moe={"sequence_aux_loss_weight": 0.0},
@@ -111,6 +112,8 @@ def main() -> None:
             codes.append(await_ranks(started, 90, patience=5))
             if not moment and any(codes[-1]):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+            lines = log.with_name(f"{log.name}0").read_text()
+            said += re.findall(r"differ from the trainer's policy by (\S+) in", lines)
             kept[moment] = json.loads(seen.read_text()) if seen.exists() else {}
         os.kill(server[0], signal.SIGKILL)
 
@@ -124,9 +127,8 @@ def main() -> None:
                 used.setdefault(number, []).append([rollout.completion(i).tolist(), logprobs.tolist()])
         lines = map(json.loads, (base / "run" / "metrics.jsonl").read_text().splitlines())
         steps = [row["step"] for row in lines if "loss" in row]
-        print(
-            json.dumps({"codes": codes, "kept": kept, "used": used, "ages": ages, "waiting": waiting, "steps": steps})
-        )
+        found = {"codes": codes, "kept": kept, "used": used, "ages": ages, "waiting": waiting, "steps": steps}
+        print(json.dumps(found | {"said": [float(gap) for gap in said]}))
 
 
 if __name__ == "__main__":

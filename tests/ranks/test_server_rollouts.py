@@ -11,6 +11,7 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     first, second = server.rows("server_rollouts.main", seconds=60)
     assert "one changed tensor of each kind" in first["unchanged"] and second["unchanged"] == ""
     assert not any("version -1" in line for line in first["lines"]) and "draws with version 0" in first["lines"][0]
+    assert first["temperatures"] == [0.67, 0.7, 0.73, 1.0]  # 1 of the probe
     assert "KL divergence" in first["mismatch"] and "rollout.urls" in first["mismatch"] and second["mismatch"] == ""
     assert "entropy" in first["sampler"] and "rollout.urls" in first["sampler"] and second["sampler"] == ""
     for name, version in (("version 1", 1), ("version 2", 2), ("broadcast", 2)):
@@ -24,7 +25,10 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert first["manifest"] == {"version": 2, "files": files}
     assert first["slow"] == second["slow"] and first["slow"][0][2] == "abort"
     assert "rollout.urls" in first["error"] and second["error"] == ""
+    # Started again with other options, it draws nothing more.
+    assert "KL divergence" in first["came back"] and second["came back"] == ""
+    assert any("is left out" in line and "KL divergence" in line for line in first["lines"])
     assert second["lines"] == [] and any("is left out" in line for line in first["lines"])
     # The server was started again between update and rollout: all ranks sent the weights in the middle of the rollout.
-    assert first["received"] == [[f"tensor {number}", [[2 * (20.0 + number)] * 3] * 2] for number in range(3)]
     assert "draws with version 2" in first["lines"][-2] and "a KL divergence of 0" in first["lines"][-1]
+    assert first["received"] == [[f"tensor {number}", [[2 * (30.0 + number)] * 3] * 2] for number in range(3)]

@@ -16,6 +16,8 @@ def test_kills_lose_no_finished_group(server):
             # The journal has FP32.
             for (_, ours), (_, theirs) in zip(of_run, samples, strict=True):
                 np.testing.assert_array_equal(np.float32(ours), np.float32(theirs), err_msg=f"{moment} {number}")
+    # At the temperature of the draws, of the server at each start.
+    assert len(found["said"]) == 3 and max(found["said"]) < 1e-4
     # What was drawn before the first kill still waits at the second one, and was not drawn again.
     times = [{number: at for number, (at, _) in found["kept"][moment].items()} for moment in ("update", "rollout")]
     assert times[0] == times[1]

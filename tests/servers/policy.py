@@ -67,7 +67,8 @@ class Policy:
                 changed=self.changed,
             ),
             base=self.base,
-            probe=[request.prompt * 8 for request in self.requests[::4]],
+            prompts=[request.prompt * 8 for request in self.requests[::4]],
+            rules=self.rules,
             padding=range(self.tokenizer.vocab_size, self.shape.vocab_size),
             say=self.lines.append,
         )
@@ -98,14 +99,16 @@ class Policy:
             spread = parameter.std() if parameter.numel() > 1 else 0.0
             parameter.add_(torch.randn(parameter.shape, generator=self.generator) * 0.1 * spread)
 
-    def score(self, sequences: list[list[int]]) -> tuple[list[list[float]], list[list[float]]]:
-        logprobs = [log_probabilities(self.model, row[:1], row[1:]).tolist() for row in sequences]
-        every = [distributions(self.model, row[:1], row[1:]) for row in sequences]
+    def score(self, sequences: list[list[int]], temperature: float) -> tuple[list[list[float]], list[list[float]]]:
+        logprobs = [log_probabilities(self.model, row[:1], row[1:], temperature).tolist() for row in sequences]
+        every = [distributions(self.model, row[:1], row[1:], temperature) for row in sequences]
         return logprobs, [(-(row.exp() * row).sum(-1)).tolist() for row in every]
 
-    def routed_score(self, sequences: list[list[int]], routes: list) -> tuple[list[list[float]], float]:
+    def routed_score(
+        self, sequences: list[list[int]], routes: list, temperature: float
+    ) -> tuple[list[list[float]], float]:
         """Without replay: the routes of FP32 are the trainer's, as a test compares."""
-        return self.score(sequences)[0], 0.0
+        return self.score(sequences, temperature)[0], 0.0
 
     @contextmanager
     def changed(self) -> Iterator[None]:

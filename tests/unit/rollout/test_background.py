@@ -30,7 +30,8 @@ def stub(monkeypatch):
 
 @pytest.fixture
 def pool(stub, tmp_path):
-    pool = ServerPool([VllmServer(stub.url, range(50, 52))], deadline=5.0, restart=0.2, say=lambda line: None)
+    servers = [VllmServer(stub.url, range(50, 52))]
+    pool = ServerPool(servers, rules=RULES, longest=8, deadline=5.0, restart=0.2, say=lambda line: None)
     update(pool, tmp_path, 1)
     return pool
 

@@ -16,6 +16,7 @@ from glm46.rollout.vllm_server import VllmServer
 from tests.unit.rollout.stub_server import STOP, StubServer, draw, logprob, scores
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
+STOPPED = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50)
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5, 7) for seed in range(1, 5)]
 
@@ -34,9 +35,9 @@ def lines():
 
 @pytest.fixture
 def make_pool(stubs, tmp_path, lines):
-    def make(kind=VllmServer, *, servers=stubs, deadline=5.0, restart=0.2):
+    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, deadline=5.0, restart=0.2):
         made = [kind(stub.url, range(50, 52)) for stub in servers]
-        return ServerPool(made, deadline=deadline, restart=restart, say=lines.append)
+        return ServerPool(made, rules=rules, longest=longest, deadline=deadline, restart=restart, say=lines.append)
 
     return make
 
@@ -186,12 +187,14 @@ def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stu
     assert len(left_out) == 1 and stubs[1].url in left_out[0] and "weights are old" in left_out[0]
 
 
-def test_request_beyond_the_context_is_refused_before_it_is_sent(make_pool, weights, stubs):
-    pool = make_pool()
-    pool.update(weights(1))
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_start(make_pool, weights, stubs, kind):
+    stubs[0].context, stubs[1].context = 66, 65
+    make_pool(kind, longest=65).update(weights(1))
     with pytest.raises(UserError, match="rollout.max_new_tokens") as error:
-        pool.generate([Request([3] * 60, 1, 6)], RULES)
-    assert "--max-model-len 66" in str(error.value) and not stubs[0].drawn
+        make_pool(kind, longest=66).update(weights(2))
+    assert "--max-model-len 66" in str(error.value) and stubs[1].url in str(error.value)
+    assert not isinstance(error.value, EngineError) and not stubs[0].drawn
 
 
 def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, weights, stubs):
@@ -244,24 +247,69 @@ def test_routes_of_vllm_itself_have_no_rows_of_dense_layers(make_pool, weights, 
     routes = np.arange(9 * 3 * 2, dtype=np.uint8).reshape(9, 3, 2)
     for stub in stubs:
         stub.routes = routes
-    pool = make_pool()
+    rules = RULES._replace(routes=True)
+    pool = make_pool(rules=rules)
     pool.update(weights(1))
-    for request, one in zip(REQUESTS, pool.generate(REQUESTS, RULES._replace(routes=True)), strict=True):
+    for request, one in zip(REQUESTS, pool.generate(REQUESTS, rules), strict=True):
         assert (one.routes == routes[: len(request.prompt) + len(one.tokens) - 1, 1:]).all()
 
 
 def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
-    pool = make_pool()
-    pool.update(weights(1))
     with pytest.raises(UserError, match="--no-enable-prefix-caching"):
-        pool.generate(REQUESTS, RULES._replace(routes=True))
+        make_pool(rules=RULES._replace(routes=True)).update(weights(1))
 
 
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make_pool, weights, stubs, kind):
-    rules, pool = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50), make_pool(kind)
     stubs[1].goes_on_behind = (9,)
-    pool.update(weights(1))
     with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
-        pool.generate(REQUESTS, rules)
+        make_pool(kind, rules=STOPPED).update(weights(1))
     assert not stubs[0].drawn and not stubs[1].drawn
+
+
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind, rules=STOPPED)
+    pool.update(weights(1))
+    stubs[1].stop()
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    back = StubServer(port=stubs[1].port)
+    back.goes_on_behind = (9,)
+    try:
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        assert not back.drawn and "stop token 9" in lines[-1] and back.url in lines[-1]
+        back.goes_on_behind, back.fault = (), "500 at stop"
+        pool.update(weights(2))
+        assert "/generate answered 500" in lines[-1]
+        back.fault = ""
+        pool.update(weights(3))
+        assert lines[-1] == f"rollout: {back.url} draws with version 3"
+    finally:
+        back.stop()
+
+
+def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_pool, weights, stubs, lines):
+    pool = make_pool()
+    pool.update(weights(1))
+    assert pool.has_new
+    found = pool.first_draws(REQUESTS)
+    assert [state.server.url for state in found] == [stub.url for stub in stubs]
+    for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
+        check(completions, REQUESTS, 1)
+        pool.judge(state, "it differs", is_right=is_right)
+    assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is left out: it differs" in lines[-1]
+    assert not pool.has_new and not pool.first_draws(REQUESTS)
+    asked = len(stubs[1].calls)
+    pool.update(weights(2))
+    stubs[0].stop()
+    with pytest.raises(EngineError, match=f"{stubs[1].url}: it differs"):
+        pool.generate(REQUESTS, RULES)
+    assert len(stubs[1].calls) == asked, "a server that draws from another distribution is not asked again"
+    back = StubServer(port=stubs[0].port)
+    try:
+        pool.join_again()
+        assert pool.has_new, "it was started again, perhaps with other options"
+        back.fault = "500"
+        assert not pool.first_draws(REQUESTS) and "is left out" in lines[-1]
+    finally:
+        back.stop()

@@ -43,7 +43,8 @@ class Sent:
     def __init__(self, stubs, *, deadline=5.0, restart=0.2):
         self.lines: list[str] = []
         servers = [VllmServer(stub.url, range(0)) for stub in stubs]
-        self.pool = ServerPool(servers, deadline=deadline, restart=restart, say=self.lines.append)
+        waits = {"deadline": deadline, "restart": restart}
+        self.pool = ServerPool(servers, rules=RULES, longest=8, say=self.lines.append, **waits)
 
     def update(self, version: int) -> None:
         self.pool.send = self.send
