@@ -1,8 +1,15 @@
 #!/usr/bin/env python
-"""Write the dashboards of deploy/monitoring/dashboards for Grafana: python scripts/make_dashboards.py [FOLDER]."""
+"""Write the dashboards of deploy/monitoring/dashboards for Grafana: python scripts/make_dashboards.py [FOLDER].
+
+With --check URL FOLDER: name the queries of the edited dashboards of a folder for which a Prometheus has no data.
+"""
 
 import json
+import re
 import sys
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +239,39 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def answers(url: str, query: str) -> list[dict[str, Any]]:
+    """What a Prometheus answers to a query now, with all values of the variables.
+
+    Raises:
+        OSError: the server does not answer; urllib.error.HTTPError if it refuses the query.
+    """
+    query = re.sub(r"\$\{?\w+\}?", ".*", query.replace("$__rate_interval", "1m"))
+    with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=5) as answer:
+        return json.load(answer)["data"]["result"]
+
+
+def check(url: str, folder: Path) -> int:
+    """Print one line for each edited dashboard with queries that have no data; returns 1 if there is one."""
+    code = 0
+    shipped = [dashboard_json(name) for name in DASHBOARDS]
+    for file in sorted(folder.glob("*.json")):
+        page, empty = json.loads(file.read_text(encoding="utf-8")), []
+        panels = [one for panel in page.get("panels", []) for one in (panel, *panel.get("panels", []))]
+        queries = [target["expr"] for panel in panels for target in panel.get("targets", []) if "expr" in target]
+        for query in [] if page in shipped else queries:
+            try:
+                empty += [] if answers(url, query) else [query]
+            except urllib.error.HTTPError as error:
+                empty.append(f"{query} ({json.load(error)['error']})")
+        if empty:
+            print(
+                f"{file}: no data now for {'; '.join(empty)}: is the name right, and does a run export it?",
+                file=sys.stderr,
+            )
+            code = 1
+    return code
+
+
 def main(folder: Path) -> None:
     """Write all dashboards into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -240,4 +280,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--check"]:
+        sys.exit(check(sys.argv[2], Path(sys.argv[3])))
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

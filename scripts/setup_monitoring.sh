@@ -193,6 +193,13 @@ find_programs() {
             [ -n "${program_of[$name]-}" ] || program_of[$name]=$(command -v "$candidate" || true)
         done
     done
+    # Without a program of its own, Grafana's image, if an engine has it: nothing is downloaded.
+    for candidate in docker podman; do
+        if [ -z "${program_of[grafana]}" ] && command -v $candidate >/dev/null &&
+            timeout 10 $candidate image inspect grafana/grafana >/dev/null 2>&1; then
+            program_of[grafana]=$(command -v $candidate)
+        fi
+    done
     [ -n "${program_of[prometheus]-}" ] ||
         refuse "prometheus: not found; apt-get install prometheus prometheus-alertmanager prometheus-node-exporter"
     for name in "${!program_of[@]}"; do
@@ -207,15 +214,29 @@ check_edited() {
     local tool name said
     for tool in "promtool check config prometheus.yml" "amtool check-config alertmanager.yml"; do
         name=${tool##* }
-        [ -e "$folder/$name" ] && command -v "${tool%% *}" >/dev/null || continue
+        [ -e "$folder/$name" ] || continue
+        if ! command -v "${tool%% *}" >/dev/null; then
+            echo "${tool%% *}: not found, so $folder/$name is not checked; Debian's packages have it" >&2
+            continue
+        fi
         said=$(cd "$folder" && $tool 2>&1) ||
             refuse "$folder/$name or the rules that it names: ${tool% *}: $(echo "$said" | grep -v -e '^ *$' -e 'failed to validate' | tail -n 1); correct or remove the file"
     done
-    command -v python3 >/dev/null || return 0
     for name in "$folder"/dashboards/*.json; do
-        said=$([ ! -e "$name" ] || python3 -m json.tool "$name" 2>&1 >/dev/null) ||
+        [ -e "$name" ] || return 0
+        if ! command -v python3 >/dev/null; then
+            echo "python3: not found, so $folder/dashboards is not checked: apt-get install python3" >&2
+            return 0
+        fi
+        said=$(python3 -m json.tool "$name" 2>&1 >/dev/null) ||
             refuse "$name: is not JSON: $(echo "$said" | tail -n 1); correct or remove the file"
     done
+}
+
+# Name the queries of edited dashboards for which a Prometheus that runs has no data.
+name_empty_queries() {
+    command -v python3 >/dev/null || return 0
+    python3 "$root/scripts/make_dashboards.py" --check "http://$reach:${port[prometheus]}" "$folder/dashboards" || true
 }
 
 start_all() {
@@ -245,21 +266,31 @@ start_all() {
     if [ -n "${program_of[grafana]}" ]; then
         start_grafana
     else
-        echo "grafana: not found (Debian has no package); a Grafana of your own reads $folder/provisioning" >&2
+        echo "grafana: no program and no image grafana/grafana of docker or podman found (Debian has no package);" \
+            "a Grafana of your own reads $folder/provisioning" >&2
     fi
 }
 
 start_grafana() {
-    local password=$folder/grafana-password arguments=()
+    local password=$folder/grafana-password arguments variables
     # Not admin/admin.
     if [ -z "$dry" ] && [ ! -s "$password" ]; then
         (umask 077 && head -c 18 /dev/urandom | base64 >"$password")
     fi
-    [ "$(basename "${program_of[grafana]}")" != grafana ] || arguments=(server)
-    export GF_SECURITY_ADMIN_PASSWORD__FILE=$password GF_PATHS_PROVISIONING=$folder/provisioning
-    export GF_SERVER_HTTP_ADDR=$bind GF_SERVER_HTTP_PORT=${port[grafana]} GF_PATHS_DATA=$folder/data/grafana
-    export GF_ANALYTICS_REPORTING_ENABLED=false GF_ANALYTICS_CHECK_FOR_UPDATES=false
-    start grafana ${arguments[@]+"${arguments[@]}"} --homepath "${GRAFANA_HOME:-/usr/share/grafana}"
+    variables=(GF_SECURITY_ADMIN_PASSWORD__FILE="$password" GF_PATHS_PROVISIONING="$folder/provisioning"
+        GF_SERVER_HTTP_ADDR="$bind" GF_SERVER_HTTP_PORT="${port[grafana]}" GF_PATHS_DATA="$folder/data/grafana"
+        GF_ANALYTICS_REPORTING_ENABLED=false GF_ANALYTICS_CHECK_FOR_UPDATES=false)
+    export "${variables[@]}"
+    case ${program_of[grafana]##*/} in
+        docker | podman)
+            # As this user, who may read the password; in the network of the host, because Prometheus is on loopback.
+            arguments=(run --rm --network host --user "$(id -u):0" --volume "$folder:$folder"
+                "${variables[@]/#/--env=}" grafana/grafana)
+            ;;
+        grafana) arguments=(server --homepath "${GRAFANA_HOME:-/usr/share/grafana}") ;;
+        *) arguments=(--homepath "${GRAFANA_HOME:-/usr/share/grafana}") ;;
+    esac
+    start grafana "${arguments[@]}"
     echo "grafana: user admin, password in $password"
 }
 
@@ -274,6 +305,7 @@ case $action in
                 refuse "--folder $folder: cannot be written; state another folder"
             write_files
         fi
+        if [ -z "$dry" ] && runs prometheus; then name_empty_queries; fi
         start_all
         # Those that run read changed files.
         for one in prometheus alertmanager; do
@@ -300,6 +332,7 @@ case $action in
         for one in "${programs[@]}"; do
             if runs "$one"; then echo "$one: runs on port ${port[$one]}"; else echo "$one: does not run"; fi
         done
+        if runs prometheus; then name_empty_queries; fi
         ;;
 esac
 exit "$failed"

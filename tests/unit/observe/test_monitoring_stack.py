@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.parse
@@ -16,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from glm46.config.checkpoint import Metrics
 from glm46.observe.endpoint import Endpoint
@@ -157,6 +159,108 @@ def test_rules_and_dashboards_that_cannot_be_read_are_named_and_nothing_is_chang
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alerts.yml", "dashboards", "prometheus.yml"]
 
 
+STUB = f"""#!{sys.executable}
+import json, os, pathlib, re, signal, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Prometheus reads its rules again
+grafana = {{name: value for name, value in os.environ.items() if name.startswith("GF_")}}
+seen = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "variables": grafana}}
+pathlib.Path(sys.argv[0] + ".json").write_text(json.dumps(seen))
+found = re.search(r"--(?:web.listen-address=|address )([0-9.]+):([0-9]+)", " ".join(sys.argv))
+address = found.groups() if found else (grafana["GF_SERVER_HTTP_ADDR"], grafana["GF_SERVER_HTTP_PORT"])
+ThreadingHTTPServer((address[0], int(address[1])), Ready).serve_forever()
+"""
+"""A program that notes how it was started, and answers on the address that it was given."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grafana", ["grafana-server", "grafana", "podman", None])
+def test_grafana_and_dcgm_exporter_start_with_these_arguments(tmp_path, grafana):
+    """Programs of the test in their place: neither a Grafana nor a GPU is at hand."""
+    bin, state, ports = tmp_path / "bin", tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
+    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    started = {"docker": "started", "podman": "started"}.get(grafana, grafana)
+    programs = ("prometheus", "prometheus-alertmanager", "prometheus-node-exporter", "dcgm-exporter", started)
+    for name in filter(None, programs):
+        program(bin, name, STUB)
+    program(bin, "nvidia-smi", "#!/bin/sh\n")
+    for name in ("docker", "podman"):
+        has_image = f'[ "$*" = "image inspect grafana/grafana" ] || exec {bin}/started "$@"'
+        program(bin, name, f"#!/bin/sh\n{has_image if name == grafana else 'exit 1'}\n")
+    try:
+        done = setup("--start", *options, folder=state, programs=bin)
+        assert done.returncode == 0, done
+        again = setup("--start", *options, folder=state, programs=bin)
+        assert again.stdout.count("runs already") == len([*filter(None, programs)]), again
+    finally:
+        stopped = setup("--stop", folder=state, programs=bin)
+    assert stopped.stdout.count(": stopped") == len([*filter(None, programs)]) and not list((state / "run").iterdir())
+
+    def seen(name: str) -> dict:
+        return json.loads((bin / f"{name}.json").read_text())
+
+    address = f"127.0.0.1:{ports['dcgm-exporter']}"
+    assert seen("dcgm-exporter")["arguments"] == ["--address", address, "--collectors", "dcgm-counters.csv"]
+    assert (Path(seen("dcgm-exporter")["folder"]) / "dcgm-counters.csv").read_text() == (
+        FOLDER / "dcgm-counters.csv"
+    ).read_text()
+    assert json.loads((state / "gpus" / "here.json").read_text()) == [{"targets": [address]}]
+    for name in ("prometheus", "prometheus-alertmanager", "prometheus-node-exporter"):
+        assert any(word.startswith("--web.listen-address=127.0.0.1:") for word in seen(name)["arguments"])
+    if grafana is None:
+        assert "grafana/grafana of docker or podman" in done.stderr and str(state / "provisioning") in done.stderr
+        return
+    found = seen(started)
+    variables = {
+        "GF_SECURITY_ADMIN_PASSWORD__FILE": str(state / "grafana-password"),
+        "GF_PATHS_PROVISIONING": str(state / "provisioning"),
+        "GF_SERVER_HTTP_ADDR": "127.0.0.1",
+        "GF_SERVER_HTTP_PORT": str(ports["grafana"]),
+        "GF_PATHS_DATA": str(state / "data" / "grafana"),
+        "GF_ANALYTICS_REPORTING_ENABLED": "false",
+        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+    }
+    arguments = {
+        "grafana-server": ["--homepath", "/usr/share/grafana"],
+        "grafana": ["server", "--homepath", "/usr/share/grafana"],
+    }
+    in_container = ["run", "--rm", "--network", "host", "--user", f"{os.getuid()}:0", "--volume", f"{state}:{state}"]
+    in_container += [*(f"--env={name}={value}" for name, value in variables.items()), "grafana/grafana"]
+    assert found["variables"] == variables and found["arguments"] == arguments.get(grafana, in_container)
+    password = state / "grafana-password"
+    assert password.stat().st_mode & 0o777 == 0o600 and len(password.read_text().strip()) == 24
+    (source,) = yaml.safe_load((state / "provisioning/datasources/datasource.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((state / "provisioning/dashboards/dashboards.yml").read_text())["providers"]
+    assert source["url"] == f"http://127.0.0.1:{ports['prometheus']}" and source["uid"] == "prometheus"
+    assert {path.name for path in Path(provider["options"]["path"]).iterdir()} == {f"{name}.json" for name in PAGES}
+
+
+def test_files_that_cannot_be_checked_are_said(tmp_path):
+    """On a machine without promtool, amtool and python3."""
+    bin = tmp_path / "bin"
+    for name in ("bash", "dirname", "readlink", "sed", "grep", "cat", "seq", "basename", "timeout"):
+        program(bin, name, f'#!/bin/sh\nexec {shutil.which(name)} "$@"\n')
+    program(bin, "prometheus", "#!/bin/sh\n")
+    (tmp_path / "state" / "dashboards").mkdir(parents=True)
+    for name in ("prometheus.yml", "alertmanager.yml", "dashboards/mine.json"):
+        (tmp_path / "state" / name).write_text("{}")
+    command = ["bash", str(SCRIPT), "--start", "--dry-run", "--folder", str(tmp_path / "state")]
+    options = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, env={"PATH": str(bin)})
+    assert done.returncode == 0, done
+    for words in ("promtool: not found", "prometheus.yml is not", "amtool: not found", "python3: not found"):
+        assert words in done.stderr, (words, done)
+
+
 class Gpus(BaseHTTPRequestHandler):
     """What dcgm-exporter answers, for two GPUs, and node exporter from the files of NCCL's Inspector plugin."""
 
@@ -212,7 +316,13 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
         for port in ports.values():
             assert not {word for word in listening if word.endswith(f":{port}")} - {f"127.0.0.1:{port}"}
-        assert "prometheus: runs" in setup("--status", *options, folder=state).stdout
+        mine = PAGES["training"] | {
+            "panels": [panel_of("training_step"), panel_of("training_los"), panel_of("rate(up)")]
+        }
+        (state / "dashboards" / "mine.json").write_text(json.dumps(mine))
+        status = setup("--status", *options, folder=state)
+        assert "prometheus: runs" in status.stdout and len(status.stderr.splitlines()) == 1, status
+        assert "mine.json: no data now for training_los; rate(up) (" in status.stderr, status
     finally:
         stopped = setup("--stop", folder=state)
         endpoint.close(has_failed=False)
@@ -223,6 +333,10 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
     assert not list((state / "run").iterdir())
+
+
+def panel_of(query: str) -> dict:
+    return {"targets": [{"expr": query}]}
 
 
 def by_uid(pages: dict) -> dict:
