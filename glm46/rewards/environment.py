@@ -21,12 +21,12 @@ class Environment:
     """
 
     def __init__(self, function: str, options: Mapping[str, Any], seconds: float, max_turns: int):
-        self.max_turns = max_turns
+        self.max_turns, self._function = max_turns, function
         self._processes = Scorer([RewardRule(function, seconds=seconds, options=options, is_environment=True)])
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
         """What it replies to each turn, or as a text why it does not: it raised, hung or returned no text."""
-        return self._processes.replies(answers)
+        return self._processes.values(self._function, answers)
 
     def close(self) -> None:
         """End the processes."""

@@ -65,6 +65,7 @@ class Scorer:
 
     def __init__(self, rules: Sequence[RewardRule], processes: int = 4):
         self._rules, self._most = tuple(rules), processes
+        self.names = [rule.name for rule in rules]
         self._key = "rl.environment" if rules and rules[0].is_environment else "rl.rewards"
         self._idle: list[tuple[Connection, Process]] = []
         if any(rule.name not in _HERE for rule in self._rules):
@@ -84,10 +85,13 @@ class Scorer:
             for n, answer in enumerate(answers)
         ]  # fmt: skip
 
-    def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
-        """What the function of the only rule, one of an environment, replies to each answer, or why it does not."""
-        found = self._in_processes([_Task(number, 0) for number in range(len(answers))], answers)
-        return [found[_Task(number, 0)] for number in range(len(answers))]
+    def values(self, name: str, answers: Sequence[Answer]) -> list[Any]:
+        """What one reward gives each answer, or a text that says why there is no value; an environment's `Reply`."""
+        number = self.names.index(name)
+        if name in _HERE:
+            return [_value(self._rules[number], _HERE, answer) for answer in answers]
+        found = self._in_processes([_Task(n, number) for n in range(len(answers))], answers)
+        return [found[_Task(n, number)] for n in range(len(answers))]
 
     def close(self) -> None:
         """End the processes."""

@@ -1,7 +1,7 @@
 """Prompts of a file as token ids, with their labels, and the order in which they are handed out."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +14,11 @@ from glm46.data.chat import chat_prompt
 from glm46.data.conversation import Message
 from glm46.data.mixing import permute
 from glm46.data.tokenizer import Tokenizer
-from glm46.rewards.answer import Answer, Reward
-from glm46.rewards.maths import maths
-from glm46.rewards.text import choice, exact
+from glm46.rewards.answer import Answer
+from glm46.rewards.scorer import Scorer
 
 _FAULTS_SHOWN = 5
-_COMPARED: dict[str, tuple[Reward, str]] = {
-    "exact": (exact, "{}"),
-    "choice": (choice, "({})"),
-    "math": (maths, "\\boxed{{{}}}"),
-}
+_COMPARED = {"exact": "{}", "choice": "({})", "math": "\\boxed{{{}}}"}
 """Rewards that compare texts, and how an answer states its result."""
 _ROLES = ("system", "user", "assistant")
 
@@ -76,33 +71,31 @@ def read_prompts(
     return prompts
 
 
-def require_reachable_labels(prompts: Sequence[Prompt], names: Collection[str], *, thinking: bool) -> None:
+def require_reachable_labels(prompts: Sequence[Prompt], scorer: Scorer, *, thinking: bool) -> None:
     """Check that each built-in reward that compares texts gives a label itself 1, and an empty answer 0.
 
     Args:
-        names: of the rewards of the run.
+        scorer: of the rewards of the run: they may hang, so that it calls them.
 
     Raises:
         UserError: no answer could be right, or each is.
     """
-    faults = []
-    for name, (reward, form) in _COMPARED.items():
-        if name not in names:
+    faults, end = [], "</think>" if thinking else ""
+    labels = {repr(prompt.label): prompt.label for prompt in prompts}
+    for name, form in _COMPARED.items():
+        if name not in scorer.names:
             continue
-
-        def score(label: Any, text: str, reward: Reward = reward) -> float:
-            end = "</think>" if thinking else ""
-            return reward(Answer("", end + text, label, thinking, 0, True), {})
-
-        wrong = [
-            prompt.label
-            for prompt in prompts
-            if score(prompt.label, form.format(_first(prompt.label))) != 1 or score(prompt.label, "") != 0
-        ]
+        asked = [(label, text) for label in labels.values() for text in (form.format(_first(label)), "")]
+        found = scorer.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in asked])
+        pairs = zip(labels, found[::2], found[1::2], strict=True)
+        wrong = {key: values for key, *values in pairs if values != [1.0, 0.0]}
         if wrong:
+            label, values = next(iter(wrong.items()))
+            why = next((f": {value}" for value in values if isinstance(value, str)), "")
+            count = sum(repr(prompt.label) in wrong for prompt in prompts)
             faults.append(
-                f"rl.rewards: {name} does not give the label {wrong[0]!r:.60} itself 1 and an empty answer 0 "
-                f"({len(wrong):,} of {len(prompts):,} prompts); correct rl.prompts.label_key or the labels, or take "
+                f"rl.rewards: {name} does not give the label {label:.60} itself 1 and an empty answer 0{why} "
+                f"({count:,} of {len(prompts):,} prompts); correct rl.prompts.label_key or the labels, or take "
                 "another reward"
             )
     if faults:

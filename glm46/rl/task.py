@@ -11,7 +11,7 @@ import torch
 from glm46.config.rl import RL
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import load_text
-from glm46.distributed.collective_errors import run_on_all_ranks
+from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
@@ -59,6 +59,7 @@ class Reinforcement:
         self._prompts, self._sets = run_on_all_ranks(self._read)
         rewards = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
         scorer = run_on_all_ranks(lambda: Scorer(rewards))
+        read_on_first_rank(lambda: self._require_reachable_labels(scorer))
         environment = None
         if (table := self._config.environment) is not None:
             environment = run_on_all_ranks(
@@ -115,13 +116,15 @@ class Reinforcement:
 
         def read(file: str) -> list[Prompt]:
             keys = self._config.prompts
-            prompts = read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
-            require_reachable_labels(prompts, [r.name for r in self._config.rewards], thinking=keys.thinking)
-            return prompts
+            return read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
 
         return read(self._config.prompts.file), [
             PromptSet(table, read(table.file)) for table in self._config.validation
         ]
+
+    def _require_reachable_labels(self, scorer: Scorer) -> None:
+        for prompts in (self._prompts, *(one.prompts for one in self._sets)):
+            require_reachable_labels(prompts, scorer, thinking=self._config.prompts.thinking)
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""

@@ -1,11 +1,15 @@
 """Prompts of files, what is said about bad rows, and their order."""
 
 import json
+import os
+import signal
 
 import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import Prompts
+from glm46.rewards.answer import RewardRule
+from glm46.rewards.scorer import Scorer
 from glm46.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_labels
 
 
@@ -101,13 +105,28 @@ def test_each_pass_hands_out_every_prompt_once_in_an_order_of_its_own():
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_label_that_no_answer_reaches_is_refused(reward, label, is_reachable, thinking):
     prompts = [Prompt([1], "?", "A" if reward == "choice" else "7"), Prompt([1], "?", label)]
-    if is_reachable:
-        require_reachable_labels(prompts, [reward, "format"], thinking=thinking)
-        return
-    with pytest.raises(UserError) as error:
-        require_reachable_labels(prompts, [reward, "format"], thinking=thinking)
+    scorer = Scorer([RewardRule(reward), RewardRule("format")])
+    try:
+        if is_reachable:
+            require_reachable_labels(prompts, scorer, thinking=thinking)
+            return
+        with pytest.raises(UserError) as error:
+            require_reachable_labels(prompts, scorer, thinking=thinking)
+    finally:
+        scorer.close()
     (fault,) = error.value.faults
     assert all(part in fault for part in (reward, repr(label), "1 of 2", "rl.prompts.label_key"))
+
+
+def test_labels_are_compared_in_a_process_that_is_killed_if_it_hangs():
+    scorer = Scorer([RewardRule("math", seconds=0.2)])
+    _, process = scorer._idle[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=r"math does not give the label '7'.*no value within 0\.2 s.*1 of 1"):
+            require_reachable_labels([Prompt([1], "?", "7")], scorer, thinking=False)
+    finally:
+        scorer.close()
 
 
 def test_prompts_that_are_too_long_are_one_message(tmp_path, tokenizer):
