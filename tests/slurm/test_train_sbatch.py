@@ -55,6 +55,7 @@ class Job:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "CONFIG_FILE": str(folder / "run.toml"), "NGPU": str(ranks), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        variables["GLM46_JOBS"] = str(folder / "jobs")
         output = f"--output={folder}/%x-%j.log"
         script = ["deploy/slurm/train.sbatch"]
         if nodes:
@@ -102,6 +103,7 @@ def test_a_refused_job_and_a_cancelled_one_are_not_requeued(cluster, make_config
     cluster.wait_for_nodes(len(cluster.nodes))  # the script has ended too
     time.sleep(3)  # Slurm looks for jobs that can start every two seconds
     assert (cancelled.state()["JobState"], cancelled.state()["Restarts"]) == ("CANCELLED", "0"), cancelled.output()
+    assert [*(tmp_path / "refused/jobs").iterdir(), *(tmp_path / "cancelled/jobs").iterdir()] == []
 
 
 @pytest.fixture
@@ -234,8 +236,6 @@ def test_a_job_without_spares_left_is_requeued_without_its_lost_nodes(cluster, c
     job.wait(lambda: job.state()["Restarts"] == "1")
     job.wait(lambda: job.state()["ExcNodeList"] in ("n[2-3]", "n2,n3", "n3,n2"), 20)
     cluster.call("scancel", job.number)
-    for file in ROOT.glob(f"glm46-{job.number}.hosts*"):  # for the start that does not come
-        file.unlink()
     for host in ("n2", "n3"):
         cluster.begin_node(host)
     job.wait(job.has_ended)
@@ -251,6 +251,7 @@ def test_setup_cluster_asks_the_nodes_of_an_allocation_and_its_job_script_trains
     variables = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
+        "GLM46_JOBS": str(tmp_path / "jobs"),
     }
     options = ("--wait", "--nodes=3", "--exclusive", f"--output={tmp_path}/setup.log")
     cluster.call("sbatch", *options, "--wrap", shlex.join(words), seconds=120, cwd=ROOT, **variables)

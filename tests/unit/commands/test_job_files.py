@@ -39,10 +39,23 @@ def test_directives_of_pbs_are_legal():
 JOB = """Job Id: 42.server
     Job_Name = mine
     queue = big
+    Account_Name = a1
+    Mail_Points = abe
+    Output_Path = server:mine.o42
+    project = _pbs_project_default
+    Resource_List.filesystems = home:eagle
+    Resource_List.gpu_type = h100
+    Resource_List.ncpus = 288
+    Resource_List.ngpus = 24
+    Resource_List.nodect = 3
     Resource_List.place = scatter:excl
     Resource_List.select = 3:ncpus=96:ngpus=8:
-\tmpiprocs=1
+\tmpiprocs=1:gpu_type=h100
     Resource_List.walltime = {walltime}
+    run_count = {starts}
+    Variable_List = PBS_O_HOME=/me,PBS_O_WORKDIR=/w,CONFIG_FILE=my.toml,NODES=
+\t2,NCCL_SOCKET_IFNAME==ib0\\,ib1,OVERRIDES=--a.b\\,PATH=3,GONE=1
+    group_list = g1
 """
 
 
@@ -53,7 +66,7 @@ def pbs(tmp_path):
     programs = {
         "bin/qstat": 'cat "$PBS_O_WORKDIR/job"',
         "bin/qsub": 'printf "%s\\n" "$@" > "$PBS_O_WORKDIR/submitted"; printf "%s\\n" 43.server',
-        "run_train.sh": """echo "$@" > arguments; cat "$HOSTFILE" > hosts
+        "run_train.sh": """echo "$@" > arguments; cat "$HOSTFILE" > hosts; cat "$GLM46_STATE" > found 2>/dev/null
 [ -z "$STATE" ] || echo "$STATE" > "$HOSTFILE.state"
 if [ -n "$WAITS" ]; then trap 'echo USR1 > got; exit 75' USR1; trap 'echo TERM > got; exit 75' TERM
 touch ready; while :; do sleep 0.02; done; fi
@@ -63,12 +76,13 @@ exit "$CODE\"""",
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").symlink_to(DEPLOY.parent / "scripts")
     (tmp_path / "nodes").write_text("n1.site\nn1.site\nn2.site\nn3.site\n")
 
-    def start(code: int = 0, state: str = "", walltime: str = "48:00:00", **variables: str) -> subprocess.Popen:
-        for name in ("submitted", "got", "ready"):
+    def start(code: int = 0, state: str = "", walltime: str = "48:00:00", starts: int = 1, **variables: str):
+        for name in ("submitted", "got", "ready", "found"):
             (tmp_path / name).unlink(missing_ok=True)
-        (tmp_path / "job").write_text(JOB.format(walltime=walltime))
+        (tmp_path / "job").write_text(JOB.format(walltime=walltime, starts=starts))
         own = {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PBS_O_WORKDIR": str(tmp_path),
             "PBS_JOBID": "42.server", "PBS_NODEFILE": str(tmp_path / "nodes"),
@@ -82,34 +96,52 @@ exit "$CODE\"""",
     return start
 
 
-def submitted(folder: Path) -> dict[str, str]:
-    """Options of qsub by their names; its script under ''."""
-    words = (folder / "submitted").read_text().splitlines()
-    names = [words[i] if words[i] != "-l" else words[i + 1].partition("=")[0] for i in range(0, len(words) - 1, 2)]
-    return dict(zip(names, words[1:-1:2], strict=True)) | {"": words[-1]}
+def submitted(folder: Path) -> list[str]:
+    """The words that qsub got."""
+    return (folder / "submitted").read_text().splitlines()
+
+
+def state_files(folder: Path) -> list[str]:
+    return [file.name for file in (folder / "outputs" / "jobs").iterdir()]
 
 
 def test_a_job_of_pbs_that_was_stopped_is_submitted_again_with_its_request(pbs, tmp_path):
-    job = pbs(EXIT_STOPPED, "newest_step=7", NODES="2", OVERRIDES="--training.steps 9")
+    job = pbs(EXIT_STOPPED, "newest_step=7", NODES="2", OVERRIDES="--training.steps 9", NCCL_SOCKET_IFNAME="=ib0,ib1")
     assert job.wait() == EXIT_STOPPED, job.stdout.read()
     assert (tmp_path / "arguments").read_text().split() == shlex.split(
         "--nodes 2 --max-restarts 100 --training.steps 9"
     )
     assert (tmp_path / "hosts").read_text().split() == ["n1.site", "n2.site", "n3.site"]
-    found = submitted(tmp_path)
-    assert (found["-N"], found["-q"], found[""]) == ("mine", "big", str(PBS))
-    assert found["select"] == "select=3:ncpus=96:ngpus=8:mpiprocs=1"
-    assert (found["place"], found["walltime"]) == ("place=scatter:excl", "walltime=48:00:00")
-    variables = dict(pair.split("=", 1) for pair in found["-v"].split(","))
-    assert variables["GLM46_RUN"] == "42" and variables["NODES"] == "2" and variables["CONFIG_FILE"] == "my.toml"
-    assert variables["OVERRIDES"] == "--training.steps 9"
+    # Names of variables, whose values qsub takes from the environment; no sum over nodes, no file of this job alone.
+    assert submitted(tmp_path) == [
+        *("-N", "mine", "-q", "big", "-v", "GLM46_RUN,CONFIG_FILE,NODES,NCCL_SOCKET_IFNAME,OVERRIDES"),
+        *("-A", "a1", "-m", "abe", "-W", "group_list=g1"),
+        *("-l", "filesystems=home:eagle", "-l", "place=scatter:excl"),
+        *("-l", "select=3:ncpus=96:ngpus=8:mpiprocs=1:gpu_type=h100", "-l", "walltime=48:00:00", str(PBS)),
+    ]
 
     # The second and the third job have made no new checkpoint.
-    assert pbs(EXIT_STOPPED, "newest_step=7", GLM46_RUN="42", PBS_JOBID="43.server").wait() == EXIT_STOPPED
+    assert pbs(EXIT_STOPPED, "newest_step=7", GLM46_RUN="42.server", PBS_JOBID="43.server").wait() == EXIT_STOPPED
     assert (tmp_path / "submitted").exists()
-    job = pbs(EXIT_STOPPED, "newest_step=7", GLM46_RUN="42", PBS_JOBID="44.server")
-    assert job.wait() == EXIT_STOPPED and "without a new checkpoint" in job.stdout.read()
-    assert not (tmp_path / "submitted").exists()
+    assert (tmp_path / "found").read_text() == "newest_step=7\n"
+    job = pbs(EXIT_STOPPED, "newest_step=7", GLM46_RUN="42.server", PBS_JOBID="44.server")
+    assert job.wait() == EXIT_STOPPED and "three jobs of this run without a new checkpoint" in job.stdout.read()
+    assert not (tmp_path / "submitted").exists() and state_files(tmp_path) == []
+
+
+def test_a_job_of_pbs_reads_what_its_own_starts_have_left(pbs, tmp_path):
+    """And not the files of an earlier job with its number, of a server that was set up anew."""
+    for starts, is_read in ((1, False), (2, True)):
+        assert pbs(EXIT_STOPPED, "newest_step=7", starts=starts).wait() == EXIT_STOPPED
+        assert (tmp_path / "found").read_text() == ("newest_step=7\n" if is_read else "")
+
+
+@pytest.mark.parametrize(("walltime", "seconds"), [("00:05:00", "300"), ("00:05:00", "0"), ("01:00:00", "5 m")])
+def test_a_job_of_pbs_without_time_to_save_is_refused(pbs, tmp_path, walltime, seconds):
+    job = pbs(walltime=walltime, SAVE_SECONDS=seconds)
+    assert job.wait() == EXIT_USER_ERROR
+    (said,) = job.stdout.read().splitlines()
+    assert f"SAVE_SECONDS={seconds} with walltime={walltime}" in said and not (tmp_path / "arguments").exists()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +157,7 @@ def test_a_job_of_pbs_that_was_stopped_is_submitted_again_with_its_request(pbs, 
 def test_a_job_of_pbs_is_submitted_again_where_other_nodes_can_help(pbs, tmp_path, code, state, is_submitted):
     assert pbs(code, state).wait() == code
     assert (tmp_path / "submitted").exists() is is_submitted
-    assert bool(list(tmp_path.glob("glm46-42.*"))) is is_submitted  # else nothing is left
+    assert bool(state_files(tmp_path)) is is_submitted
 
 
 def test_a_job_of_pbs_saves_before_its_walltime_and_is_not_submitted_again_after_qdel(pbs, tmp_path):
@@ -140,29 +172,75 @@ def test_a_job_of_pbs_saves_before_its_walltime_and_is_not_submitted_again_after
     assert not (tmp_path / "submitted").exists()
 
 
-def test_a_job_of_slurm_is_requeued_until_three_starts_have_made_no_checkpoint(tmp_path):
-    """With stubs of srun, which leaves what the launcher writes, and of scontrol; a real Slurm runs tests/slurm."""
+@pytest.fixture
+def slurm(tmp_path):
+    """A function that runs train.sbatch with stubs of srun, which leaves what the launcher writes, and of scontrol; a
+    real Slurm runs tests/slurm. Its arguments: exit code and state of the run, restarts of the job before it, further
+    variables. It returns what the script has said."""
     (tmp_path / "bin").mkdir()
-    srun = 'echo "newest_step=$NEWEST" > "$GLM46_STATE"; exit "$CODE"'
-    programs = {"bin/srun": srun, "bin/scontrol": 'echo "$@" >> requeued', "run_train.sh": ""}
+    (tmp_path / "scripts").symlink_to(DEPLOY.parent / "scripts")
+    programs = {
+        "bin/srun": """cat "$GLM46_STATE" > found 2>/dev/null
+printf "$STATE" > "$GLM46_STATE"; [ -z "$ENDS" ] || { kill "$PPID"; sleep 0.3; }; exit "$CODE\"""",
+        "bin/scontrol": """case $* in
+"show job"*) echo "   Requeue=1 Restarts=${RESTARTS} BatchFlag=1"; echo "   ReqNodeList=(null) ExcNodeList=$EXCLUDED" ;;
+*) echo "$@" >> asked ;; esac""",
+        "run_train.sh": "",
+    }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(code: int, newest: int) -> tuple[bool, str]:
-        (tmp_path / "requeued").unlink(missing_ok=True)
-        own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    def run(code: int, state: str, restarts: int = 1, **variables: str) -> str:
+        for name in ("asked", "found"):
+            (tmp_path / name).unlink(missing_ok=True)
+        own = {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "trial",
+            "SLURM_RESTART_COUNT": str(restarts), "RESTARTS": str(restarts), "EXCLUDED": "(null)",
+            "CODE": str(code), "STATE": state,
+        }  # fmt: skip
         command = ["bash", str(DEPLOY / "slurm" / "train.sbatch")]
-        own |= {"CODE": str(code), "NEWEST": str(newest)}
-        end = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=20)
-        assert end.returncode == code
-        return (tmp_path / "requeued").exists(), end.stderr
+        end = subprocess.run(command, env=own | variables, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+        assert end.returncode == code, end.stderr
+        return end.stderr
 
-    assert run(EXIT_STOPPED, 7) == run(EXIT_STOPPED, 7) == run(EXIT_STOPPED, 9) == run(EXIT_STOPPED, 9) == (True, "")
-    is_requeued, said = run(EXIT_STOPPED, 9)
-    assert not is_requeued and "three starts of this job without a new checkpoint" in said
+    return run
+
+
+def asked(folder: Path) -> list[str]:
+    """What the script has asked Slurm to do."""
+    file = folder / "asked"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_job_of_slurm_is_requeued_until_three_starts_have_made_no_checkpoint(slurm, tmp_path):
+    for newest in (7, 7, 9, 9):
+        assert slurm(EXIT_STOPPED, f"newest_step={newest}") == "" and asked(tmp_path) == ["requeue 7"]
+    said = slurm(EXIT_STOPPED, "newest_step=9")
+    assert "three starts of this job without a new checkpoint" in said and asked(tmp_path) == []
+    assert state_files(tmp_path) == []
     for code in (0, 1, EXIT_USER_ERROR, EXIT_HANG):
-        assert run(code, 9) == (False, "") and not list(tmp_path.glob("glm46-7.*"))
+        assert slurm(code, "newest_step=9") == "" and asked(tmp_path) == state_files(tmp_path) == []
+
+
+def test_a_job_of_slurm_reads_what_its_own_starts_have_left(slurm, tmp_path):
+    """And not the files of an earlier job with its number, of a controller that was set up anew."""
+    for restarts, is_read in ((0, False), (1, True), (0, False)):
+        slurm(EXIT_STOPPED, "newest_step=7", restarts)
+        assert (tmp_path / "found").read_text() == ("newest_step=7" if is_read else "")
+
+
+@pytest.mark.parametrize("is_requeued", [True, False])
+def test_a_job_that_slurm_ends_leaves_nothing_unless_it_is_requeued(slurm, tmp_path, is_requeued):
+    """SIGTERM comes to the script with both, and Slurm has counted the restart then."""
+    slurm(EXIT_STOPPED, "newest_step=7", RESTARTS="2" if is_requeued else "1", ENDS="1")
+    assert asked(tmp_path) == [] and bool(state_files(tmp_path)) is is_requeued
+
+
+@pytest.mark.parametrize(("known", "listed"), [("(null)", "n3,n4"), ("n[7-9]", "n[7-9],n3,n4")])
+def test_a_requeued_job_keeps_away_from_its_lost_hosts_and_from_those_before(slurm, tmp_path, known, listed):
+    slurm(EXIT_HANG, "newest_step=7\nlost_hosts='n3 n4'\n", EXCLUDED=known)
+    assert asked(tmp_path) == ["requeue 7", f"update JobId=7 ExcNodeList={listed}"]
 
 
 def test_pods_start_the_script_with_time_to_save_and_mistakes_end_the_job():

@@ -1,0 +1,72 @@
+# shellcheck shell=bash
+# Sourced by the job scripts of deploy/, in the checkout: the files that the starts of one job leave for later ones, and
+# what follows the end of a run.
+
+# use_state NAME COUNT: set `job`, the beginning of the names of these files, for the start after COUNT earlier ones. All
+# nodes must see GLM46_JOBS (outputs/jobs): a requeued job may begin on another node.
+use_state() {
+    job=${GLM46_JOBS:-$PWD/outputs/jobs}/$1
+    mkdir -p "${job%/*}" || exit 2
+    # Files of another job: a controller that was set up anew counts its jobs from 1 again.
+    if [ "$2" -eq 0 ]; then remove_state; fi
+    export GLM46_STATE=$job.state
+}
+
+remove_state() { rm -f "$job" "$job".*; }
+
+# attend COMMAND: run it, pass SIGUSR1 on, and set `code` when it has ended. `is_ended` is set after SIGTERM, which job
+# systems send to this shell and to the run when a job is cancelled, requeued by others, or at its time limit.
+attend() {
+    local is_signalled=1
+    is_ended='' pid=''
+    trap 'is_signalled=1; [ -z "$pid" ] || kill -USR1 "$pid"' USR1
+    trap 'is_signalled=1 is_ended=1; [ -z "${PBS_JOBID:-}" ] || [ -z "$pid" ] || kill -TERM "$pid"' TERM
+    "$@" &
+    pid=$!
+    # `wait` also returns at a trapped signal, with a code of its own. It knows the code of a process that has ended.
+    while [ -n "$is_signalled" ]; do
+        code=0 is_signalled=''
+        wait "$pid" || code=$?
+    done
+    trap '' USR1 TERM
+}
+
+# goes_on STARTS: whether another start helps, after the end of a run with `code`; if not, the files of the job are removed.
+# 75: stopped by a signal, and saved, or several saves in a row have failed. Other failures: on other nodes, if some were lost.
+goes_on() {
+    newest_step=0 lost_hosts=
+    # shellcheck disable=SC1090
+    [ ! -f "$job.state" ] || . "$job.state"
+    if [ "$code" -eq 75 ] || { [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ -n "$lost_hosts" ]; }; then
+        echo "$newest_step" >>"$job.steps"
+        if [ "$(tail -n 3 "$job.steps" | grep -cx "$newest_step")" -lt 3 ]; then return 0; fi
+        echo "error: three $1 without a new checkpoint, no other follows. See the output above" >&2
+    fi
+    remove_state
+    return 1
+}
+
+# requeue_or_end: the end of a job script of Slurm after `attend`.
+requeue_or_end() {
+    if [ -n "$is_ended" ]; then
+        # Slurm counts a restart as soon as it requeues the job; without one, the job was cancelled or its time is over.
+        case $(scontrol show job "$SLURM_JOB_ID") in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) remove_state ;; esac
+        exit "$code"
+    fi
+    if goes_on "starts of this job" && scontrol requeue "$SLURM_JOB_ID"; then
+        exclude "$lost_hosts"
+    fi
+    exit "$code"
+}
+
+# exclude HOSTS: keep the requeued job from these hosts, beside those that it excludes already. A lost node looks healthy
+# to Slurm for a while. Slurm takes the list once the job waits again.
+exclude() {
+    local known _
+    if [ -z "$1" ]; then return; fi
+    known=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1,/p')
+    for _ in {1..50}; do
+        if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known#(null),}${1// /,}" 2>/dev/null; then break; fi
+        sleep 0.1
+    done
+}
