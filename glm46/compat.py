@@ -193,6 +193,16 @@ def let_size_vary(tensor: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def let_longest_run_vary() -> None:
+    """Let `torch.compile` make code for any `max_q` and `max_k` of an attention layout. By default it makes code for a
+    first number, and again for any when it changes. Integers can be marked only by name."""
+    import torch.compiler.config
+
+    config, names = torch.compiler.config, r".*\.max_[qk]$"
+    if names not in config.dynamic_sources.split(","):
+        config.dynamic_sources = ",".join(filter(None, [config.dynamic_sources, names]))
+
+
 def let_layers_compile(times: int) -> None:
     """Let `torch.compile` make code for one function so many times. Beyond 8, torch's number, a whole graph raises."""
     import torch._dynamo.config

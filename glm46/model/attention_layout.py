@@ -75,9 +75,9 @@ class AttentionLayout(NamedTuple):
     """int32 [runs + 1]: the same for keys. The same object as cu_seq_q if each run has as many keys as queries: cuDNN
     takes causal attention only then."""
     max_q: int
-    """Queries of the longest run."""
+    """Queries of the longest run, rounded up by `_longest`."""
     max_k: int
-    """Keys of the run with most keys."""
+    """Keys of the run with most keys, rounded up likewise."""
     window: int | None
     """Most keys that a query sees, its own included; None for all."""
     exchange: KeyExchange | KeyRing | None = None
@@ -130,7 +130,7 @@ def attention_layout(
     places_BRS = np.broadcast_to(np.arange(S), (B, 1, S)) if places is None else places.numpy()
     start, end, first_key = _runs(ids_BS, places_BRS[:, rank], window)
     cu_seq_q, cu_seq_k = _cumulative(end - start), _cumulative(end - first_key)
-    max_q, max_k = int((end - start).max()), int((end - first_key).max())
+    max_q, max_k = _longest(end - start), _longest(end - first_key)
     if prefix_ids is not None and bool((prefix_ids >= 0).any()):
         assert places is None and window is None
         return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
@@ -181,8 +181,7 @@ def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, pref
     pairs = [np.stack([bounds[before], bounds[:-1]], 1) for bounds in (starts, ends)]
     lengths, keys = end - start, (pairs[1] - pairs[0]).sum(1)
     exchange = KeyExchange(_ranges(*(bounds.reshape(-1) for bounds in pairs)))
-    most = (int(sizes.max()) for sizes in (lengths, keys))
-    return AttentionLayout(_cumulative(lengths), _cumulative(keys), *most, None, exchange)
+    return AttentionLayout(_cumulative(lengths), _cumulative(keys), _longest(lengths), _longest(keys), None, exchange)
 
 
 def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: np.ndarray, rank: int) -> KeyRing:
@@ -196,10 +195,9 @@ def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: 
         sees = stop > first
         lengths, keys = (end - start)[sees], (stop - first)[sees]
         cu_seq_q, cu_seq_k = _cumulative(lengths), _cumulative(keys)
-        most = (int(sizes.max(initial=0)) for sizes in (lengths, keys))
         parts.append(RingPart(
             _ranges(first_query[sees], first_query[sees] + lengths), _ranges(first[sees], stop[sees]),
-            AttentionLayout(cu_seq_q, cu_seq_k, *most, None),
+            AttentionLayout(cu_seq_q, cu_seq_k, _longest(lengths), _longest(keys), None),
         ))  # fmt: skip
     return KeyRing(parts)
 
@@ -227,3 +225,15 @@ def _exchange(
 
 def _cumulative(lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+
+
+def _longest(lengths: np.ndarray) -> int:
+    """At least the largest length, by 25 % more at most above 128: one of four numbers per power of two.
+
+    Kernels only take their number of blocks from it, and skip blocks without tokens. cuDNN, which `varlen_attn` of
+    torch 2.15 calls, makes a plan for each number that it meets, and that takes longer than a layer. 160 at least:
+    `varlen_attn` asks whether it is above 128, and a compiled layer would be compiled for both answers.
+    """
+    longest = max(int(lengths.max(initial=0)), 129)
+    step = 1 << (longest.bit_length() - 3)
+    return -(-longest // step) * step

@@ -27,6 +27,7 @@ def apply(model: Transformer, *, whole_graphs: bool, rows_vary: bool = False, sp
         splits_backward: the pipeline schedule runs backward in two halves.
     """
     compat.let_layers_compile(_MOST_COMPILATIONS)
+    compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
     for layer in (*model.layers.values(), *model.mtp.values()):

@@ -226,6 +226,17 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window, compiled):
     assert layout.max_k <= length // 16 and layout.max_q <= length // 16 and layout.window == window
 
 
+def test_the_bound_of_the_longest_run_takes_few_values():
+    """Plans of cuDNN and code of compiled layers are kept for each of them."""
+    bounds = set()
+    for longest in [*range(1, 2100), 196_607, 196_608]:
+        documents = torch.tensor([[0] * longest + [1]])
+        layout = attention_layout(documents, documents.shape, None)
+        assert layout.max_k == layout.max_q and longest <= layout.max_q <= max(160, 1.25 * longest)
+        bounds.add(layout.max_q)
+    assert len(bounds) == 18 and min(bounds) > 128
+
+
 def test_without_documents_or_window_a_row_is_plainly_causal():
     assert attention_layout(None, (2, 5), None) is None
 

@@ -5,12 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from glm46.config.model import RopeScaling
 from glm46.model.attention_layout import attention_layout
 from glm46.model.block import TransformerBlock
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions
+from glm46.model.transformer import Transformer
 from glm46.parallelize import compile as layer_compile
 
 # Inductor needs a C++ compiler for CPU code; without one the graph is still captured and its derivative traced.
@@ -98,6 +100,23 @@ def test_rollouts_compile_no_layer_again(tiny_shape, random_model, relative_erro
         assert relative_error(got, want.detach()) < 1e-6
     for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
         assert one.grad is None or relative_error(other.grad, one.grad) < 1e-4, name
+
+
+def test_documents_of_other_lengths_compile_no_layer_of_a_gpu_again(tiny_shape, monkeypatch):
+    """On the meta device in BF16, where layers call the flash kernel. It takes the length of the longest document as an
+    integer, which the core of a CPU does not need."""
+    counted = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = Transformer(tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)).bfloat16()
+        ids = torch.zeros(1, 512, dtype=torch.int64)
+    layer_compile.apply(model, whole_graphs=True)
+    for lengths in ([128] * 4, [129, 383], [100, 156, 256], [512], [1] * 512, [320, 192]):
+        documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+        layout = attention_layout(documents, (1, 512), None).to(torch.device("meta"))
+        model(input_ids=ids, labels=ids, layout=layout).loss.backward()
+        assert counted.frame_count == 2, lengths  # a dense layer and one with experts
 
 
 @pytest.mark.slow
