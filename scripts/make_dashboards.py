@@ -55,6 +55,11 @@ def _of_gpus(title: str, unit: str, metric: str, meaning: str = "") -> Panel:
     return Panel(title, unit, {legend: f'{metric}{{Hostname=~"$Hostname"}}'}, meaning)
 
 
+def _of_runs(title: str, unit: str, metric: str, meaning: str = "") -> Panel:
+    """A chart of what the ranks of runs measure, for which no dcgm-exporter is needed."""
+    return Panel(title, unit, {"{{run}} {{ranks}}": metric}, f"Over the ranks of a run. {meaning}".strip())
+
+
 DASHBOARDS = {
     "training": Dashboard("Training", "run", "training_step", (
         _stat("Phase", "short", f"training_phase{RUN} == 1", "The phase of the first rank is the label of the series."),
@@ -122,6 +127,11 @@ DASHBOARDS = {
         }),
     )),
     "hardware": Dashboard("GPUs", "Hostname", "DCGM_FI_DEV_GPU_TEMP", (
+        _of_runs("Memory reserved by ranks", "percentunit", "training_memory_peak_ratio", "Peak since the last row."),
+        _of_runs("Temperature by ranks", "celsius", "training_gpu_temperature_celsius"),
+        _of_runs("Power by ranks", "watt", "training_gpu_power_watts"),
+        _of_runs("Time with a kernel by ranks", "percentunit", "training_gpu_utilization_ratio", "100 % if hung."),
+        Panel("Rank with the least or most", "short", {"{{run}} {{figure}}": "training_extreme_rank"}),
         _of_gpus("Temperature", "celsius", "nvidia_gpu_temperature"),
         _of_gpus("Temperature of the memory", "celsius", "DCGM_FI_DEV_MEMORY_TEMP"),
         _of_gpus("Power", "watt", "nvidia_gpu_power_usage", "Far below its usual in a hang."),
@@ -154,6 +164,9 @@ DASHBOARDS = {
             "{{run}} {{group}} {{collective}} {{message_size}}": "avg by (run, group, collective, message_size) "
             '(nccl_busbw_gbps{instance=~"$instance"} or nccl_busbw_gbps{run!=""}) * 1e9',
         }, "By the probe of a run ([comm] bandwidth_interval), or NCCL's Inspector plugin."),
+        Panel("Bandwidth of an all-reduce", "Bps", {
+            "{{run}} {{group}}": "nccl_bandwidth_gbps * 1e9",
+        }, "Bytes per second, by the probe of a run; bus bandwidth is this times 2 (n - 1)/n of n ranks."),
         Panel("Time of an all-reduce", "s", {
             "{{run}} {{group}} {{message_size}}": "avg by (run, group, message_size) "
             '(nccl_allreduce_time_ms{instance=~"$instance"} or nccl_allreduce_time_ms{run!=""}) / 1000',

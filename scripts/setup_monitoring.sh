@@ -146,7 +146,14 @@ write_files() {
         "$folder"/provisioning/{datasources,dashboards}
     sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
         "$deploy/prometheus.yml" | install_file prometheus.yml
-    install_file alerts.yml <"$deploy/alerts.yml"
+    # The text of a runbook is beside the dashboards, where a link in an alert finds it.
+    sed "s#runbook: docs/monitoring.md#runbook: http://$reach:${port[prometheus]}/consoles/runbooks.html#" \
+        "$deploy/alerts.yml" | install_file alerts.yml
+    {
+        echo '<!doctype html><meta charset="utf-8"><title>Runbooks</title><pre style="white-space: pre-wrap">'
+        sed -e '/^### /,$!d' -e 's/&/\&amp;/g; s/</\&lt;/g; s/{{/[[/g; s|^### \(.*\)|<b id="\L\1\E">\1</b>|' \
+            "$root/docs/monitoring.md"
+    } | install_file consoles/runbooks.html
     install_file dcgm-counters.csv <"$deploy/dcgm-counters.csv"
     {
         cat "$deploy/alertmanager.yml"

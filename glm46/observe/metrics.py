@@ -124,6 +124,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of a GPU.", SPREAD),
     Metric("gpu_power_watts", "W", "hardware", "Power drawn by a GPU.", SPREAD),
+    Metric("extreme_rank", "rank", "hardware", "Rank with the least or most of a figure of this group.", "figure"),
     Metric("expert_balance_cv", "ratio", "experts", "Deviation of tokens per expert over their mean; mean of layers."),
     Metric("expert_balance_cv_max", "ratio", "experts", "The same, maximum of layers."),
     Metric("expert_load_max_ratio", "ratio", "experts", "Busiest expert over an even share; maximum of layers."),

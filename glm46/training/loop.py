@@ -50,7 +50,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         tokens=progress.tokens,
         budget=plan.budget_tokens,
         save_interval=config.checkpoint.interval if config.checkpoint.enable else None,
-        info=identity(plan),
+        info=identity(plan) if task.cluster.process.is_main else {},
     )
     validation: dict[str, float] = {}
     with metrics.throughput.excluded():

@@ -30,18 +30,23 @@ def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict
         names: all names, in an order that is equal on all ranks.
 
     Returns:
-        ``name/min``, ``name/mean`` and ``name/max`` of each name that some rank has.
+        ``name/min``, ``name/mean`` and ``name/max`` of each name that some rank has, and ``extreme_rank/name/min`` and
+        ``extreme_rank/name/max``, the ranks with these two, of equal ones the last.
     """
     own = torch.tensor([values.get(name, math.nan) for name in names], dtype=torch.float64)
     is_known = ~own.isnan()
     sums = sum_over_all_ranks({"values": torch.where(is_known, own, 0.0), "ranks": is_known.double()})
     largest = torch.where(is_known, torch.stack([-own, own]), -math.inf)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
+    ranks = torch.where(is_known & (largest == torch.stack([-own, own])), dist.get_rank(), -1)
+    dist.all_reduce(ranks, dist.ReduceOp.MAX)
     parts = {"min": -largest[0], "mean": sums["values"] / sums["ranks"], "max": largest[1]}
+    columns = {"{}/" + part: of_names for part, of_names in parts.items()}
+    columns |= {"extreme_rank/{}/min": ranks[0], "extreme_rank/{}/max": ranks[1]}
     return {
-        f"{name}/{part}": of_names[index].item()
+        column.format(name): of_names[index].item()
         for index, name in enumerate(names)
-        for part, of_names in parts.items()
+        for column, of_names in columns.items()
         if sums["ranks"][index]
     }
 

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from glm46.checkpoint.step_tensors import shape_of_meta
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
+from glm46.distributed.environment import launched_local_world_size
 from glm46.huggingface.import_weights import stored_shape
 from glm46.observe.hardware import HardwareMonitor, device_peak_flops
-from glm46.observe.metrics import METRICS
+from glm46.observe.metrics import METRICS, SPREAD
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
 from glm46.planner.parameters import count_parameters
@@ -28,7 +30,8 @@ from glm46.training.step import NetworkOutcome, StepOutcome
 from glm46.training.task import Task
 from glm46.training.totals import StepTotals
 
-_OF_RANKS = tuple(metric.name for metric in METRICS if metric.group == "hardware")
+_OF_RANKS = tuple(metric.name for metric in METRICS if metric.per == SPREAD)
+_GIT_SECONDS = 5.0
 
 
 class StepMetrics:
@@ -89,12 +92,24 @@ def identity(plan: Plan) -> dict[str, str]:
     return {
         "task": "rl" if config.rl else "finetune" if config.finetune else "pretrain",
         "model": config.model.flavor,
+        "commit": _commit(),
         "world_size": str(layout.world_size),
+        "hosts": str(-(-layout.world_size // launched_local_world_size())),
         "layout": " ".join(f"{axis}={degree}" for axis, degree in asdict(layout).items() if degree > 1),
         "config": hashlib.sha256(dump_config(config).encode()).hexdigest()[:12],
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
     }
+
+
+def _commit() -> str:
+    """Commit of this checkout, with ``-dirty`` if files of it are changed; empty without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
 
 
 def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *, is_own: bool) -> str:

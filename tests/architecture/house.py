@@ -37,7 +37,7 @@ LINE_BUDGETS = {
     "model": 2650, "observe": 2190, "optim": 1790, "parallelize": 1350,
     "planner": 4900, "preflight": 1650, "prepare": 2040, "pretrain": 835, "reliability": 1020,
     "rewards": 515, "rl": 2980, "rollout": 2565, "serving": 550,
-    "training": 2580,
+    "training": 2605,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""

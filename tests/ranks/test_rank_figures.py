@@ -18,7 +18,11 @@ def test_rows_have_the_figures_of_all_ranks(server):
             assert [row[f"memory_peak_gib/{part}"] for part in ("min", "mean", "max")] == [60.5, 65.25, 70.0]
             assert [row[f"gpu_utilization_ratio/{part}"] for part in ("min", "mean", "max")] == [0.25, 0.625, 1.0]
             assert {row[f"gpu_power_watts/{part}"] for part in ("min", "mean", "max")} == {300.0}
-            assert "gpu_temperature_celsius/max" not in row
+            assert "gpu_temperature_celsius/max" not in row and "extreme_rank/gpu_temperature_celsius/max" not in row
+            ranks = [row[f"extreme_rank/{figure}"] for figure in ("memory_peak_gib/min", "memory_peak_gib/max")]
+            assert ranks == [0, 1]
+            # The one rank that has a sensor has both.
+            assert row["extreme_rank/gpu_power_watts/min"] == row["extreme_rank/gpu_power_watts/max"] == 1
             low, mean, high = (row[f"resident_memory_gib/{part}"] for part in ("min", "mean", "max"))
             assert 0 < low <= high and mean == pytest.approx((low + high) / 2, rel=1e-12)
             # All assignments of all ranks, dropped or not: the ratio is of these.

@@ -41,12 +41,15 @@ Values = Callable[[int], float | str | None]
 
 
 class Case(NamedTuple):
-    """Series as functions of the second, and the second at which the alert fires; None for never."""
+    """Series as functions of the second, the one whose labels the alert has first, and the second at which the alert
+    fires; None for never."""
 
     alert: str
     fires: int | None
     series: dict[str, Values]
     every: int = EVERY_SECONDS
+    text: str = ""
+    """Summary of the alert; empty not to test it."""
 
 
 def step(before: float, after: float, at: int = FAULT) -> Values:
@@ -106,8 +109,28 @@ CASES = [
     Case("LossSpike", None, of_run(training_loss=spike(0.5), training_step=step(1000, 10, at=900))),
     Case("ThroughputDrop", 4200, of_run(training_tokens_per_second=step(1000, 790, at=3600), **TRAINS)),
     Case("BandwidthDrop", 4200, of_run(nccl_busbw_gbps__group_nodes=step(100, 69, at=3600))),
+    Case(
+        "BandwidthDrop",
+        4200,
+        {f'nccl_bus_bandwidth_gbs{NODE[:-1]}, collective="AllReduce"}}': step(100, 69, at=3600)},
+        text="69 GB/s between ranks (AllReduce), a third less than in the last hour (n7:9100)",
+    ),
     Case("BandwidthDrop", None, of_run(nccl_busbw_gbps__group_nodes=step(100, 71))),
-    Case("SlowRank", FAULT + 600, of_run(training_slowest_rank_ratio=step(1.02, 1.2))),
+    Case(
+        "SlowRank",
+        FAULT + 600,
+        of_run(training_slowest_rank_ratio=step(1.02, 1.2), training_slowest_rank=always(5)),
+        text="r: rank 5 takes more than 1.1 times as long as the others (n:9400)",
+    ),
+    Case(
+        "TrainingMemoryNearlyFull",
+        FAULT + 600,
+        {
+            f'training_extreme_rank{RUN[:-1]}, figure="memory_peak_ratio/max"}}': always(5),
+            f'training_memory_peak_ratio{RUN[:-1]}, ranks="max"}}': step(0.96, 0.98),
+        },
+        text="r: rank 5 has reserved more than 97 % of its GPU's memory (n:9400)",
+    ),
     Case("DataStarved", FAULT + 600, of_run(training_data_seconds=step(0.01, 0.2), training_step_seconds=always(1))),
     Case(
         "RestartLoop",
@@ -138,7 +161,19 @@ CASES = [
             f"DCGM_FI_DEV_FB_RESERVED{GPU}": always(500),
         },
     ),
-    Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_GPU_TEMP{GPU}": step(70, 90)}),
+    Case(
+        "HighGPUTemperature",
+        FAULT + 300,
+        {f"DCGM_FI_DEV_GPU_TEMP{GPU}": step(70, 90)},
+        text="GPU 3 of n7: 90 degrees C",
+    ),
+    Case(
+        "HighGPUTemperature",
+        FAULT + 300,
+        {f'training_gpu_temperature_celsius{RUN[:-1]}, ranks="max"}}': step(70, 90)},
+        text="r, hottest GPU: 90 degrees C",
+    ),
+    Case("GPURemapFailed", FAULT, {f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": step(0, 1)}),
     Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_MEMORY_TEMP{GPU}": step(85, 97)}),
     Case(
         "GPUThrottled",
@@ -167,6 +202,7 @@ CASES = [
         every=60,
     ),
     Case("ClockOff", FAULT + 600, {f"node_timex_offset_seconds{NODE}": step(0.001, -0.2)}),
+    Case("ClockUnsynchronised", FAULT + 600, {f"node_timex_sync_status{NODE}": step(1, 0)}),
 ]
 
 
@@ -183,6 +219,17 @@ def entry(series: dict[str, Values], end: int, every: int, expectations: list[di
         "input_series": [{"series": name, "values": written(values, seconds)} for name, values in series.items()],
         "promql_expr_test": expectations,
     }
+
+
+def texts(case: Case) -> dict:
+    """Expectation of promtool of the labels and annotations with which an alert fires."""
+    if not case.text:
+        return {}
+    rule = ALERTS[case.alert]
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', next(iter(case.series)))) | rule["labels"]
+    annotations = rule["annotations"] | {"summary": case.text}
+    alert = {"exp_labels": labels, "exp_annotations": annotations}
+    return {"alert_rule_test": [{"eval_time": f"{case.fires}s", "alertname": case.alert, "exp_alerts": [alert]}]}
 
 
 def write_tests(file: Path, rules: Path, every: int, tests: list[dict]) -> Path:
@@ -208,11 +255,11 @@ def test_each_alert_fires_at_its_second_and_not_one_evaluation_earlier(tmp_path)
         if case.fires is not None:
             expectations[0]["exp_samples"] = [{"labels": "{}", "value": 1}]
             expectations.append({"expr": firing, "eval_time": f"{end - every}s", "exp_samples": []})
-        tests.setdefault((case.alert, every), []).append(entry(case.series, end, every, expectations))
+        tests.setdefault((case.alert, every), []).append(entry(case.series, end, every, expectations) | texts(case))
     files = []
     for (alert, every), of_alert in tests.items():
         # Its rule alone, with those that record: the others would cost a minute.
-        kept = [rule for rule in RULES if "record" in rule or rule.get("alert") == alert]
+        kept = [*(rule for rule in RULES if "record" in rule), ALERTS[alert]]
         rules = tmp_path / f"{alert}.rules.yml"
         rules.write_text(json.dumps({"groups": [{"name": "kept", "rules": kept}]}))
         files.append(write_tests(tmp_path / f"{alert}.yml", rules, every, of_alert))
@@ -221,6 +268,10 @@ def test_each_alert_fires_at_its_second_and_not_one_evaluation_earlier(tmp_path)
 
 def test_every_alert_has_a_case_that_fires():
     assert {case.alert for case in CASES if case.fires is not None} == ALERTS.keys()
+
+
+def test_the_readme_has_the_number_of_alerts():
+    assert f"{len(ALERTS)} alerts tested by promtool" in (ROOT / "README.md").read_text()
 
 
 def test_every_alert_says_where_and_how_much_and_has_a_runbook():
@@ -241,6 +292,13 @@ def test_rules_read_only_metrics_that_somebody_exports():
     pattern, known = r"\b(?:training|expert|dead|nvidia|nccl|DCGM)_\w+", exported_names() | RECORDED | INSPECTOR | dcgm
     found = {word for rule in RULES for word in re.findall(pattern, rule["expr"])}
     assert found <= known, found - known
+
+
+def test_every_counter_of_dcgm_is_read_by_a_rule_or_a_dashboard():
+    counters = re.findall(r"^DCGM_\w+", (FOLDER / "dcgm-counters.csv").read_text(), re.M)
+    pages = "".join(path.read_text() for path in (FOLDER / "dashboards").iterdir())
+    read = (FOLDER / "alerts.yml").read_text() + pages
+    assert [name for name in counters if not re.search(rf"\b{name}\b", read)] == []
 
 
 HOUR = 3600
@@ -291,6 +349,7 @@ def normal_day() -> dict[str, Values]:
         "training_data_seconds": always(0.01),
         "training_tokens_per_second": lambda second: 1000 + 1000 * deviation[second // 15],
         "training_slowest_rank_ratio": always(1.03),
+        "training_slowest_rank": lambda second: second // 30 % 8,
         "training_last_step_timestamp_seconds": lambda second: (
             second if phase(second) == "train" else second // 300 * 300
         ),
@@ -319,6 +378,11 @@ def normal_day() -> dict[str, Values]:
         f"node_filesystem_avail_bytes{NODE}": lambda second: 1e12 - 2e11 * (second % HOUR) / HOUR,
         f"node_filesystem_size_bytes{NODE}": always(1.1e12),
         f"node_timex_offset_seconds{NODE}": always(0.002),
+        f"node_timex_sync_status{NODE}": always(1),
+        f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": always(0),
+        f'training_memory_peak_ratio{RUN[:-1]}, ranks="max"}}': on_the_day(always(0.95)),
+        f'training_extreme_rank{RUN[:-1]}, figure="memory_peak_ratio/max"}}': on_the_day(always(3)),
+        f'training_gpu_temperature_celsius{RUN[:-1]}, ranks="max"}}': on_the_day(always(80)),
     }
     return named
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from glm46.observe import exporter
 from glm46.observe.exporter import RunCollector, exported_names
 from glm46.observe.heartbeat import HEARTBEAT_FILE, Heartbeat, read_heartbeat
-from glm46.observe.metrics import METRICS, SPREAD
+from glm46.observe.metrics import _OF_NETWORKS, METRICS, SPREAD
+
+ROOT = Path(__file__).parents[3]
 
 GUIDE = ("training_loss", "training_learning_rate", "training_tokens_per_second", "training_steps_total")
 GUIDE += ("expert_balance_cv", "training_perplexity", "training_validation_loss", "training_slowest_rank_ratio")
@@ -156,12 +159,20 @@ def test_a_resume_that_removes_rows_removes_their_values(tmp_path):
     assert found["training_loss"] == 3.0 and "dead_experts" not in found
 
 
-def test_the_number_of_series_is_bounded(tmp_path):
+def test_the_number_of_series_is_bounded_as_the_documents_say(tmp_path):
     begin(tmp_path)
-    write_rows(tmp_path, full_row(parts=500))
-    assert len(values(scrape(RunCollector(tmp_path)))) <= 400
+    # More parts than are exported, in a row that is read whole, and a second network.
+    row = full_row(parts=60)
+    row |= {f"{m.name}/critic": 1.0 for m in METRICS if m.per is None and m.group in _OF_NETWORKS}
+    write_rows(tmp_path, row)
+    series = len(values(scrape(RunCollector(tmp_path))))
+    stated = [
+        int(re.search(r"a run at most (\d+)\s+series", (ROOT / file).read_text())[1])
+        for file in ("docs/monitoring.md", "deploy/monitoring/prometheus.yml")
+    ]
+    assert stated == [-(-series // 50) * 50] * 2
     write_rows(tmp_path, full_row(parts=4))
-    assert len(values(scrape(RunCollector(tmp_path)))) <= 300
+    assert 150 < len(values(scrape(RunCollector(tmp_path)))) <= 300
 
 
 def test_files_that_are_missing_torn_or_of_another_release_leave_the_last_values(tmp_path):

@@ -24,7 +24,7 @@ from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector, exported_names
 from scripts import make_dashboards
 from scripts.measure_alerts import free_ports
-from tests.unit.observe.test_alerts import FOLDER, INSPECTOR, RECORDED, ROOT
+from tests.unit.observe.test_alerts import ALERTS, FOLDER, INSPECTOR, RECORDED, ROOT
 from tests.unit.observe.test_exporter import begin, full_row, write_rows
 
 SCRIPT = ROOT / "scripts" / "setup_monitoring.sh"
@@ -311,6 +311,10 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         assert ask(ports["prometheus"], "training_step")[0]["metric"]["run"] == "run"
         with urllib.request.urlopen(f"http://127.0.0.1:{ports['prometheus']}/consoles/glm46.html", timeout=5) as answer:
             pages = answer.read().decode().partition("const dashboards = [")[2].partition("];")[0].strip(", \n")
+        (link,) = re.findall(r"runbook: (http\S+#slowrank)\n", (state / "alerts.yml").read_text())
+        with urllib.request.urlopen(link, timeout=5) as answer:
+            text = answer.read().decode()
+        assert text.count("<b id=") == len(ALERTS) and '<b id="slowrank">SlowRank</b>\nOne rank takes' in text
         # Both are commands of templates: for Prometheus in a console, for Grafana in a legend.
         assert {page["uid"]: page for page in json.loads(f"[{pages}]".replace("[[", "{{"))} == by_uid(PAGES)
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
