@@ -6,6 +6,9 @@ from pydantic import Field
 
 from glm46.config.section import DataFile, OnHub, Section
 
+WITHOUT_LABELS = frozenset({"format", "repetition"})
+"""Rewards that do not read the label of a prompt."""
+
 
 class Prompts(Section):
     """[rl.prompts]: the prompts of a run. All are read once in an order that debug.seed decides, then again in another

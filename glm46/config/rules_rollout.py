@@ -3,6 +3,7 @@
 from glm46.config.faults import Fault, Faults, nearest, show
 from glm46.config.generation_degrees import degree_faults
 from glm46.config.model import ModelShape
+from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.rules_layout import values_of
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
@@ -164,7 +165,7 @@ def labels_are_read(config: RunConfig) -> Faults:
     if config.rl is None or config.rl.prompts is None or not config.rl.rewards or config.rl.warm_up_rollouts:
         return
     key, names = config.rl.prompts.label_key, [reward.name for reward in config.rl.rewards]
-    if key != type(config.rl.prompts).model_fields["label_key"].default and not set(names) - {"format", "repetition"}:
+    if key != type(config.rl.prompts).model_fields["label_key"].default and WITHOUT_LABELS.issuperset(names):
         yield Fault(
             ("rl.prompts.label_key", "rl.rewards"),
             f"rl.prompts.label_key = {show(key)}: none of the rewards ({', '.join(names)}) reads labels; add one such "

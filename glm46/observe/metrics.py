@@ -73,6 +73,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward", "1", "reward", "Mean reward of the drawn samples of the rollout."),
     Metric("reward_std", "1", "reward", "Standard deviation of these rewards."),
     Metric("reward_part", "1", "reward", "Mean of one part of the reward, before its weight.", "reward"),
+    Metric(
+        "overlong_penalty", "1", "reward",
+        "Mean of what the samples lose for their length (rl.overlong_share); 0 to -1, not in reward.",
+    ),
     Metric("completion_tokens", "tokens", "reward", "Mean length of these completions."),
     Metric("completion_tokens_max", "tokens", "reward", "Length of the longest one."),
     Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),

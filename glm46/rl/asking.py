@@ -1,8 +1,10 @@
 """What asks an engine and judges its answers: completions, conversations with an environment, scores."""
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -42,6 +44,15 @@ class Asking:
     """Of training rollouts."""
     seed: int
     environment: Environment | None = None
+    say: Callable[[str], None] = print
+    """Takes a line for the log, on rank 0."""
+    _times: Counter[str] = field(default_factory=Counter)
+
+    def tell(self, cause: str, line: str) -> None:
+        """Say a line the first, second, fourth, eighth time and so on that a cause occurs in a run."""
+        self._times[cause] += 1
+        if dist.get_rank() == 0 and self._times[cause].bit_count() == 1:
+            self.say(line)
 
     def close(self) -> None:
         """End the processes and free the engine."""
@@ -72,7 +83,14 @@ class Asking:
     ) -> list[Score]:
         """Scores of completions, none where the environment failed. Collective."""
         scores = self.score(prompts, completions, thinking=thinking)
-        return [Score(None, {}, faults[n]) if n in faults else score for n, score in enumerate(scores)]
+        scores = [Score(None, {}, faults[n]) if n in faults else score for n, score in enumerate(scores)]
+        # The name of a reward and the type of its error: messages may contain values of their samples.
+        causes: dict[str, list[str]] = {}
+        for fault in (score.fault for score in scores if score.total is None):
+            causes.setdefault(re.sub(r"'.*'|\d+", "", ": ".join(fault.split(": ")[:2])), []).append(fault)
+        for cause, found in causes.items():
+            self.tell(cause, f"{len(found)} of {len(scores)} samples are dropped without reward, because of {found[0]}")
+        return scores
 
     def converse(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules, *, thinking: bool

@@ -112,6 +112,12 @@ def draw_rollout(
         tally["drafted"] += sum(one.drafted for one in drawn.completions)
         tally["accepted"] += sum(one.accepted for one in drawn.completions)
         samples += [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
+    if (kept := len({sample.group for sample in samples})) < config.prompts_per_rollout and config.dynamic_sampling:
+        asking.tell(
+            "dynamic_sampling",
+            f"rl.max_rounds = {config.max_rounds}: only {kept} of {config.prompts_per_rollout} groups have rewards "
+            f"that differ; the rollout of step {step} goes on with {len(samples)} samples",
+        )
     names = tuple(reward.name for reward in config.rewards)
     arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)
     ages = step - arrays["versions"]

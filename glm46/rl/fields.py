@@ -57,7 +57,7 @@ def sum_over_replicas(cluster: Cluster) -> SumOverReplicas:
 
 def prepare_fields(
     steps: list[list[Batch]], of_steps: list[Rewards], config: RL, longest: int, sum_replicas: SumOverReplicas
-) -> None:
+) -> dict[str, float]:
     """Add to the batches of a rollout what `PolicyGradient` and `ValueLoss` read: ``advantages``, ``sample_tokens``,
     ``correction`` where there are ``old_logprobs``, and as configured ``returns``. Collective if ``sum_replicas`` is.
 
@@ -70,6 +70,9 @@ def prepare_fields(
         of_steps: for each step the rewards of its samples; groups may lie in several steps.
         config: resolved.
         longest: most tokens of a completion, for the overlong penalty.
+
+    Returns:
+        Columns of metrics: with `overlong_share` the mean of that penalty, which is not in the reward of the rollout.
     """
     starts = [0]
     for of_step in of_steps:
@@ -84,7 +87,8 @@ def prepare_fields(
     tokens.write("sample_tokens", lengths[tokens.sample])
 
     rewards = torch.cat([of_step.rewards.double() for of_step in of_steps])
-    rewards = rewards + overlong_penalty(lengths, longest, round(config.overlong_share * longest))
+    penalty = overlong_penalty(lengths, longest, round(config.overlong_share * longest))
+    rewards = rewards + penalty
     groups = torch.cat([of_step.groups for of_step in of_steps])
     advantages, returns = _advantages(tokens, rewards, groups, config, sum_replicas)
     if config.whiten:
@@ -95,6 +99,7 @@ def prepare_fields(
     for step, of_step in zip(steps, of_steps, strict=True):
         if all("old_logprobs" in batch for batch in step):
             _write_correction(_Tokens([(batch, 0) for batch in step], len(of_step.rewards)), config, sum_replicas)
+    return {"overlong_penalty": penalty.mean().item()} if config.overlong_share and len(penalty) else {}
 
 
 class _Tokens:

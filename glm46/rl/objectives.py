@@ -95,8 +95,9 @@ class PolicyGradient:
         sequence = self._network.cluster.meshes.sequence
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
-        batch = self._with_old(batch, output.logprobs, totals["samples"], sum_parts)
-        losses, _ = self._token_losses(output.logprobs, batch, totals["samples"], sum_parts)
+        samples = max(totals["samples"], 1)  # without any, padding has a place to be summed into
+        batch = self._with_old(batch, output.logprobs, samples, sum_parts)
+        losses, _ = self._token_losses(output.logprobs, batch, samples, sum_parts)
         # Without a weight its gradient is zeros, which cost a second tensor as large as the logits.
         entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
         figures = {"loss": losses.loss, "entropy": entropy, "kl": self._penalty(output.logprobs, batch)}

@@ -45,6 +45,8 @@ class StepBuilder:
         self._networks, self._form, self._writer = networks, form, writer
         self.seconds = 0.0
         """In which the networks computed for the last rollout."""
+        self.columns: dict[str, float] = {}
+        """Columns of metrics of the last rollout."""
 
     def build(self, rollout: Rollout, *, is_inside: bool) -> Steps:
         """The steps of a rollout. Collective.
@@ -99,7 +101,8 @@ class StepBuilder:
         rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
         of_steps = [Rewards(rewards[first:end], groups[first:end]) for first, end in self._step_bounds(rollout)]
         longest = self._plan.config.rollout.max_new_tokens
-        prepare_fields(steps, of_steps, self._config, longest, sum_over_replicas(self._cluster))
+        columns = prepare_fields(steps, of_steps, self._config, longest, sum_over_replicas(self._cluster))
+        self.columns = {"logprob_seconds": self.seconds} | columns
         if rollout.is_demonstration:
             for batch in (batch for step in steps for batch in step):
                 batch["advantages"] = (batch["place"] >= 0).float()

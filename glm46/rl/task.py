@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from glm46.config.rl import RL
+from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.run_config import RunConfig
 from glm46.data.corpus import load_text
 from glm46.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
@@ -147,7 +148,7 @@ class Reinforcement:
             if self._config.mode == "rollout_only":
                 return self._rollout.figures
             self._steps = self._builder.build(self._rollout, is_inside=within > 0)
-            self._columns = self._rollout.figures | {"logprob_seconds": self._builder.seconds}
+            self._columns = self._rollout.figures | self._builder.columns
             self._model_seconds = self._columns.get("rollout_seconds", 0.0) + self._builder.seconds
         return self._columns
 
@@ -202,10 +203,17 @@ class Reinforcement:
         """See `Task.describe`."""
         config = self._config
         names = ", ".join(f"{reward.weight:g} {reward.name}" for reward in config.rewards)
+        labelled = sum(prompt.label is not None for prompt in self._prompts)
+        reads_none = WITHOUT_LABELS.issuperset(reward.name for reward in config.rewards)
+        unread = [
+            f"warning      rl.rewards: none of these reads labels, and {labelled:,} prompts have one under "
+            f"'{config.prompts.label_key}': right answers are worth no more than wrong ones"
+        ]
         return [
             f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+            *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
         ]
 
     def export(self, progress: Progress) -> str:

@@ -15,7 +15,7 @@ from glm46.data.conversation import Conversation, Message, ToolCall
 from glm46.model.cross_entropy import IGNORE
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.calculator import calculate
-from glm46.rewards.scorer import Reply, Scorer
+from glm46.rewards.scorer import Reply, Score, Scorer
 from glm46.rl.asking import Asking
 from glm46.rl.drawing import InOrder, draw_rollout
 from glm46.rl.packing import PackShape, build_batch, collect, items_of
@@ -152,3 +152,16 @@ def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     of_fault = asking(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
     judged = of_fault.judge([prompt], [1], of_fault.rules, thinking=False)
     assert judged.scores[0].total is None and "rl.environment: ValueError: no" in judged.scores[0].fault
+
+
+def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
+    faults = [f"mine:f: ValueError: bad {n!r}" for n in "abc"] + ["code: no value within 10 s", ""]
+    of, said = asking(Scripted([[5]] * 9), tokenizer, calculated), []
+    of.scorer = SimpleNamespace(score=lambda answers: [Score(None if f else 1.0, {}, f) for f in faults])
+    of.environment, of.say = None, said.append
+    for _ in range(3):
+        of.judge([Prompt([1], "?", "1")] * 5, range(5), of.rules, thinking=False)
+    assert said == 2 * [
+        f"3 of 5 samples are dropped without reward, because of {faults[0]}",
+        f"1 of 5 samples are dropped without reward, because of {faults[3]}",
+    ], "the first and the second time"

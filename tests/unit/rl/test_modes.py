@@ -129,6 +129,39 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["gspo", "ppo"])
+def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run, tmp_path, capsys, algorithm):
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "1"}) + "\n" for number in range(20)))
+    rl = {
+        "rewards": [{"name": "repetition"}],
+        "dynamic_sampling": True,
+        "max_rounds": 2,
+        "prompts": {"file": str(file)},
+    }
+    config = make_run("run", 3, rl)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert "none of these reads labels, and 20 prompts have one under 'label'" in said
+    shown = [line for line in said.splitlines() if "rl.max_rounds = 2: only 0 of 2 groups" in line]
+    assert [line.partition("; ")[2] for line in shown] == [
+        f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
+    ], "the first, second, fourth and so on"
+    assert [row["drawn_samples"] for row in rows(config) if "drawn_samples" in row] == [16] * 3
+    assert train(make_run("other", 1)) == 0
+    assert "reads labels" not in (said := capsys.readouterr().out) and "max_rounds" not in said
+
+
+@pytest.mark.slow
+def test_the_penalty_for_length_is_a_column(make_run):
+    config = make_run("run", 1, {"overlong_share": 0.5})
+    assert train(config) == 0
+    (row,) = [row for row in rows(config) if "loss" in row]
+    lengths = read_rollout(Path(config.job.dump_folder, "rollouts"), 0).arrays["lengths"]
+    assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "said", "steps"),
     [
