@@ -33,8 +33,11 @@ _RESTART_SECONDS = 5.0
 """The same, and for an answer of a node, if another start follows: nothing is left to be saved, and launchers end the
 ranks of their nodes before."""
 _ASK_SECONDS = 2.0
-"""Time between two questions while all train, if another start may follow. When the ranks of a node that is cut off are
-missed, their launcher has been silent for longer than `_RESTART_SECONDS`, and no further time passes."""
+"""Time between two questions while all train, if another start may follow."""
+_SILENT_SECONDS = 8.0
+"""For an answer while all train, after which a node is lost, whatever the length of a step. A launcher sleeps while its
+ranks train and a thread of it answers, which takes milliseconds on busy cores too. The time leaves room for a machine
+that swaps, and for the retransmissions of a TCP connection after a cut of some seconds."""
 _KILL_SECONDS = 10.0
 """For nodes to end after they were told to kill their ranks."""
 _LATE_SECONDS = 20.0
@@ -177,7 +180,7 @@ class HostNodes:
             0, or the exit code of the node that failed first; EXIT_STOPPED only if no node ended otherwise.
         """
         self._is_running, self.hung_ranks, self.failed_at = True, set(), None
-        self._asked_at = time.monotonic()
+        self._asked_at = self._looked_at = time.monotonic()
         self.is_final = False
         self._send(go=times.to_text())
         for node in self._nodes:
@@ -211,12 +214,17 @@ class HostNodes:
         return self._nodes[0].answer["processes"]
 
     def lost_hosts(self) -> list[Host]:
-        """The hosts that did not answer in the last start after another node had failed."""
+        """The hosts that did not answer in the last start."""
         return [node.host for node in self._nodes if node.is_lost]
 
     def disconnected_hosts(self) -> list[Host]:
         """The other hosts whose connection was lost in the last start."""
         return [node.host for node in self._nodes if not node.is_lost and _is_disconnect(node.code)]
+
+    def first_failed_host(self) -> Host | None:
+        """The host whose rank was the first to fail in the last start, by the clocks of the hosts."""
+        failed = [node for node in self._nodes if node.code == EXIT_FAILED_RANK and node.answer.get("failed_at")]
+        return min(failed, key=lambda node: node.answer["failed_at"]).host if failed else None
 
     def _end_of(self, node: NodeClient, code: int, *, is_first: bool) -> int:
         if is_first and self.signal_number is None:
@@ -229,23 +237,33 @@ class HostNodes:
                     if other.code is None:
                         other.ask()
                 how = "the connection was lost" if _is_disconnect(code) else f"ended with exit code {code}"
+                if node.is_lost:
+                    how = f"no answer for {_SILENT_SECONDS:.0f} s"
+                    self._send(kill=True)  # the other ranks wait for its ranks, and would not end by themselves
                 print(f"error: {node.name}: {how}; all nodes are stopped", file=sys.stderr, flush=True)
         return EXIT_FAILED_RANK if _is_disconnect(code) else code
 
     def _ask(self) -> None:
-        """Ask all nodes again and again whether they are alive. After a failure, disconnect those that have owed an
-        answer for too long."""
-        now, left = time.monotonic(), (node for node in self._nodes if node.code is None)  # called for each line
+        """Ask all nodes again and again whether they are alive, and disconnect those that have owed an answer for too
+        long. If most nodes are silent, their connections have failed here, and without a failure nothing follows."""
+        now = time.monotonic()  # called for each line
+        paused, self._looked_at = now - self._looked_at - _POLL_SECONDS, now
         if not self._restarts or self.signal_number is not None:
             return
+        if paused > _POLL_SECONDS:  # this process stood still, and its threads may not have read the answers yet
+            for node in self._nodes:
+                node.asked_at = node.asked_at and node.asked_at + paused
+        if self._events.empty():  # no answer waits to be read
+            limit = now - (_SILENT_SECONDS if self.failed_at is None else _RESTART_SECONDS)
+            silent = [node for node in self._nodes if node.code is None and node.asked_at and node.asked_at < limit]
+            if self.failed_at or 2 * len(silent) <= len(self._nodes):
+                for node in silent:
+                    self._lose(node)
         if self.failed_at is None and now > self._asked_at + _ASK_SECONDS:
             self._asked_at = now
-            for node in left:
-                node.ask()
-        elif self.failed_at and self._events.empty():  # no answer waits to be read
-            for node in left:
-                if node.asked_at and now > node.asked_at + _RESTART_SECONDS:
-                    self._lose(node)
+            for node in self._nodes:
+                if node.code is None:
+                    node.ask()
 
     def _lose(self, node: NodeClient) -> None:
         node.is_lost, node.asked_at = True, None

@@ -47,7 +47,7 @@ from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
-from glm46.reliability.verdict import hung_ranks
+from glm46.reliability.verdict import hung_hosts, hung_ranks
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough for sharding and collectives to happen; more would only split the same cores further."""
@@ -135,11 +135,14 @@ def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standb
 
         return keep_running(start_once, saved.newest, arguments.max_restarts)
 
+    end = End(EXIT_USER_ERROR)
     try:
-        return _train(ready, arguments, standby, saved, repeat).code
+        end = _train(ready, arguments, standby, saved, repeat)
+        return end.code
     finally:
         if nodes.rank == 0:
-            saved.tell_job()
+            is_hung = end.code == EXIT_HANG and nodes.count > 1
+            saved.tell_job(hung_hosts(Path(ready.plan.config.job.dump_folder)) if is_hung else ())
 
 
 def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
@@ -196,6 +199,7 @@ def _follow(order: dict[str, Any], arguments: argparse.Namespace, standby: Stand
         saved = SavedSteps(_load(arguments, overrides, None), order["newest_step"])
         saved.wait(ANSWER_SECONDS / 2, _report)
         ready = _check(arguments, overrides, number)
+        load_torchrun()  # from a slow disk this stops the thread that answers while ranks train
         digest = hashlib.sha256(dump_config(ready.stated).encode()).hexdigest()
         known |= {"config": digest, "processes": ready.processes}
     except UserError as error:

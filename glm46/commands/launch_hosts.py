@@ -1,7 +1,6 @@
 """``launch --hostfile``: the launchers of all hosts, again on others after a host was lost."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from glm46.commands.hosts import PASSED_VARIABLES, HostNodes, describe_nodes, host_command, places
 from glm46.commands.nodes import VARIABLES, refuse_hosts
 from glm46.commands.restarts import keep_running
-from glm46.commands.saved_steps import StorageLost, known_step
+from glm46.commands.saved_steps import StorageLost, known_step, write_state
 from glm46.commands.spares import Places, fewer_replicas
 from glm46.commands.torchrun import EXIT_FAILED_RANK, End
 from glm46.config.check import check_config
@@ -83,6 +82,8 @@ class _Starts:
         self._full = self._count = len(places.training)
         self._replicas: dict[str, str] = {}
         self._code, self._lost = EXIT_FAILED_RANK, list[str]()
+        self._failed: tuple[Host, int] | None = None
+        """The host that failed first in the start before, and the newest checkpoint then."""
         self.nodes = HostNodes(arguments.connect, restarts=arguments.max_restarts > 0)
 
     def start(self, number: int, times: StartTimes) -> End:
@@ -139,12 +140,22 @@ class _Starts:
         return [node.host for node in found], "; ".join(texts)
 
     def _sort_out(self, training: Sequence[Host]) -> None:
-        """Replace the hosts that were lost, and those that may have caused the failure, after a start on `training`."""
+        """Replace the hosts that were lost, and those that may have caused the failure, after a start on `training`.
+
+        A rank that ends with an error may do so by chance, or because of another rank. A host that fails first in two
+        starts in a row, without a checkpoint between them, is exchanged: the third start, the last one without a
+        checkpoint, runs without it. After a fault of the program the exchange changes nothing.
+        """
         if lost := self.nodes.lost_hosts():
-            self._remove(lost, "no answer after another node had failed")
+            self._remove(lost, "no answer")
         hung = [training[rank // self._processes] for rank in self.nodes.hung_ranks]
-        suspects = list(dict.fromkeys([*self.nodes.disconnected_hosts(), *hung]))
-        for host in self._places.exchange([host for host in suspects if host not in lost]):
+        suspects = [*self.nodes.disconnected_hosts(), *hung]
+        first = self.nodes.first_failed_host()
+        failed = (first, self.nodes.newest_step) if first is not None and not lost and not suspects else None
+        if failed is not None and failed == self._failed:
+            suspects, failed = [first], None
+        self._failed = failed
+        for host in self._places.exchange([host for host in dict.fromkeys(suspects) if host not in lost]):
             print(f"{host.name} changes its place with a spare host", file=sys.stderr, flush=True)
 
     def _remove(self, hosts: Sequence[Host], why: str) -> None:
@@ -159,9 +170,7 @@ class _Starts:
 
     def _write_state(self) -> None:
         with suppress(OSError):
-            state_file(self._arguments.hostfile).write_text(
-                f"newest_step={self.nodes.newest_step}\nlost_hosts={shlex.quote(' '.join(self._lost))}\n"
-            )
+            write_state(state_file(self._arguments.hostfile), self.nodes.newest_step, self._lost)
 
     def _use_fewer_replicas(self) -> bool:
         """Choose fewer replicas of the model, as the config allows; False if too few hosts are left."""

@@ -6,7 +6,7 @@
     compare the answers                <------  versions, processes, faults
     go, then signals                   ------>  train; a signal is handled as if it were sent to the launcher
     print each line after its node     <------  output
-    a question, again and again        ------>  answered at once; a node that does not is lost once another one fails
+    a question, again and again        ------>  answered at once; a node that does not is lost
     then: kill the ranks               ------>  they are killed; the launcher goes on
     exit code, newest checkpoint       <------  the end of this start
     next order                         ------>  the next start, on these nodes or others
@@ -66,7 +66,7 @@ class NodeClient:
         answer: what the launcher has said about itself in this start, from its answer before training to its end.
         code: exit code of this start, or of the client if it has ended; None before.
         is_connected: whether the client runs.
-        is_lost: whether the node did not answer in time after another node had failed.
+        is_lost: whether the node did not answer in time.
         asked_at: `time.monotonic` of the last question, if it has not been answered.
 
     Raises:

@@ -1,9 +1,10 @@
 """The newest checkpoint of a run, as the launcher of a node sees it, while the storage of the run comes and goes."""
 
 import re
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -82,16 +83,22 @@ class SavedSteps:
                 reported = now
             time.sleep(_WAIT_SECONDS)
 
-    def tell_job(self) -> None:
-        """Write the newest checkpoint for the script of this job, if one has asked for it."""
+    def tell_job(self, hosts: Sequence[str]) -> None:
+        """Write the newest checkpoint, and the hosts on which another start would fail, for the script of this job, if
+        one has asked for it."""
         with suppress(OSError, KeyError):
-            Path(set_variables([_STATE])[_STATE]).write_text(f"newest_step={self.newest()}\n")
+            write_state(Path(set_variables([_STATE])[_STATE]), self.newest(), hosts)
 
     def _missing(self) -> str:
         if not _steps(self._folder):
             return f"{self._folder} has no checkpoint now, and step {self._newest} was saved there"
         absent = (source for source in self._sources if not _is_folder(source))
         return next((f"{source} cannot be read, and the run has trained on it" for source in absent), "")
+
+
+def write_state(file: Path, newest_step: int, hosts: Sequence[str]) -> None:
+    """Write the variables of a shell that a job script reads after a start."""
+    file.write_text(f"newest_step={newest_step}\nlost_hosts={shlex.quote(' '.join(hosts))}\n")
 
 
 def known_step() -> int:

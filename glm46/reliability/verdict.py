@@ -22,7 +22,16 @@ def remove_verdict(folder: Path) -> None:
 
 def hung_ranks(dump_folder: Path) -> list[int]:
     """The ranks that the verdict of the last start names; none without one."""
+    return _read(dump_folder)["ranks"]
+
+
+def hung_hosts(dump_folder: Path) -> list[str]:
+    """The known hosts of `hung_ranks`, each once, without domains: names as Slurm has them."""
+    return [host for host in dict.fromkeys(name.partition(".")[0] for name in _read(dump_folder)["hosts"]) if host]
+
+
+def _read(dump_folder: Path) -> dict[str, list]:
     try:
-        return json.loads((dump_folder / HANG_FOLDER / _FILE).read_text())["ranks"]
+        return json.loads((dump_folder / HANG_FOLDER / _FILE).read_text())
     except (OSError, ValueError):
-        return []
+        return {"ranks": [], "hosts": []}

@@ -207,6 +207,63 @@ def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkey
         assert seconds < lost_after[0] < seconds + hosts._RESTART_SECONDS / 2
 
 
+def test_a_silent_node_is_lost_without_the_failure_of_another_one(cluster, monkeypatch, capfd):
+    """As after a cut of its network within a long step. The ranks of the others are killed soon."""
+    monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_SILENT_SECONDS", 2.0)
+    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec sleep 5"
+    programs = node(1, ranks=1), silent, node(1, ranks=1)
+    with cluster(*programs, restarts=True) as nodes:
+        assert nodes.faults() == {}
+        began = time.monotonic()
+        assert nodes.run(TIMES) == 1
+        assert 2.0 < time.monotonic() - began < 2.0 + hosts._RESTART_SECONDS - 1
+        assert [host.name for host in nodes.lost_hosts()] == ["b"] and nodes.disconnected_hosts() == []
+        assert all(client.is_connected for client in nodes._clients.values() if client.name != "b")
+    assert capfd.readouterr().err == "error: b: no answer for 2 s; all nodes are stopped\n"
+
+
+def test_a_launcher_that_is_suspended_for_seconds_is_not_lost(cluster, monkeypatch):
+    monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_SILENT_SECONDS", 3.0)
+    with cluster(node(seconds=4), node(seconds=4), restarts=True) as nodes:
+        assert nodes.faults() == {}
+        launcher = nodes._nodes[1]._client.pid
+
+        def pause() -> None:
+            os.killpg(launcher, signal.SIGSTOP)
+            time.sleep(1.5)
+            os.killpg(launcher, signal.SIGCONT)
+
+        threading.Timer(0.5, pause).start()
+        assert (nodes.run(TIMES), nodes.lost_hosts()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("silent", "paused", "lost"),
+    [(1, 0.0, ["a"]), (2, 0.0, ["a", "b"]), (3, 0.0, []), (1, 60.0, [])],
+    ids=["one", "half", "most", "after a pause of the driver"],
+)
+def test_silent_nodes_are_lost_unless_the_fault_is_here(cluster, silent, paused, lost):
+    with cluster(*[node()] * 4, names="abcd", restarts=True) as nodes:
+        assert nodes.faults() == {}
+        now = time.monotonic()
+        nodes._asked_at, nodes._looked_at = now, now - paused
+        for client in nodes._nodes[:silent]:
+            client.asked_at = now - paused - hosts._SILENT_SECONDS + (1.0 if paused else -1.0)
+        nodes._ask()
+        assert [host.name for host in nodes.lost_hosts()] == lost
+
+
+def test_the_first_failed_host_is_known_by_time_and_not_by_the_order_of_reports(cluster, monkeypatch):
+    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 3.0)
+    times = {"a": 7.0, "b": 5.0, "c": None}
+    programs = [node(1, seconds=i * 0.3, end={"failed_at": at}) for i, at in enumerate(times.values())]
+    with cluster(*programs, restarts=True) as nodes:
+        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
+        assert nodes.first_failed_host().name == "b"
+
+
 def test_launchers_live_through_failures_and_a_spare_takes_a_place(cluster, monkeypatch, capfd):
     """The ranks of a node are killed after the failure of another one, and its launcher takes the next order."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 1.0)

@@ -7,6 +7,7 @@ import pytest
 
 from glm46.commands.saved_steps import SavedSteps, StorageLost, known_step
 from glm46.reliability.stop import EXIT_STOPPED
+from glm46.reliability.verdict import hung_hosts, write_verdict
 
 
 @pytest.fixture
@@ -71,7 +72,12 @@ def test_the_next_start_of_a_job_knows_the_newest_checkpoint(saved, make_config,
     assert known_step() == 0  # the first start
     saved.newest()
     shutil.rmtree(make_config().checkpoint_folder)
-    saved.tell_job()
+    write_verdict(tmp_path, [3, 4, 5], {3: "n4.site", 4: "n4.site"}, 12)
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "verdict.json").rename(tmp_path / "hang" / "verdict.json")
+    saved.tell_job(hung_hosts(tmp_path))
     assert known_step() == 9
+    assert (tmp_path / "state").read_text() == "newest_step=9\nlost_hosts=n4\n"
+    assert hung_hosts(tmp_path / "nowhere") == []
     (tmp_path / "state").write_text("newest_step=12\nlost_hosts='a b'\n")  # of a hostfile
     assert known_step() == 12

@@ -92,3 +92,26 @@ def test_storage_that_all_hosts_have_lost_ends_with_the_code_for_job_systems(ans
         starts.start(1, StartTimes("the failure"))
     assert raised.value.exit_code == code
     assert [order["newest_step"] for order in sent] == [40, 40]  # what the hosts wait for
+
+
+@pytest.mark.parametrize(
+    ("failures", "trains"),
+    [
+        ([("b", 4), ("b", 4)], "acde"),  # twice, without a checkpoint between
+        ([("b", 4), ("b", 6)], "abcd"),
+        ([("b", 4), ("c", 4), ("b", 4)], "abcd"),
+        ([("b", 4), ("b", 4), ("d", 4)], "acde"),  # the place of b is not yet to blame
+        ([("b", 4), ("b", 4), ("d", 4), ("d", 4)], "aceb"),  # the spares go round
+    ],
+)
+def test_a_host_that_fails_first_in_two_fruitless_starts_is_exchanged(failures, trains, monkeypatch, capsys):
+    nodes = Mock(**{"lost_hosts.return_value": [], "disconnected_hosts.return_value": []}, hung_ranks=set())
+    monkeypatch.setattr(launch_hosts, "HostNodes", lambda *_, **__: nodes)
+    places = Places([A, B, C, D], [E])
+    starts = launch_hosts._Starts(Namespace(connect="ssh", max_restarts=9), (), None, places, 1)
+    for name, newest in failures:
+        nodes.newest_step = newest
+        nodes.first_failed_host.return_value = {host.name: host for host in (A, B, C, D, E)}[name]
+        starts._sort_out(places.training)
+    assert {host.name for host in places.training} == set(trains)
+    assert ("b changes its place with a spare host" in capsys.readouterr().err) is (trains != "abcd")
