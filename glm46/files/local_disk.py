@@ -20,7 +20,13 @@ def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> 
         return "no such folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "the folder cannot be written"
+    kind = network_file_system(folder, mounts)
+    return f"on a network file system ({kind})" if kind else None
+
+
+def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Type of the network file system that holds a folder; empty if another kind holds it."""
     rows = [line.split() for line in mounts.read_text().splitlines()]
     points = {Path(row[1].encode().decode("unicode_escape")): row[2] for row in rows}  # of several the last is visible
     kind = next((points[place] for place in (folder.resolve(), *folder.resolve().parents) if place in points), "")
-    return f"on a network file system ({kind})" if kind in _NETWORK else None
+    return kind if kind in _NETWORK else ""

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from glm46.config.checkpoint import Metrics
 from glm46.config.errors import UserError
+from glm46.files.local_disk import network_file_system
 
 _POLL_SECONDS = 0.1
 """Of the server for its end."""
@@ -74,6 +75,10 @@ class Endpoint:
         host = f"[{address}]" if ":" in address else address
         report(f"metrics      {'https' if context else 'http'}://{host}:{self.port}/metrics")
         target = socket.gethostname() if address in ("0.0.0.0", "::") else host
+        self._report, self._is_loopback = (
+            report,
+            address == "localhost" or address.startswith("127.") or address == "::1",
+        )
         # Two runs may have folders of one name.
         digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._found_by = Path(config.prometheus_sd_folder) / f"{folder.name}-{digest}.json"
@@ -100,6 +105,12 @@ class Endpoint:
                 f"metrics.prometheus_sd_folder = {str(self._found_by.parent)!r}: {error.filename} cannot be written: "
                 f"{error.strerror}; set another folder"
             ) from error
+        if self._is_loopback and (kind := network_file_system(self._found_by.parent)):
+            self._report(
+                f"metrics.prometheus_sd_folder = {str(self._found_by.parent)!r} is on a network file system ({kind}), "
+                f"and the address {self._entry['targets'][0]} means another machine there: a Prometheus elsewhere that "
+                "reads this folder raises TrainingDown; set metrics.prometheus_address, or a folder on a local disk"
+            )
 
     def close(self, *, has_failed: bool) -> None:
         """Stop serving. The file by which Prometheus finds the run stays after a failure, so that the missing endpoint

@@ -125,8 +125,9 @@ class Heartbeat:
     def close(self) -> None:
         """Close the file, which stays. Idempotent."""
         if self._file is not None:
-            self._writes.close()
-            os.close(self._file)
+            # Otherwise storage does not answer, for which closing would wait, too; the report says so.
+            if self._writes.close():
+                os.close(self._file)
             self._file = None
 
     def _enter(self, phase: Phase) -> None:

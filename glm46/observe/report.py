@@ -49,7 +49,7 @@ class Report:
             return
         self._folder = dump_folder
         self._paused: set[Path] = set()
-        self._writes = Writes("report", _MOST_WAITING)
+        self._writes, self._is_closed = Writes("report", _MOST_WAITING), False
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
@@ -94,12 +94,15 @@ class Report:
 
     def close(self) -> None:
         """Sync and close all files. Idempotent."""
-        if self._is_main and not self._log.closed:
-            self._writes.close()
+        if self._is_main and not self._is_closed:
+            self._is_closed = True
+            has_written = self._writes.close()
             self._console.close()
+            if not has_written:  # to close the files would wait for storage, too
+                self._console.line(f"{self._folder}: storage does not answer, so the last rows are not written there")
             if self._tracker is not None:
                 self._tracker.close()
-            for file in (self._history, self._tensorboard, self._log):
+            for file in (self._history, self._tensorboard, self._log) if has_written else ():
                 with suppress(OSError):  # `_keep` has reported it
                     if file is not None:
                         file.close()

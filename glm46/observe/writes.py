@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 
 _PATIENCE_SECONDS = 2.0
+_END_SECONDS = 60.0
+"""For what is left at the end of a run."""
 
 
 class Writes:
@@ -45,11 +47,18 @@ class Writes:
             number = self._given
             self._changed.wait_for(lambda: self._made >= number or self._error)
 
-    def close(self) -> None:
-        """Finish, and end the thread."""
-        self.finish()
+    def close(self) -> bool:
+        """Wait for the calls so far, at most a minute, and end the thread.
+
+        Returns:
+            Whether all of them are made, or one has failed. Otherwise storage does not answer, and the thread is left
+            behind: the end of a run must not wait for storage as long as that takes.
+        """
         with self._changed:
+            number = self._given
+            is_done = self._changed.wait_for(lambda: self._made >= number or self._error, _END_SECONDS)
             self._give(None)
+        return bool(is_done)
 
     def _give(self, call: Callable[[], None] | None) -> int:
         self._given += 1

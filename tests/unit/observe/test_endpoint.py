@@ -17,6 +17,7 @@ from glm46.commands.metrics import exporting
 from glm46.config.checkpoint import Metrics
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.observe import endpoint as endpoint_module
 from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector
 from tests.unit.observe.test_exporter import begin
@@ -71,6 +72,14 @@ def test_a_taken_port_gives_another_one_and_prometheus_is_told(serve, tmp_path):
         socket.create_connection((socket.gethostbyname(socket.gethostname()), first.port), timeout=0.2).close()
         if socket.gethostbyname(socket.gethostname()).startswith("127."):
             raise OSError
+
+
+@pytest.mark.parametrize("address, warns", [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_a_loopback_address_in_a_shared_folder_is_said(serve, monkeypatch, address, warns):
+    monkeypatch.setattr(endpoint_module, "network_file_system", lambda folder: "nfs4")
+    endpoint, said = serve(prometheus_address=address)
+    endpoint.announce()
+    assert len(said) == 1 + warns and ("nfs4" in said[-1] and "metrics.prometheus_address" in said[-1]) == warns
 
 
 def test_a_client_that_says_nothing_holds_up_no_scrape(serve):

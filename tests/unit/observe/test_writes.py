@@ -53,6 +53,27 @@ def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dr
     thread.close()
 
 
+def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writes, "_END_SECONDS", 0.5)
+    answers, append, put = threading.Event(), LineFile._append, os.pwrite
+    report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=99)
+    beat = Heartbeat(tmp_path, is_main=True)
+    monkeypatch.setattr(LineFile, "_append", lambda *call: (answers.wait(), append(*call)))
+    monkeypatch.setattr(os, "pwrite", lambda *call: answers.wait() and put(*call))
+    report.message("the last words")
+    beat.stops()
+    began = time.monotonic()
+    beat.close()
+    report.close()
+    assert 1.0 <= time.monotonic() - began < 5.0
+    assert f"{tmp_path}: storage does not answer" in capsys.readouterr().out.replace("\n", "")
+    answers.set()  # the threads are left behind, and end once it answers
+    deadline = time.monotonic() + 10
+    while "the last words" not in (tmp_path / "log.txt").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "the last words" in (tmp_path / "log.txt").read_text() and read_heartbeat(tmp_path).phase == "stop"
+
+
 def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch):
     answers, append, put = threading.Event(), LineFile._append, os.pwrite
     answers.set()
