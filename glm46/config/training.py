@@ -123,4 +123,5 @@ class Debug(Section):
     """Seed of the initial weights and of the sample order. The same seed gives the same run on every layout."""
 
     deterministic: bool = False
-    """Use only deterministic kernels; an operation without one is an error."""
+    """Use only deterministic kernels; an operation without one is an error. On a GPU only such a run repeats every bit.
+    It is slower, and sets CUBLAS_WORKSPACE_CONFIG to :4096:8, unless it is set."""

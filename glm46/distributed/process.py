@@ -35,6 +35,8 @@ def join(timeout_seconds: int) -> Process:
     rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
     set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    # Kernels keep rounding a product and a sum once. Triton 3.9 warns if it is not said, since 3.10 will round twice.
+    set_default("TRITON_DEFAULT_FP_FUSION", "1")
     if torch.cuda.is_available():
         device = torch.device("cuda", launched_local_rank())
         torch.cuda.set_device(device)
@@ -46,6 +48,17 @@ def join(timeout_seconds: int) -> Process:
         backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
     )
     return Process(rank, world_size, device)
+
+
+def use_deterministic_kernels() -> None:
+    """Let torch use only kernels that repeat every bit. Call it before the process uses a GPU.
+
+    cuBLAS needs a fixed workspace for that, and reads its size when it starts; without one torch refuses products.
+    `varlen_attn` of torch 2.15 prefers cuDNN, whose backward sums in any order, and does not ask for its other form.
+    """
+    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
 
 
 def leave() -> None:

@@ -162,13 +162,17 @@ def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:
     found = [(gpu.name, known.compute_capability) for gpu in machine.gpus if (known := find_accelerator(gpu.name))]
     for name, capability in found:
         if capability < 8.9:
-            return [f"{needs}; found: {name}; {remedy}"]
+            return [f"{needs}; found: {name}, which can run BF16: remove the key, or {remedy}"]
         recipe = float8.experts_recipe_name
         if recipe and int(capability) not in _EXPERTS_CAPABILITIES[recipe]:
             fitting = "H100, H200, B200, B300" if recipe == "rowwise" else "B200, B300"
+            others = [f'"{each}"' for each, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
+            instead = (
+                f"take {others[0]}, which it can run" if others else "remove the key: it has none of these products"
+            )
             return [
                 f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting}); found: '
-                f"{name}; remove the key, or {remedy}"
+                f"{name}; {instead}; or {remedy}"
             ]
     return []
 

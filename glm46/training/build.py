@@ -4,13 +4,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import launched_rank, set_variables
 from glm46.distributed.mesh import Cluster, build_cluster
-from glm46.distributed.process import join, leave
+from glm46.distributed.process import join, leave, use_deterministic_kernels
 from glm46.distributed.process_control import die_with_parent
 from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.start_times import VARIABLE as START_TIMES
@@ -56,6 +54,8 @@ def run(
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
         refuse_origin(config)
         locks = lock_run(dump_folder, config.folders_apart)
+    if config.debug.deterministic:
+        use_deterministic_kernels()
     process = join(config.comm.init_timeout_seconds)
     with writing(dump_folder):
         watchdog = Watchdog(
@@ -67,8 +67,6 @@ def run(
         heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
     times.ends("process group")
     try:
-        if config.debug.deterministic:
-            torch.use_deterministic_algorithms(True)
         plan = resolve_plan(config, process.world_size)
         task, checkpoints = build_task(plan, build_cluster(plan.layout, process)), build_checkpoints(plan)
         ends.callback(task.close)

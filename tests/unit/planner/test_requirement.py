@@ -96,7 +96,9 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
         assert "It fits." in found(machine, emulate=True)
     assert 'float8.experts_recipe_name = "rowwise" needs' in found(L40S)
     assert "It fits." in found(L40S, experts_recipe_name=None)
-    assert "B200, B300); found: NVIDIA H100" in found(NODE, experts_recipe_name="mxfp8")
+    assert "it has none of these products" in found(L40S) and "can run BF16: remove the key" in found(A100)
+    text = found(NODE, experts_recipe_name="mxfp8")
+    assert "B200, B300); found: NVIDIA H100" in text and 'take "rowwise", which it can run' in text
     assert "It fits." in found(NODE)
 
 

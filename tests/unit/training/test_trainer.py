@@ -1,6 +1,7 @@
 """A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -27,7 +28,7 @@ from glm46.observe.history import LineFile
 from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
 from glm46.reliability.stop import Diverged, StopRequest
-from glm46.training import loop
+from glm46.training import build, loop
 from glm46.training.saving import SaveFailed, SavesFail
 from glm46.training.state import Progress
 from glm46.training.totals import count_step
@@ -43,6 +44,25 @@ def rows(config) -> list[dict]:
 
 def training_rows(config) -> list[dict]:
     return [row for row in rows(config) if "loss" in row]
+
+
+def test_a_deterministic_run_is_prepared_before_it_uses_a_gpu(make_config, monkeypatch):
+    """cuBLAS reads the variable when it starts, and torch refuses products without it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+    def joined(_seconds):
+        found = os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.backends.cuda.cudnn_sdp_enabled()
+        assert found == (":4096:8", False) and torch.are_deterministic_algorithms_enabled()
+        raise InterruptedError
+
+    monkeypatch.setattr(build, "join", joined)
+    try:
+        with pytest.raises(InterruptedError):
+            train(make_config(debug={"deterministic": True}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
