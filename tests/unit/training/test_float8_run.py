@@ -16,11 +16,11 @@ TENSORWISE = {"recipe_name": "tensorwise", "experts_recipe_name": "rowwise", "em
 GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
 
 
-def run(make_config, folder: Path, steps: int, float8: dict) -> tuple[list[float], dict]:
+def run(make_config, folder: Path, steps: int, float8: dict, dtype: str = "float32") -> tuple[list[float], dict]:
     """Losses of all steps in this folder, and the tensors of its last checkpoint."""
     config = make_config(
         job={"dump_folder": str(folder)},
-        training={"steps": steps},
+        training={"steps": steps, "mixed_precision_param": dtype},
         optimizer={"name": "Muon", "ns_dtype": "float32"},
         lr_scheduler={"total_tokens": 1000},  # the same rates, however many steps
         checkpoint={"interval": 100, "last_save_in_hf": True},
@@ -33,20 +33,21 @@ def run(make_config, folder: Path, steps: int, float8: dict) -> tuple[list[float
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_from_fp8_to_fp32_and_back(make_config, tmp_path):
-    through, weights = run(make_config, tmp_path / "through", 6, GATHERED)
-    first, _ = run(make_config, tmp_path / "stopped", 3, GATHERED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_from_fp8_to_higher_precision_and_back(make_config, tmp_path, dtype):
+    through, weights = run(make_config, tmp_path / "through", 6, GATHERED, dtype)
+    first, _ = run(make_config, tmp_path / "stopped", 3, GATHERED, dtype)
     assert first == through[:3]
     shutil.rmtree(next((tmp_path / "stopped").rglob("*.safetensors")).parent)
     shutil.copytree(tmp_path / "stopped", tmp_path / "other")
-    again, same = run(make_config, tmp_path / "stopped", 6, GATHERED)
+    again, same = run(make_config, tmp_path / "stopped", 6, GATHERED, dtype)
     assert again == through and all((same[name] == weights[name]).all() for name in weights)
     # Without FP8 the next step sees the same weights: it differs by what FP8 rounds, and no more.
-    plain, _ = run(make_config, tmp_path / "other", 4, {})
+    plain, _ = run(make_config, tmp_path / "other", 4, {}, dtype)
     assert plain[3] != through[3] and plain[3] == pytest.approx(through[3], rel=0.02)
     shutil.rmtree(next((tmp_path / "other").rglob("*.safetensors")).parent)
-    back, _ = run(make_config, tmp_path / "other", 6, TENSORWISE)
-    assert len(back) == 6 and back[-1] < back[0]
+    back, _ = run(make_config, tmp_path / "other", 6, TENSORWISE, dtype)
+    assert len(back) == 6 and back[:4] == plain and back[-1] < back[0]
 
 
 @pytest.mark.slow
