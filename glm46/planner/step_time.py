@@ -83,6 +83,9 @@ class Roofline:
         }
         self.overlap = share.overlap
         self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
+        self._states = "host", share.host_bytes_per_second
+        if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory: both links at once
+            self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
 
     def kernels(self, work: Iterable[Work]) -> _Cost:
         """Seconds of kernels one after the other, by kind; at least what the host takes to launch them."""
@@ -102,9 +105,9 @@ class Roofline:
         computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
 
-    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic], host: float) -> _Cost:
+    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic], offloaded: float) -> _Cost:
         """Seconds of the optimizer: elements by optimizer, FLOPs of Newton-Schulz iterations in BF16, and bytes of
-        states in host memory, which are copied in and out at once, beside the update.
+        states in host memory or in a file, which are copied in and out at once, beside the update.
 
         Muon's products hide its exchanges, but for the first one of matrices and the last one of updates
         (`optim/muon_step.py`): with few buckets that is most of them.
@@ -113,9 +116,10 @@ class Roofline:
         computed, sent = products / (self._bf16 * self._share.products), sum(map(self.traffic, exchanges))
         calls = sum(each.calls for each in exchanges)
         waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
-        cost, copied = _Cost({"optimizer": moved + computed}), host / self._share.host_bytes_per_second
+        place, rate = self._states
+        cost, copied = _Cost({"optimizer": moved + computed}), offloaded / rate
         cost.update({"waiting for Muon's matrices": waited} if waited else {})
-        cost.update({"waiting for the host": copied - cost.seconds} if copied > cost.seconds else {})
+        cost.update({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
         return cost
 
     def copies(self, traffic: Traffic) -> float:
@@ -152,13 +156,15 @@ def step_time(
     micro_batches = sequences // plan.rows_per_micro_batch
     roofline = Roofline(cluster, plan)
     traffic = step_traffic(plan, stage_index, micro_batches)
-    hosts = [0.0] * layout.pp
-    if plan.config.optimizer.state_offload == "cpu" and not plan.config.training.parameter_offload:
-        # Without an offloaded reference, which no update reads.
-        hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in rank_memory(plan, stage_index)]
+    offload, offloaded = plan.config.optimizer.state_offload, [0.0] * layout.pp
+    if offload == "nvme" or (offload == "cpu" and not plan.config.training.parameter_offload):
+        memory, networks = rank_memory(plan, stage_index), 1 + other_passes(plan)[1]
+        # Without an offloaded reference, which no update reads, and without a critic, which is added below.
+        hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
+        offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
     ranks = [
-        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, host)
-        for parts, of_rank, host in zip(parts_of_ranks(plan), traffic, hosts, strict=True)
+        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, states)
+        for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = Counter(slowest.parts(micro_batches)), None
@@ -220,9 +226,9 @@ def _rank(
     stages: list[StagePart],
     traffic: list[Traffic],
     micro_batches: int,
-    host: float,
+    offloaded: float,
 ) -> _Rank:
-    """``host``: bytes of optimizer states that a step copies from host memory, and back."""
+    """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
     batch = _micro_batch(plan, stage_index)
     mode = plan.config.activation_checkpoint.mode
     forward, backward, costs = {}, {}, {}
@@ -239,7 +245,7 @@ def _rank(
                 backward[stage.index].update({"recomputation": again} if again else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
-    once = roofline.update(_updated(plan, stages), muon.flops, of_muon, host)
+    once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
     beside = Counter()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)

@@ -43,6 +43,9 @@ class Efficiencies:
     """Time of a collective of an empty tensor."""
     host_bytes_per_second: float = 25e9
     """Between a GPU and host memory in one direction, while all GPUs of a node copy both ways: half of PCIe 5.0's."""
+    disk_bytes_per_second: float = 2e9
+    """Between host memory and a GPU's share of its node's local disks in one direction, while all GPUs of the node read
+    and write: for each GPU one drive on PCIe 4.0, at half of the 4 GB/s that it writes alone."""
     source: str = "assumed"
     """Where the values come from."""
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from glm46.model.attention import attend
 from glm46.model.attention_layout import attention_layout
 from glm46.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.model.transformer import Transformer
+from glm46.optim.compact_state import copy_states, state_parts
 from glm46.optim.optimizers import build_optimizers
 from glm46.optim.state_offload import SLOTS
 from glm46.optim.state_ring import RING_SLOTS
@@ -328,14 +330,32 @@ def test_one_gpu_copies_the_layers_that_it_computes():
     assert 0 < plain.gathered == offloaded.gathered < plain.weights + plain.gradients
 
 
-def test_a_file_of_states_has_the_planned_size(tmp_path):
-    """What a step reads and writes once each; pages and alignment add up to 4 KiB for each tensor."""
-    config = _run(optimizer=NVME | {"state_offload_folder": str(tmp_path)})
+@pytest.mark.parametrize("keys", [{"ns_steps": 1}, {"name": "AdamW", "state_dtype": "8bit"}], ids=["Muon", "AdamW"])
+def test_a_file_of_states_has_the_planned_size_and_a_step_moves_it_once_each_way(tmp_path, monkeypatch, keys):
+    """Pages and alignment, up to 4 KiB for each tensor of the file, are not in the plan."""
+    config = _run(optimizer=NVME | keys | {"state_offload_folder": str(tmp_path)})
     model = Transformer(PRESETS["debug"])
     optimizer = build_optimizers(list(model.named_parameters()), config.optimizer)
-    states = optimizer.state_tensors()
-    stored = sum(state.nbytes for name, state in states.items() if not name.endswith(".step"))
-    assert stored == plan_memory(config, 1).disk
+    states = {name: state for name, state in optimizer.state_tensors().items() if not name.endswith(".step")}
+    planned = plan_memory(config, 1).disk
+    assert sum(state.nbytes for state in states.values()) == planned
+    filed = {state.untyped_storage().data_ptr() for state in states.values()}
+    moved = Counter()
+
+    def counted(targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            for to, of in zip(state_parts(target), state_parts(source), strict=True):
+                ends = [x.untyped_storage().data_ptr() in filed for x in (to, of)]
+                moved[{(True, False): "written", (False, True): "read"}[tuple(ends)]] += of.nbytes
+        copy_states(targets, sources)
+
+    monkeypatch.setattr("glm46.optim.state_ring.copy_states", counted)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        moved.clear()
+        optimizer.step(1.0)
+        assert moved == {"read": planned, "written": planned}
 
 
 def test_shards_divide_what_is_held_and_not_what_is_computed():

@@ -301,6 +301,34 @@ def test_offloaded_states_pass_the_host_link_beside_the_update():
     assert "waiting for the host" not in predicted(offloaded, host_bytes_per_second=1e15).parts
 
 
+def test_states_in_a_file_pass_the_slower_of_disk_and_host_link():
+    spread = {"expert_parallel_degree": 8, "data_parallel_shard_degree": 32}
+    filed = {"state_offload": "nvme", "state_offload_folder": "/scratch"}
+    plain, offloaded = (run(parallelism=spread, optimizer=keys) for keys in ({}, filed))
+    kept, moved = predicted(plain), predicted(offloaded)
+    of_rank = plan_memory(offloaded, 32).disk / 2e9
+    others = moved.parts["optimizer"] + moved.parts["waiting for Muon's matrices"]
+    assert moved.parts["waiting for the disk"] == pytest.approx(of_rank - others)
+    assert moved.seconds - kept.seconds == pytest.approx(of_rank - others)
+    assert predicted(offloaded, host_bytes_per_second=1e9).parts["waiting for the disk"] == pytest.approx(
+        2 * of_rank - others
+    )
+    # The file of offloaded weights has the states only.
+    assert predicted(run(parallelism=spread, optimizer=filed, parameter_offload=True)).parts == moved.parts
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_critic_moves_its_own_states_once(place):
+    filed = {"state_offload_folder": "/scratch"} if place == "nvme" else {}
+    config = run(global_batch_size=8, optimizer={"state_offload": place} | filed)
+    grpo, ppo = (
+        predicted(config.model_copy(update={"rl": RL(algorithm=name, prompts_per_rollout=2)}), world=8).parts
+        for name in ("grpo", "ppo")
+    )
+    waiting = "waiting for the disk" if place == "nvme" else "waiting for the host"
+    assert ppo[waiting] == pytest.approx(grpo[waiting]) and grpo[waiting] > 0
+
+
 def test_a_described_gpu_and_wrong_descriptions():
     gpu = accelerator_of("MI300X:bf16=1307, memory=191, bandwidth=5300, link=448")
     assert (gpu.name, gpu.bf16_flops, gpu.memory_bytes) == ("MI300X", 1307e12, 191 * 2**30)
