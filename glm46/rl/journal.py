@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from glm46.config.errors import UserError
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.planner.plan import Plan
 from glm46.reliability.run_lock import writing
+from glm46.rl.modes import steps_per_rollout
 from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, remove_rollout, rollout_steps, write_rollout
 
 _NOT_OF_ROLLOUTS = {
@@ -22,10 +25,16 @@ _NOT_OF_ROLLOUTS = {
         ),
         True,
     ),
-    "rl": {"stop"},
-    "rollout": {"keep_latest_k", "speculative"},
+    "rl": {"stop", "validation", "reference_offload"},
+    "training": {"steps", "tokens", "local_batch_size", "gc_freq"},
+    "rollout": {
+        "keep_latest_k", "speculative", "max_num_seqs", "tensor_parallel_degree", "pipeline_parallel_degree",
+        "expert_parallel_degree", "max_staleness", "urls", "launch", "weights", "weights_folder", "send_adapters",
+        "deadline_seconds", "restart_seconds",
+    },
 }  # fmt: skip
-"""Sections and keys that do not decide what is drawn, up to rounding."""
+"""Sections and keys that do not decide what is drawn, up to rounding. Samples that are too old are known by their
+versions of the weights."""
 
 
 class Writer:
@@ -80,9 +89,13 @@ class Journal:
         self._is_drawn_before = config.rl.mode == "train_only"
         self._source = Path(config.rl.rollouts_folder) if self._is_drawn_before else self.folder
         self._plan = plan
+        # Rollouts alone have the weights of the start.
+        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan) if config.rl.mode == "whole" else math.inf
         self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
         table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
-        facts = [table, config.checkpoint.initial_load_path, data]
+        # The number of steps decides the rates, and so the weights that draw, if the schedule ends with the run.
+        end = config.lr_scheduler.total_tokens or plan.end_tokens if config.rl.mode == "whole" else None
+        facts = [table, end, config.checkpoint.initial_load_path, data]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def require(self, steps: Sequence[int]) -> None:
@@ -107,7 +120,10 @@ class Journal:
         if self._is_drawn_before:
             return self._of_another_run(step)
         found = read_rollout(self._source, step, None if is_inside else self._identity)
-        return found if found is not None and (is_inside or found.first_prompt == first_prompt) else None
+        if found is None or is_inside:
+            return found
+        is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest
+        return found if is_new and found.first_prompt == first_prompt else None
 
     def _of_another_run(self, step: int) -> Rollout | None:
         found = read_rollout(self._source, step)
@@ -140,13 +156,15 @@ class Journal:
         return self.folder / "ahead" / self._identity[:16]
 
     def write(self, rollout: Rollout, kept_checkpoints: Sequence[int]) -> None:
-        """Write a rollout, and remove those that no longer matter.
+        """Write a rollout, and remove those that no longer matter, and groups of another configuration.
 
         Args:
             kept_checkpoints: steps from which the run may be resumed.
         """
         rollout.about = self._about
         write_rollout(self.folder, rollout, self._identity)
+        for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
+            shutil.rmtree(other)
         keep = self._plan.config.rollout.keep_latest_k
         if keep and self._plan.config.rl.mode == "whole":
             for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):

@@ -38,12 +38,14 @@ class RolloutSupply:
         self._drawn_from = -1
         self._last: Rollout | None = None
         self._ahead: AheadSource | None = None
-        oldest = plan.config.rollout.max_staleness * steps_per_rollout(plan)
-        if oldest and self._config.mode == "whole":
+        section, mode = plan.config.rollout, self._config.mode
+        self._staleness = section.max_staleness if mode == "whole" else 0
+        if section.kind != "local" and asking.environment is None and mode in ("whole", "rollout_only"):
+            oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
                 asking, prompts, oldest=oldest, version=lambda: self._drawn_from, is_stopped=is_stopped
             )
-            asking.engine.draw_ahead(asking.rules, journal.drawn_ahead)
+            asking.engine.draw_ahead(journal.drawn_ahead, goes_on=oldest > 0)
 
     def begin(self, progress: Progress) -> None:
         """Find missing rollouts before the first step of a run, not behind its last hour.
@@ -76,7 +78,7 @@ class RolloutSupply:
             rollout.figures |= dict.fromkeys(rollout.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
         elif (rollout := self._draw(progress, first)) is not None:
             self._write(rollout)
-        if rollout is not None and self._ahead is not None and not rollout.is_demonstration:
+        if rollout is not None and self._staleness and not rollout.is_demonstration:
             self._go_on_ahead(rollout)
         self._last = rollout
         return rollout
@@ -96,8 +98,14 @@ class RolloutSupply:
             routes = torch.from_numpy(rollout.arrays["routes"])
             rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
         kept = published_steps(self._plan.config.checkpoint_folder)
-        self._journal.writer.start(lambda: self._journal.write(rollout, kept))
-        if self._config.mode == "rollout_only" or self._ahead is not None:  # which forgets the groups of this rollout
+
+        def write() -> None:
+            self._journal.write(rollout, kept)
+            if self._ahead is not None and not self._staleness:
+                self._ahead.forget_taken()
+
+        self._journal.writer.start(write)
+        if self._config.mode == "rollout_only" or self._staleness:  # `_go_on_ahead` forgets the groups of this rollout
             self._journal.writer.finish()
 
     def _draw_from_ahead(self, progress: Progress, first: int) -> Rollout | None:
@@ -105,12 +113,12 @@ class RolloutSupply:
         before = None if self._last is None else self._last.waiting
         if before is None:
             before = read_on_first_rank(lambda: self._journal.waiting_before(first))
-        if self._drawn_from < 0:
+        if self._drawn_from < 0 or not self._staleness:
             self.update_engine()
-        self._ahead.begin(first, progress.prompts, before)
+        self._ahead.begin(self.steps_made, progress.prompts, before)
         rollout = draw_rollout(self._asking, self._prompts, self._ahead, first, progress.prompts)
         if rollout is not None:
-            later = min(self._plan.config.rollout.max_staleness, len(self._left(progress)) - 1)
+            later = min(self._staleness, len(self._left(progress)) - 1)
             self.update_engine()
             self._ahead.hand_out(later * self._config.prompts_per_rollout)
             rollout.next_prompt = self._ahead.next_prompt

@@ -41,16 +41,17 @@ class Group:
 class BackgroundDrawing:
     """Groups that servers draw, from being added to being taken. For one process, the one that talks to the servers.
 
-    A group that is drawn wholly or in part is a file of `folder`, so that a kill loses no finished sample, and a stop
-    none of the tokens.
+    A group that is drawn wholly or in part is a file of `folder`, so that a kill loses no finished group.
 
     Args:
         draw: draws on all servers; one call at a time.
         folder: of the files; those of groups that `add` names are read again.
+        goes_on: samples go on where a halt or a stop has ended them, with other draws than without it. Otherwise they
+            are drawn anew, so that the same weights give the same samples.
     """
 
-    def __init__(self, draw: Draw, rules: SamplingRules, folder: Path):
-        self._draw, self._rules, self._folder = draw, rules, folder
+    def __init__(self, draw: Draw, rules: SamplingRules, folder: Path, *, goes_on: bool):
+        self._draw, self._rules, self._folder, self._goes_on = draw, rules, folder, goes_on
         self._groups: dict[int, Group] = {}
         self._changed = threading.Condition()
         self._halt = threading.Event()
@@ -58,27 +59,35 @@ class BackgroundDrawing:
         self._under_way: set[int] = set()
         self._error: BaseException | None = None
 
-    def add(self, number: int, requests: list[Request], *, anew: bool = False) -> None:
-        """Draw a group from the next `start` on.
+    def add(self, number: int, requests: list[Request], since: int) -> None:
+        """Draw a group from the next `start` on, but for samples that a file has.
 
         Args:
-            anew: forget what was drawn of it before.
+            since: oldest version of the weights whose tokens are kept. If samples do not go on, the only one.
         """
         path = self._path(number)
-        completions = unpack(path.read_bytes()) if path.is_file() and not anew else [NOTHING] * len(requests)
+        completions = unpack(path.read_bytes()) if path.is_file() else [NOTHING] * len(requests)
+        completions = [one if self._is_kept(one, since) else NOTHING for one in completions]
         group = Group(number, requests, completions, set())
         group.finished = {i for i, one in enumerate(completions) if one.finish != "abort"}
         with self._changed:
             self._groups[number] = group
 
-    def keep(self, numbers: Iterable[int]) -> None:
-        """Forget all other groups, and remove their files. Not while it draws them."""
+    def _is_kept(self, one: Completion, since: int) -> bool:
+        versions = {span.version for span in one.spans}
+        return min(versions, default=since) >= since if self._goes_on else versions == {since}
+
+    def keep(self, numbers: Iterable[int], *, before: int) -> None:
+        """Forget all other groups, and remove the files of those among the prompts before a number: prompts from there
+        on will be handed out. Not while it draws them."""
         kept = set(numbers)
         with self._changed:
             self._groups = {number: group for number, group in self._groups.items() if number in kept}
         # By their names: a file that is being written has another one.
-        for path in set(self._folder.glob("prompt_*.npz")) - {self._path(number) for number in kept}:
-            path.unlink()
+        for path in self._folder.glob("prompt_*.npz"):
+            number = int(path.stem.partition("_")[2])
+            if number < before and number not in kept:
+                path.unlink()
 
     def start(self) -> None:
         """Go on with all groups that are not finished, where they stand; each new token is drawn by the weights that
@@ -147,17 +156,19 @@ class BackgroundDrawing:
 
         try:
             requests = [rest(group.requests[i], group.completions[i]) for group, i in places]
-            for index, completion in enumerate(self._draw(requests, self._rules, self._halt, finish)):
-                group, i = places[index]
-                if i in group.finished:
-                    continue
-                if len(completion.tokens) == requests[index].max_new_tokens:  # halted behind its last token
-                    finish(index, completion._replace(finish="length"))
-                else:
-                    group.completions[i] = continued(group.completions[i], completion)
-            for group in groups:
-                if not group.is_finished and any(one.tokens for one in group.completions):
-                    self._write(group)
+            try:
+                for index, completion in enumerate(self._draw(requests, self._rules, self._halt, finish)):
+                    group, i = places[index]
+                    if i in group.finished:
+                        continue
+                    if len(completion.tokens) == requests[index].max_new_tokens:  # halted behind its last token
+                        finish(index, completion._replace(finish="length"))
+                    elif self._goes_on:
+                        group.completions[i] = continued(group.completions[i], completion)
+            finally:
+                for group in groups:
+                    if not group.is_finished and any(one.tokens for one in group.completions):
+                        self._write(group)
         except BaseException as error:  # raised by `take`
             with self._changed:
                 self._error = error

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from glm46.config.rollout import Rollout
@@ -64,7 +65,7 @@ class ServerEngine:
         spread = prompts[:: max(len(prompts) // _FIRST, 1)]
         length = min(config.max_new_tokens, _LONGEST)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
-        self._rules, self._has_drawn = rules, False
+        self._rules, self._has_drawn, self._goes_on = rules, False, False
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
@@ -85,15 +86,44 @@ class ServerEngine:
         self._interlude = Interlude(self._broadcast)
         self._version = -1
 
-    def draw_ahead(self, rules: SamplingRules, folder: Path) -> None:
+    def draw_ahead(self, folder: Path, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
         `generate` draws, and goes on afterwards.
 
         Args:
             folder: of what it draws.
+            goes_on: it also draws while the policy trains. Otherwise `take` alone draws, by the weights of the policy.
         """
+        self._goes_on = goes_on
         if dist.get_rank() == 0:
-            self.background = BackgroundDrawing(self._pool.generate, rules, folder)
+            self.background = BackgroundDrawing(self._pool.generate, self._rules, folder, goes_on=goes_on)
+
+    def take(
+        self, count: int, due: set[int], is_stopped: Callable[[], bool]
+    ) -> tuple[list[int], list[Completion]] | None:
+        """Numbers and completions of finished groups, see `BackgroundDrawing.take`. Collective; equal on all ranks."""
+        if not self._goes_on:
+            self._ready()
+
+        def wait() -> bytes:
+            self._pool.send = None if self._goes_on else self._send  # the policy may be newer than the servers' weights
+            try:
+                self.background.start()
+                groups = self.background.take(count, due, is_stopped)
+            finally:
+                if not self._goes_on:
+                    self.background.halt()  # it may need the weights until then
+                self._pool.send = None
+            if groups is None:
+                return b""
+            numbers = np.array([len(groups), *(group.number for group in groups)], np.int64)
+            return numbers.tobytes() + pack([one for group in groups for one in group.completions])
+
+        content = run_on_first_rank(wait, self._interlude)
+        if not content:
+            return None
+        end = 8 * (int(np.frombuffer(content[:8], np.int64)[0]) + 1)
+        return np.frombuffer(content[8:end], np.int64).tolist(), unpack(content[end:])
 
     def _run(self, work: Callable[[], bytes]) -> bytes:
         """The result of work of rank 0 that needs the servers without requests of the background, on all ranks, which
@@ -131,6 +161,11 @@ class ServerEngine:
         Raises:
             EngineError: no server is left.
         """
+        self._ready()
+        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
+
+    def _ready(self) -> None:
+        """Have servers that were lost join again, and check what they draw. Collective."""
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
 
@@ -139,7 +174,6 @@ class ServerEngine:
             return self._has_new()
 
         self._check_new(self._run(join))
-        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
 
     def _has_new(self) -> bytes:
         return b"new" if self._pool.has_new else b""

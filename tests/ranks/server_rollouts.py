@@ -142,7 +142,10 @@ def draw(rank: int, folder: Path) -> dict:
     if stub:
         stub.stop()
         stub = StubServer(port=port.item())  # it was started again, with other weights
-    found["broadcast"] = sent.generate(REQUESTS, RULES)
+    sent.draw_ahead(folder.with_name("ahead"), goes_on=False)
+    if stub:
+        sent.background.add(0, REQUESTS, version)
+    found["broadcast"] = sent.take(1, {0}, lambda: False)[1]
     version = 3
     sent.update(version)
     if stub:

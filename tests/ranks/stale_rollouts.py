@@ -5,6 +5,9 @@
 Two ranks train a small GLM for ten steps, two for each rollout, on a server that draws from their weights, with samples
 that are up to two rollouts old. The run dies in its sixth step, two rollouts behind its checkpoint, and while it waits
 for its fourth rollout; each time all groups of two rollouts are drawn and wait on the disk. Prints one JSON object.
+
+`in_turn`: with samples of the present weights the run dies in its second rollout, of which two groups are finished, and
+goes on with another server, beside a run that was not killed.
 """
 
 import json
@@ -16,6 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -24,6 +28,7 @@ from glm46.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from glm46.rollout.background import BackgroundDrawing
 from glm46.rollout.first_rank import unpack
 from glm46.training import loop
+from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config
 from tests.unit.rollout.policy_server import PolicyServer
@@ -33,9 +38,9 @@ MOMENTS = ("update", "rollout", "")
 """At which a run dies, one after another; the last one ends by itself."""
 
 
-def serve(port: int) -> None:
+def serve(port: int, *, together: bool = True) -> None:
     torch.set_num_threads(1)
-    PolicyServer(port=port)
+    PolicyServer(port=port, together=together)
     threading.Event().wait()
 
 
@@ -49,6 +54,38 @@ def finished_groups(folder: Path) -> dict[int, list]:
             samples = [[one.tokens, one.logprobs] for one in completions]
             found[int(path.stem.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
+    prompts = base / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
+    return small_config(
+        base, base / name,
+        model=TINY | {
+            "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
+            "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
+        },
+        data={"document_mask": True, "sources": []},
+        rl={
+            "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
+            "prompts": {"file": str(prompts)},
+            "rewards": [{"name": "tests.ranks.brightness:brightness"}],
+        },
+        rollout={
+            "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "restart_seconds": 30.0,
+            "temperature": 0.7,
+        } | rollout,
+        training={"steps": steps, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
+        moe={"sequence_aux_loss_weight": 0.0},
+        lr_scheduler={"total_tokens": STEPS * 8 * 48},
+        checkpoint={"interval": 3, "async_mode": "disabled"},
+    )  # fmt: skip
 
 
 def work(rank: int, config, moment: str, seen: Path) -> int:
@@ -79,32 +116,9 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         base, codes, kept, said = Path(name), [], {}, []
-        prompts = base / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         server = start_ranks(1, base / "log-server", lambda _: serve(port))
-        config = small_config(
-            base, base / "run",
-            model=TINY | {
-                "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
-                "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
-            },
-            data={"document_mask": True, "sources": []},
-            rl={
-                "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
-                "prompts": {"file": str(prompts)},
-                "rewards": [{"name": "tests.ranks.brightness:brightness"}],
-            },
-            rollout={
-                "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "max_staleness": STALENESS,
-                "restart_seconds": 30.0, "temperature": 0.7,
-            },
-            training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
-            moe={"sequence_aux_loss_weight": 0.0},
-            checkpoint={"interval": 3, "async_mode": "disabled"},
-        )  # fmt: skip
+        config = config_of(base, "run", port, steps=STEPS, max_staleness=STALENESS)
         folder = base / "run" / FOLDER
         for moment in MOMENTS:
             seen, log = base / f"seen-{moment}", base / f"log-{moment}-"
@@ -131,5 +145,52 @@ def main() -> None:
         print(json.dumps(found | {"said": [float(gap) for gap in said]}))
 
 
+def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
+    """Train; die when a group is drawn to its end, before its file is written. `seen` gets the number of each group
+    that is written."""
+    torch.set_num_threads(1)
+    write, numbers = BackgroundDrawing._write, []
+
+    def write_or_die(drawing, group) -> None:
+        numbers.append(group.number)
+        if len(numbers) == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(drawing, group)
+        seen.write_text(json.dumps(numbers))
+
+    BackgroundDrawing._write = write_or_die
+    return task.train(config)
+
+
+def in_turn() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        base, ports, found = Path(name), [free_port(), free_port()], {}
+        servers = start_ranks(2, base / "log-server", lambda number: serve(ports[number], together=False))
+        moved = {"deadline_seconds": 60.0, "keep_latest_k": 5}
+        runs = (("whole", 0, None, {}), ("killed", 0, PROMPTS + 3, {}), ("killed", 1, None, moved))
+        for label, server, fatal, rollout in runs:
+            steps = 8 if rollout else 6  # it ends later; the learning rate does not depend on it
+            config = config_of(base, label, ports[server], steps=steps, **rollout)
+            log, seen = base / f"log-{label}-{fatal}-{server}-", base / "seen"
+            started = start_ranks(2, log, lambda rank, c=config, f=fatal, s=seen: work_in_turn(rank, c, f, s))
+            codes = await_ranks(started, 90, patience=5)
+            if fatal is None and any(codes):
+                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+            folder = base / label / FOLDER
+            found[f"{label} {server}"] = {
+                "codes": codes,
+                "written": json.loads(seen.read_text()),
+                "finished": sorted(finished_groups(folder)),
+                "rollouts": rollout_steps(folder),
+                "weights": training_kills.contents(SimpleNamespace(checkpoint_folder=base / label / "checkpoint"), 6)
+                if fatal is None
+                else {},
+            }
+        for pid in servers:
+            os.kill(pid, signal.SIGKILL)
+        print(json.dumps(found))
+
+
 if __name__ == "__main__":
     main()
+    in_turn()

@@ -27,3 +27,16 @@ def test_kills_lose_no_finished_group(server):
     assert len(found["used"]) == PROMPTS * STEPS // 2
     assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
     assert found["steps"][-1] == STEPS
+
+
+def test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing(server):
+    (found,) = server.rows("stale_rollouts.in_turn", seconds=240)
+    whole, killed, resumed = (found[name] for name in ("whole 0", "killed 0", "killed 1"))
+    assert sorted(whole["written"]) == list(range(3 * PROMPTS))
+    assert whole["rollouts"] == [0, 2, 4] and not whole["finished"]
+    assert -9 in killed["codes"] and len(killed["finished"]) == 2 and killed["rollouts"] == [0]
+    assert set(killed["finished"]) < set(range(PROMPTS, 2 * PROMPTS))
+    # Another server, deadline and end of the run draw the other two groups and those of later rollouts.
+    assert sorted([*killed["finished"], *resumed["written"]]) == list(range(PROMPTS, 4 * PROMPTS))
+    assert resumed["rollouts"] == [0, 2, 4, 6] and not resumed["finished"]
+    assert len(whole["weights"]) > 20 and resumed["weights"] == whole["weights"]

@@ -31,7 +31,8 @@ class Engine:
 
     def __init__(self, folder):
         self.version, self.chance = 0, random.Random(0)
-        self.background = BackgroundDrawing(self.draw, SamplingRules(1.0, frozenset({2}), 50), folder)
+        rules = SamplingRules(1.0, frozenset({2}), 50)
+        self.background = BackgroundDrawing(self.draw, rules, folder, goes_on=True)
 
     def update(self, version: int) -> None:
         is_drawing = self.background.halt()
@@ -39,9 +40,12 @@ class Engine:
         if is_drawing:
             self.background.start()
 
-    def check_mismatch(self, requests, completions) -> None:
-        for request, completion in zip(requests, completions, strict=True):
+    def take(self, count: int, due: set[int], is_stopped):
+        self.background.start()
+        groups = self.background.take(count, due, is_stopped)
+        for completion, request in ((c, r) for g in groups for c, r in zip(g.completions, g.requests, strict=True)):
             assert len(completion.tokens) == request.max_new_tokens
+        return [group.number for group in groups], [one for group in groups for one in group.completions]
 
     def draw(self, requests, rules, halt: threading.Event, finish):
         drawn = [Completion([], [], "abort", [], None) for _ in requests]
@@ -102,13 +106,13 @@ def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
     engine.background.halt()
     kept = {path.stem for path in tmp_path.iterdir()}
     assert f"prompt_{waiting[0][0]:08d}" in kept
-    # With a bound of one rollout, groups of step 0 are too old for step 4.
+    # With a bound of one rollout, samples of step 0 are too old for step 4.
     for staleness, step, is_kept in ((3, 2, True), (1, 4, False)):
         again = Engine(tmp_path)
         again.version, after = step, source_of(again, staleness)
         after.next_prompt = source.next_prompt
         after.begin(step, source.next_prompt, waiting)
-        assert dict(after.waiting) == {number: 0 if is_kept else step for number, _ in waiting}
+        assert dict(after.waiting) == {number: 0 if is_kept else step - 1 * STEPS for number, _ in waiting}
         drawn = after.take(PER_ROLLOUT)
         versions = {span.version for completion in drawn.completions for span in completion.spans}
         assert (0 in versions) == is_kept

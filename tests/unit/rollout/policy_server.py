@@ -34,12 +34,13 @@ class _Waiting(NamedTuple):
 
 
 class PolicyServer(StubServer):
-    """Draws the requests that have come while it drew the ones before, all together."""
+    """Draws the requests that have come while it drew the ones before, all together, or one after another: how many are
+    together changes the last bits of log-probabilities."""
 
-    def __init__(self, *, port: int):
+    def __init__(self, *, port: int, together: bool = True):
         ThreadingHTTPServer.request_queue_size = 1024  # a rollout comes at once
         super().__init__(port=port)
-        self.context = CONTEXT
+        self.context, self._together = CONTEXT, together
         self._model_of: torch.nn.Module | None = None
         self._decoder: Decoder | None = None
         self._running, self._requests = threading.Lock(), queue.SimpleQueue()
@@ -87,19 +88,26 @@ class PolicyServer(StubServer):
                     burst.append(self._requests.get(timeout=_GATHER_SECONDS))
             except queue.Empty:
                 pass
+            if not self._together:
+                for waiting in burst:
+                    self._draw_burst([waiting])
+                continue
             burst.sort(key=lambda waiting: waiting.continuation.prompt)  # equal prompts are computed once
-            sampling = burst[0].sampling
-            with self._running:
-                Generation(
-                    self._decoder,
-                    [waiting.continuation for waiting in burst],
-                    sampling=Sampling(sampling["temperature"]),
-                    stop=frozenset(sampling["stop_token_ids"]),
-                    vocab_size=min(map(int, sampling.get("logit_bias", {})), default=self._model_of.shape.vocab_size),
-                    is_stopped=lambda burst=burst: any(waiting.name in self._aborted for waiting in burst),
-                ).run()
-            for waiting in burst:
-                waiting.ended.set()
+            self._draw_burst(burst)
+
+    def _draw_burst(self, burst: list[_Waiting]) -> None:
+        sampling = burst[0].sampling
+        with self._running:
+            Generation(
+                self._decoder,
+                [waiting.continuation for waiting in burst],
+                sampling=Sampling(sampling["temperature"]),
+                stop=frozenset(sampling["stop_token_ids"]),
+                vocab_size=min(map(int, sampling.get("logit_bias", {})), default=self._model_of.shape.vocab_size),
+                is_stopped=lambda: any(waiting.name in self._aborted for waiting in burst),
+            ).run()
+        for waiting in burst:
+            waiting.ended.set()
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def never() -> bool:
 
 
 def test_samples_go_on_through_an_update_and_say_which_weights_drew_them(pool, stub, tmp_path):
-    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead")
-    drawing.add(8, LONG)
+    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
+    drawing.add(8, LONG, 0)
     stub.fault = "hang"
     drawing.start()
     await_sent(stub, 2)
@@ -76,30 +76,58 @@ def test_samples_go_on_through_an_update_and_say_which_weights_drew_them(pool, s
 
 
 def test_a_kill_loses_no_finished_group_and_no_token_that_was_aborted(pool, stub, tmp_path):
-    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead")
-    drawing.add(0, LONG)
+    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
+    drawing.add(0, LONG, 0)
     drawing.start()
     while not list((tmp_path / "ahead").glob("prompt_*0.npz")):
         time.sleep(0.01)
     drawing.halt()
-    drawing.add(1, LONG)
-    drawing.add(2, LONG)
+    drawing.add(1, LONG, 0)
+    drawing.add(2, LONG, 0)
     stub.fault = "hang"
     drawing.start()
     await_sent(stub, 6)
     drawing.halt()
     # Another process begins with what is on the disk; group 2 was drawn by weights that are too old.
     stub.fault, stub.drawn[:] = "", []
-    after = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead")
+    after = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
     for number in range(3):
-        after.add(number, LONG, anew=number == 2)
+        after.add(number, LONG, 2 if number == 2 else 0)
     after.start()
     groups = after.take(3, set(), never)
     assert [group.number for group in groups] == [0, 1, 2]
     assert sorted((len(prompt), seed) for prompt, seed in stub.drawn) == [(2, 1), (2, 2), (5, 4), (5, 5)]
     assert groups[0].completions[0].tokens == groups[2].completions[0].tokens == draw([3, 4], 1, 6)
-    after.keep([1])
+    after.keep([1], before=2)  # prompt 2 comes next
+    assert {path.name for path in (tmp_path / "ahead").iterdir()} == {"prompt_00000001.npz", "prompt_00000002.npz"}
+    after.keep([1], before=3)
     assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000001.npz"]
+
+
+def test_samples_that_do_not_go_on_are_those_of_one_version_and_are_drawn_whole(pool, stub, tmp_path):
+    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=False)
+    drawing.add(0, LONG, 1)
+    drawing.start()
+    drawing.take(1, set(), never)
+    drawing.add(1, LONG, 1)
+    stub.fault = "hang"
+    drawing.start()
+    await_sent(stub, 4)
+    drawing.halt()
+    assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000000.npz"]
+    # Another process.
+    stub.fault, stub.drawn[:] = "", []
+    after = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=False)
+    for number in (0, 1):
+        after.add(number, LONG, 1)
+    after.start()
+    for group in after.take(2, set(), never):
+        assert [one.tokens for one in group.completions] == [draw(request.prompt, request.seed, 6) for request in LONG]
+    assert sorted(seed for _, seed in stub.drawn) == [1, 2], "the finished group is read"
+    after.add(0, LONG, 2)
+    after.start()
+    after.take(1, set(), never)
+    assert len(stub.drawn) == 4, "it was drawn by other weights"
 
 
 def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
@@ -110,9 +138,9 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
         finished.append(halt.wait(5))
         return [Completion([], [], "abort", [], None)] * 2
 
-    drawing = BackgroundDrawing(draw_one, RULES, tmp_path)
+    drawing = BackgroundDrawing(draw_one, RULES, tmp_path, goes_on=True)
     for number in (0, 1):
-        drawing.add(number, [Request([number], 0, 4)])
+        drawing.add(number, [Request([number], 0, 4)], 0)
     drawing.start()
     assert [group.number for group in drawing.take(1, set(), never)] == [1]
     asked = []
@@ -122,8 +150,8 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
 
 
 def test_an_error_reaches_the_one_who_waits(pool, stub, tmp_path):
-    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead")
-    drawing.add(0, LONG)
+    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
+    drawing.add(0, LONG, 0)
     stub.stop()
     drawing.start()
     with pytest.raises(EngineError, match="no server is left"):
