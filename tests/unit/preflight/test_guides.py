@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from glm46.config.run_config import RunConfig
 from glm46.preflight.network import NCCL_VARIABLES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -13,6 +14,43 @@ def test_the_page_of_nccl_has_the_verdicts_of_the_program():
     rows = re.findall(r"(?m)^\| (`NCCL_.*?) \| (FAIL|WARN)", part)
     stated = {name: verdict for names, verdict in rows for name in re.findall(r"`(\w+)`", names)}
     assert stated == {name: verdict for name, (verdict, _) in NCCL_VARIABLES.items()}
+
+
+DEEPSPEED_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer lr betas eps
+weight_decay scheduler warmup_min_lr warmup_max_lr warmup_num_steps total_num_steps fp16 bf16 zero_optimization stage
+contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size
+stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+stage3_gather_16bit_weights_on_model_save offload_optimizer device nvme_path pin_memory buffer_count fast_init
+offload_param gradient_clipping activation_checkpointing partition_activations cpu_checkpointing
+contiguous_memory_optimization synchronize_checkpoint_boundary aio block_size queue_depth thread_count single_submit
+overlap_events steps_per_print tensorboard enabled output_path job_name flops_profiler"""
+"""Of the infrastructure guide's JSON."""
+GUIDE_SECTIONS = (
+    "Overview",
+    "Cluster setup",
+    "Job scheduling",
+    "Distributed training",
+    "Monitoring",
+    "Checkpoints",
+    "Performance",
+    "Troubleshooting",
+    "Do's and don'ts",
+    "Checklist",
+    "Next steps",
+    "Resources",
+)
+
+
+def test_the_infrastructure_page_answers_each_section_and_each_key_of_deepspeed_with_keys_that_exist():
+    text = (DOCS / "infrastructure.md").read_text()
+    headings = re.findall(r"(?m)^## (.+)$", text)
+    assert [name for name in GUIDE_SECTIONS if not any(heading.startswith(name) for heading in headings)] == []
+    rows = re.findall(r"(?m)^\| (.+) \| (.+) \|$", text.partition("| DeepSpeed |")[2].partition("\n\n")[0])
+    named = {key for left, _ in rows for key in re.findall(r"`(\w+)`", left)}
+    assert named == set(DEEPSPEED_KEYS.split())
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    for section, key in re.findall(r"`(\w+)\.(\w+)(?: = [^`]*)?`", "".join(right for _, right in rows)):
+        assert key in sections[section].model_fields, f"{section}.{key}"
 
 
 def test_pages_scripts_and_headings_that_the_guides_name_exist():
