@@ -1,8 +1,11 @@
 """JSON over HTTP with a deadline for the whole call."""
 
 import http.client
+import io
 import json
+import socket
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +29,8 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
     Args:
         url: such as ``http://host:8000``.
-        seconds: from now to the last byte of the reply. A server that sends a byte now and then gains no time.
+        seconds: from now to the last byte of the reply. A server that sends a byte now and then gains no time. If the
+            host has several addresses, each has this time for the connection.
 
     Raises:
         RefusedError: the reply is 4xx.
@@ -39,19 +43,49 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
         raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None
 
 
+class _Timed(io.RawIOBase):
+    """The bytes that come from a socket before a moment."""
+
+    def __init__(self, sock: socket.socket, end: float):
+        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if (left := self._end - time.monotonic()) <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Reply(http.client.HTTPResponse):
+    """A reply whose status line, headers and body come before a moment."""
+
+    def __init__(self, end: float, sock: socket.socket, **options: Any):
+        super().__init__(sock, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock, end))
+
+
 def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     """The reply of `call` as it is."""
     parts, end = urlsplit(url), time.monotonic() + seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=seconds)
+    connection.response_class = partial(_Reply, end)
     try:
+        connection.connect()
+        connection.sock.settimeout(max(end - time.monotonic(), 1e-3))
         text = None if body is None else json.dumps(body)
         connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
-        socket = connection.sock
         reply, blocks = connection.getresponse(), []
         while block := reply.read1(1 << 20):
             blocks.append(block)
-            socket.settimeout(max(end - time.monotonic(), 1e-3))
         if reply.length:  # read1 does not mind a reply that ends early
             raise http.client.IncompleteRead(b"", reply.length)
     except TimeoutError:
