@@ -1,5 +1,6 @@
 """docs/nccl.md names the variables that preflight warns of, with its verdicts; links of the guides exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -51,6 +52,36 @@ def test_the_infrastructure_page_answers_each_section_and_each_key_of_deepspeed_
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     for section, key in re.findall(r"`(\w+)\.(\w+)(?: = [^`]*)?`", "".join(right for _, right in rows)):
         assert key in sections[section].model_fields, f"{section}.{key}"
+
+
+def templates() -> list[re.Pattern]:
+    """What the program prints, as patterns: its strings with at least 18 letters of their own."""
+    found = []
+    for file in (DOCS.parent / "glm46").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            fixed = [text for text in texts if isinstance(text, str)]
+            if sum(map(len, fixed)) >= 18 and len("".join(fixed).split()) >= 3 and "\n" not in "".join(fixed):
+                pieces = [re.escape(text) if isinstance(text, str) else ".+" for text in texts]
+                found.append(re.compile(re.sub("%[sd]", ".+", "".join(pieces))))
+    return found
+
+
+def test_each_procedure_of_troubleshooting_quotes_what_the_program_prints():
+    """A message that is changed has to be changed in the guide, too."""
+    sections = (DOCS / "troubleshooting.md").read_text().split("\n## ")[1:]
+    patterns = templates()
+    strange, without = [], []
+    drifted = "step 60: the checkpoint was not saved. rank 0, saving step 60: No space left; raise something, or look"
+    assert not any(pattern.search(drifted) for pattern in patterns)
+    for section in sections:
+        quotes = re.findall(r"(?m)^    +(.+)$", section)
+        strange += [quote for quote in quotes if not any(pattern.search(f"  {quote} ") for pattern in patterns)]
+        if not quotes:
+            without.append(section.partition("\n")[0])
+    assert strange == []
+    assert without == ["Twenty faults in one run"]
 
 
 def test_pages_scripts_and_headings_that_the_guides_name_exist():
