@@ -2,17 +2,23 @@
 
 Each part is a process of its own with a time limit, so that a part that fails, hangs or fills the memory does not end
 the others. This process needs only the standard library.
+
+All together end within `SECONDS`: some machines are lent for commands of ten minutes. At most five files are written,
+anew after each part, so that a report that is cut off has what was measured.
 """
 
 import argparse
+import gzip
 import json
 import os
 import platform
 import shlex
+import shutil
 import site
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Callable
@@ -22,8 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-MINUTES = 10
+SECONDS = 570
 LAST_LINES = 40
+MOST_TRACE_BYTES = 15 * 2**20
+STEPS = 6
 Result = dict[str, Any]
 
 # A slice of GLM-4.5-Air for one GPU: one dense layer and as many MoE layers as fit, on the documents of this checkout.
@@ -92,7 +100,20 @@ def machine(folder: Path, is_dry: bool) -> Result:
 
 
 def gpu_tests(folder: Path, is_dry: bool) -> Result:
-    """tests/gpu, by pytest."""
+    """tests/gpu without FP8, by pytest."""
+    return _pytest(folder, "tests/gpu", f"--ignore={ROOT / FLOAT8_TESTS}")
+
+
+def float8_tests(folder: Path, is_dry: bool) -> Result:
+    """The tests of FP8. Its kernels check their operands on the device, and such a failure ends a process's use of the
+    GPU. They compile what training in FP8 needs."""
+    return _pytest(folder, FLOAT8_TESTS)
+
+
+FLOAT8_TESTS = "tests/gpu/test_float8_on_gpu.py"
+
+
+def _pytest(folder: Path, path: str, *more: str) -> Result:
     from xml.etree import ElementTree
 
     import pytest
@@ -100,7 +121,7 @@ def gpu_tests(folder: Path, is_dry: bool) -> Result:
     file = folder / "tests.xml"
     # -v: the output of a part that takes too long names the tests that have ended, and the one that has not.
     options = ["-v", "--tb=short", f"--rootdir={ROOT}", f"--junitxml={file}", "-p", "no:cacheprovider"]
-    code = pytest.main([str(ROOT / "tests/gpu"), *options])
+    code = pytest.main([str(ROOT / path), *more, *options])
     cases = list(ElementTree.parse(file).iter("testcase"))
     failed = []
     for case in cases:
@@ -139,7 +160,9 @@ def _race(names: list[str], is_dry: bool) -> Result:
     if is_dry:
         work = Workload("debug", 1, 32, torch.device("cpu"), torch.float32, layers=2)
     else:
-        work = Workload("GLM-4.5-Air", 1, 4096, torch.device("cuda"), torch.bfloat16, layers=4)
+        # Two models with gradients: 74 GB in four layers.
+        layers = 4 if torch.cuda.mem_get_info()[1] > 100e9 else 3
+        work = Workload("GLM-4.5-Air", 1, 4096, torch.device("cuda"), torch.bfloat16, layers=layers)
     contestants = race(work, tuple(names), 2 if is_dry else 5, lambda line: print(line, flush=True))
     flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
     rows = []
@@ -161,10 +184,12 @@ def _race(names: list[str], is_dry: bool) -> Result:
 
 def profile(folder: Path, is_dry: bool) -> Result:
     """Time and FLOPs by kind of module in a step of training."""
-    overrides = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "4" if is_dry else "8"]
+    overrides = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "4" if is_dry else str(STEPS)]
     trained = _train("profile", folder, is_dry, overrides)
     (table,) = folder.glob("profile/profile_traces/*/rank0_modules.json")
-    return trained | {"profile": json.loads(table.read_text())}
+    profiled = json.loads(table.read_text())
+    optimizer = sum(row["ms"] for row in profiled["rows"] if row["kind"] == "optimizer")
+    return trained | {"optimizer_share": optimizer / profiled["step_ms"], "profile": profiled}
 
 
 def bf16(folder: Path, is_dry: bool) -> Result:
@@ -193,7 +218,7 @@ def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str],
         "folder": folder / name, "text": folder / "text", "root": ROOT,
         "model": 'flavor = "GLM-4.5-Air"\nnum_nextn_predict_layers = 0\nnum_hidden_layers = 4',
         # 64k tokens a step: Muon's products do not depend on the tokens, and hide all else in a step of one row.
-        "training": 'steps = 12\nseq_len = 4096\nglobal_batch_size = 16\ndtype = "bfloat16"',
+        "training": f'steps = {STEPS}\nseq_len = 4096\nglobal_batch_size = 16\ndtype = "bfloat16"',
         "optimizer": 'state_dtype = "bfloat16"',
     }  # fmt: skip
     if is_dry:
@@ -212,8 +237,11 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     """Train some steps in this process."""
     import torch
 
+    from glm46.planner.flops import training_flops_per_token
     from glm46.planner.memory import plan_memory
+    from glm46.planner.muon_cost import muon_cost
     from glm46.planner.plan import resolve_plan
+    from glm46.planner.rank_parts import parts_of_ranks
     from glm46.prepare.pipeline import prepare_run
     from glm46.pretrain.task import train
 
@@ -231,11 +259,19 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
         if all(row.get(key) is not None for row in last)
     }
     shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {plan.step_tokens:,} tokens a step"
-    planned = plan_memory(config, 1, device="cpu" if is_dry else "gpu").total / 2**30
+    memory = plan_memory(config, 1, device="cpu" if is_dry else "gpu")
+    planned = (memory.total - memory.process) / 2**30  # the allocator's peak leaves out the process too
+    peak = means.get("memory_peak_gib/max")
+    products = plan.step_tokens * training_flops_per_token(plan.shape, config.training.seq_len, plan.document_tokens)
+    muon = muon_cost(parts_of_ranks(plan)[0], plan.shape, plan.layout, config.optimizer).flops
     return {
         "work": shape,
         **means,
-        "planned_gib": planned,
+        "planned_tensors_gib": planned,
+        **({"peak_over_plan": peak / planned} if peak else {}),
+        "tflop_per_step": products / 1e12,
+        "muon_tflop_per_step": muon / 1e12,
+        "muon_share_of_flops": muon / (products + muon),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
     }
@@ -252,17 +288,18 @@ def rates(folder: Path, is_dry: bool) -> Result:
 
 
 PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
-    "machine": (machine, 60),
-    "tests": (gpu_tests, 150),
-    "benchmark": (benchmark, 110),
-    "profile": (profile, 90),
-    "bf16": (bf16, 90),
-    "fp8": (fp8, 150),  # one minute of it compiles the 36 forms of a kernel of torchao that Triton chooses from
-    "rates": (rates, 40),
-    "benchmark_compiled": (benchmark_compiled, 100),
+    "machine": (machine, 40),  # and the packages from the folder of wheels
+    "tests": (gpu_tests, 100),
+    "benchmark": (benchmark, 60),
+    "profile": (profile, 60),
+    "bf16": (bf16, 80),
+    "float8_tests": (float8_tests, 70),  # most of it compiles the 36 forms of a kernel of torchao that Triton tries
+    "fp8": (fp8, 90),
+    "rates": (rates, 30),
+    "benchmark_compiled": (benchmark_compiled, 40),
 }
-"""Parts in their order, the most needed first, with the most seconds of each; the last ones get what is left of all.
-Parts that are asked for by name may take longer, as long as there is time."""
+"""Parts in their order, the most needed first, with their seconds, `SECONDS` in all. What a part leaves is for those
+after it. Parts that are asked for by name may take longer, as long as there is time."""
 
 
 def run_part(name: str, folder: Path, is_dry: bool) -> None:
@@ -277,10 +314,11 @@ def run_part(name: str, folder: Path, is_dry: bool) -> None:
 def attend_part(name: str, folder: Path, python: str, is_dry: bool, seconds: float) -> Result:
     """Run a part in a process of its own; its status, seconds, and result or reason."""
     command = [python, __file__, "--part", name, "--output", str(folder), *(["--dry-run"] if is_dry else [])]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": ""} if is_dry else {})
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    variables |= {"CUDA_VISIBLE_DEVICES": ""} if is_dry else {}
     began, log, file = time.monotonic(), folder / f"{name}.log", folder / f"{name}.json"
     if seconds < 1:
-        return {"status": "skipped", "reason": f"no time was left of {MINUTES} minutes", "seconds": 0.0}
+        return {"status": "skipped", "reason": f"no time was left of {SECONDS} s", "seconds": 0.0}
     file.unlink(missing_ok=True)
     try:
         with log.open("w") as output:
@@ -348,11 +386,38 @@ def as_markdown(report: Result) -> str:
     if all(speeds):
         how = " (dry run: FP32, and FP8 emulated)" if report["is_dry"] else ""
         lines += ["", f"FP8 is {speeds[1] / speeds[0]:.2f} times as fast as BF16{how}."]
+    profiled = parts.get("profile", {}).get("result")
+    if profiled:
+        measured, floor = profiled["optimizer_share"], profiled["muon_share_of_flops"]
+        lines += [
+            "",
+            f"The optimizer takes {measured:.1%} of the profiled step. Its floor is {floor:.1%}, the share of ",
+        ]
+        lines[-1] += "Muon's products in the FLOPs of the step: what it takes if all products run at one rate."
+    for name in ("bf16", "fp8"):
+        over = parts.get(name, {}).get("result", {}).get("peak_over_plan")
+        lines += [] if over is None else ["", f"{name}: the peak memory of tensors is {over:.1%} of the planned one."]
     peak = parts["machine"].get("result", {}).get("measured_peak_tflops")
     for name in ("benchmark", "benchmark_compiled") if peak else ():
         for row in parts.get(name, {}).get("result", {}).get("rows", []):
             lines += ["", f"{row['name']} ({name}) reaches {row['tflops'] / peak:.1%} of the measured peak."]
     return "\n".join(lines) + "\n"
+
+
+def write_files(report: Result, folder: Path, work: Path) -> None:
+    """Write report.json, report.md, the output of all parts, and what some leave."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.md").write_text(as_markdown(report))
+    logs = [work / f"{name}.log" for name in PARTS]
+    texts = [f"== {log.stem}\n{log.read_text(errors='replace')[-500_000:]}" for log in logs if log.exists()]
+    (folder / "logs.txt").write_text("\n".join(texts))
+    if (work / "efficiencies.json").exists():
+        shutil.copy(work / "efficiencies.json", folder)
+    for trace in work.glob("profile/profile_traces/*/rank0_trace.json"):
+        packed = gzip.compress(trace.read_bytes(), 6)
+        if len(packed) <= MOST_TRACE_BYTES:
+            (folder / "trace.json.gz").write_bytes(packed)
+        trace.unlink()
 
 
 def _show(value: object) -> str:
@@ -373,7 +438,10 @@ def main() -> int:
         prog="gpu_report.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("outputs/gpu_report"), help="folder of report.json and report.md"
+        "--output",
+        type=Path,
+        default=Path("outputs/gpu_report"),
+        help="folder of report.json, report.md, logs.txt, efficiencies.json and trace.json.gz",
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU; what needs a GPU is skipped")
@@ -394,9 +462,15 @@ def main() -> int:
     if arguments.part:
         run_part(arguments.part, folder, arguments.dry_run)
         return 0
-    began, python, missing = time.monotonic(), arguments.python, []
+    with tempfile.TemporaryDirectory(prefix="gpu_report-", ignore_cleanup_errors=True) as work:
+        return measure(arguments, names, folder, Path(work))
+
+
+def measure(arguments: argparse.Namespace, names: list[str], folder: Path, work: Path) -> int:
+    """Run the parts in the folder ``work`` and write the report; 0 if none has failed, 2 without a GPU."""
+    began, python, missing, planned = time.monotonic(), arguments.python, [], 0
     if arguments.wheels is not None:
-        python, missing = install(arguments.wheels.absolute(), folder)
+        python, missing = install(arguments.wheels.absolute(), work)
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(["scripts/gpu_report.sh", *sys.argv[1:]]),
@@ -409,16 +483,14 @@ def main() -> int:
         report["parts"] = json.loads(file.read_text())["parts"]
     for name in dict.fromkeys(["machine", *names]):
         print(f"{name} ...", flush=True)
-        left = MINUTES * 60 - (time.monotonic() - began)
-        most = PARTS[name][1] if names == list(PARTS) else left
-        part = report["parts"][name] = attend_part(name, folder, python, arguments.dry_run, min(most, left))
+        planned += PARTS[name][1]
+        left = (planned if names == list(PARTS) else SECONDS) - (time.monotonic() - began)
+        part = report["parts"][name] = attend_part(name, work, python, arguments.dry_run, left)
         print(
             f"  {part['status']} in {part['seconds']:.0f} s{': ' + part['reason'] if 'reason' in part else ''}",
             flush=True,
         )
-        # After each part, so that an interruption leaves what is known.
-        file.write_text(json.dumps(report, indent=1) + "\n")
-        (folder / "report.md").write_text(as_markdown(report))
+        write_files(report, folder, work)  # after each part, so that an interruption leaves what is known
         if name == "machine" and part["status"] == "skipped":
             return 2
     print(f"{folder / 'report.md'} and report.json")

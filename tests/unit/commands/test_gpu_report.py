@@ -1,11 +1,13 @@
 """scripts/gpu_report.sh without a GPU: every part runs, and what needs a GPU is skipped with its reason."""
 
+import gzip
 import importlib.util
 import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     report = json.loads((tmp_path / "report/report.json").read_text())
     parts = {name: part["status"] for name, part in report["parts"].items()}
     assert parts == {
-        "machine": "done", "tests": "skipped", "benchmark": "done", "profile": "done", "bf16": "done", "fp8": "done",
-        "rates": "done", "benchmark_compiled": "skipped",
+        "machine": "done", "tests": "skipped", "benchmark": "done", "profile": "done", "bf16": "done",
+        "float8_tests": "skipped", "fp8": "done", "rates": "done", "benchmark_compiled": "skipped",
     }, report  # fmt: skip
     assert "no CUDA device on this machine" in report["parts"]["tests"]["reason"]
     results = {name: part.get("result") for name, part in report["parts"].items()}
@@ -41,6 +43,15 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     text = (tmp_path / "report/report.md").read_text()
     for part in ("## GPU report of 20", "scripts/gpu_report.sh --dry-run", "| routed experts |", "FP8 is "):
         assert part in text
+    shares = results["profile"]["optimizer_share"], results["profile"]["muon_share_of_flops"]
+    assert (
+        f"takes {shares[0]:.1%} of" in text and f"floor is {shares[1]:.1%}," in text and all(0 < x < 1 for x in shares)
+    )
+    # Machines that are lent give back few files, and none of a folder in a folder.
+    files = sorted(file.name for file in (tmp_path / "report").iterdir())
+    assert files == ["efficiencies.json", "logs.txt", "report.json", "report.md", "trace.json.gz"]
+    assert "== bf16" in (tmp_path / "report/logs.txt").read_text()
+    assert json.loads(gzip.decompress((tmp_path / "report/trace.json.gz").read_bytes()))["traceEvents"]
 
 
 def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
@@ -97,6 +108,28 @@ def test_a_report_grows_over_calls_for_some_parts(tmp_path):
     assert ended.returncode == 2 and "--parts fp9: no such part; there are machine, tests" in ended.stderr
 
 
+def test_parts_end_in_time_and_leave_what_they_do_not_need(tmp_path, monkeypatch):
+    made = script()
+    assert sum(seconds for _, seconds in made.PARTS.values()) == made.SECONDS < 600 - 20
+    monkeypatch.setattr(made, "PARTS", {name: (None, 2) for name in ("machine", "tests", "bf16")})
+    monkeypatch.setattr(made, "SECONDS", 6)
+    given = []
+    monkeypatch.setattr(made, "attend_part", lambda *part: given.append(part[-1]) or {"status": "done", "seconds": 0.0})
+    arguments = SimpleNamespace(python="python", wheels=None, dry_run=True)
+    assert made.measure(arguments, ["machine", "tests", "bf16"], tmp_path, tmp_path) == 0
+    assert given == pytest.approx([2, 4, 6], abs=0.5)  # none of them took time
+    given.clear()
+    made.measure(arguments, ["tests"], tmp_path, tmp_path)
+    assert given == pytest.approx([6, 6], abs=0.5)
+
+
+def test_memory_is_compared_without_that_of_the_process():
+    part = {"status": "done", "seconds": 1.0, "result": {"tokens_per_second": 1.0, "peak_over_plan": 1.034}}
+    about = {"date": "today", "command": "x", "is_dry": False, "missing": []}
+    text = script().as_markdown(about | {"parts": {"machine": {"status": "done", "seconds": 1.0}, "bf16": part}})
+    assert "bf16: the peak memory of tensors is 103.4% of the planned one." in text
+
+
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
     made = script()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -108,7 +141,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
 
 
 RUNS = {
-    "profile": ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "8"],
+    "profile": ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "6"],
     "bf16": ["--compile.enable", "true"],
     "fp8": ["--compile.enable", "true", "--float8.recipe_name", "rowwise", "--float8.experts_recipe_name", "rowwise"],
 }
