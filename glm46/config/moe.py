@@ -41,4 +41,5 @@ class MTP(Section):
     """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
 
     loss_weight: Annotated[Schedule, Needs("model.num_nextn_predict_layers")] = 0.3
-    """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1."""
+    """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1.
+    With [rl] it has a gradient for the prediction layers alone."""

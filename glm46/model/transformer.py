@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glm46.config.model import ModelShape
 from glm46.model.attention_layout import AttentionLayout, attention_layout
 from glm46.model.block import TransformerBlock
-from glm46.model.cross_entropy import HeadForm, HeadOutput, summed_loss
+from glm46.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
 from glm46.model.layers import Linear, RMSNorm, local_weight
 from glm46.model.mtp import MTPLayer
 from glm46.model.rope import rotary_tables
@@ -76,6 +76,11 @@ class OutputHead(nn.Module):
         return form(hidden, self.weight, labels, None)
 
 
+def _frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None) -> HeadOutput:
+    """`summed_loss` without a gradient of the weight."""
+    return summed_loss(hidden, weight.detach(), labels, part)
+
+
 Head = Literal["lm", "value"]
 """The last layer: logits of the vocabulary, or one value per token."""
 
@@ -114,6 +119,9 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
+        self.mtp_alone = False
+        """The losses of the prediction layers have gradients for these layers alone, and none for what they share with
+        the main model: hidden states, embedding and head."""
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
 
     def cast(self, dtype: torch.dtype) -> "Transformer":
@@ -219,10 +227,16 @@ class Transformer(nn.Module):
         """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
         heads = [self.lm_head(hidden, labels, form)]
         if mtp_embeddings is not None:
+            if self.mtp_alone:
+                # A gradient of zeros, which pipeline stages send back, and exactly the same values.
+                mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
+                hidden = hidden.detach()
             for k, layer in enumerate(self.mtp.values()):
                 hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
                 statistics.append(of_layer)
-                heads.append(self.lm_head(hidden, mtp_labels[:, k]))
+                heads.append(
+                    self.lm_head(hidden, mtp_labels[:, k], _frozen_head_loss if self.mtp_alone else summed_loss)
+                )
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,

@@ -61,8 +61,9 @@ def _changed(plan: Plan, **sections: Section | None) -> Plan:
 
 class PolicyGradient:
     """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
-    of multi-token prediction where the batches have its labels. Its totals: ``targets``, ``samples``, and those of
-    `count_targets` for multi-token prediction. ``form`` is also the one that old log-probabilities are computed with.
+    of multi-token prediction on drawn tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
+    ``samples``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that old
+    log-probabilities are computed with.
     """
 
     def __init__(self, network: Network, config: RL, temperature: float, *, is_on_policy: bool = False):
@@ -221,6 +222,7 @@ class PolicyGradient:
         if any(totals["mtp_targets"]):
             losses = zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)
             row["mtp_loss"] = sum(loss / max(targets, 1) for loss, targets in losses) / self._depths
+            row["mtp_loss_weight"] = schedule_value(self._network.plan.config.mtp.loss_weight, clock)
         return row
 
 

@@ -31,6 +31,7 @@ class PackShape(NamedTuple):
     micro_batches: int | None
     """Of each rank, where a pipeline needs a fixed number, of fixed size."""
     mtp_depth: int
+    """Prediction layers that batches have tokens for."""
     model: ModelShape | None = None
     """Given under routing replay."""
     shares_prompts: bool = False
@@ -146,7 +147,9 @@ def build_batch(
 ) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
     each label in the rollout's tokens, int64 [B, S]; if samples share prompts ``prefix_ids``, int64 [B, S], see
-    `attention_layout`; under routing replay ``routes``, none where the rollout has none.
+    `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
+    ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
+    depth k predicts is drawn, too.
 
     Args:
         rows: numbers of samples in the step.
@@ -154,9 +157,11 @@ def build_batch(
         items: of the step.
     """
     fill = _PADDING | {"sample": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
-    arrays = _empty(len(rows), shape.seq_len, fill)
+    arrays, depths = _empty(len(rows), shape.seq_len, fill), range(1, shape.mtp_depth + 1)
     if shape.model is not None:
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
+    for name in ("input_ids", "labels") if depths else ():
+        arrays[f"mtp_{name}"] = np.full((len(rows), shape.seq_len, len(depths)), fill[name])
     documents = np.array([
         (row, document, sample, begin, end, -1 if prefix is None else prefix)
         for row, samples in enumerate(rows)
@@ -166,32 +171,46 @@ def build_batch(
     row, document, sample, begin, _, prefix = documents.repeat(lengths, 0).T
     token = np.arange(len(row))
     position = begin + token - (lengths.cumsum() - lengths).repeat(lengths)
-    of, number = rollout.arrays, first + sample
+    of, number, prompts = rollout.arrays, first + sample, len(rollout.arrays["prompt_tokens"])
     prompt_starts, starts = (of[name].cumsum() - of[name] for name in ("prompt_lengths", "lengths"))
-    label = position + 1 - of["prompt_lengths"][number]  # its index in the completion
-    place = np.where(label >= 0, starts[number] + label, -1)
-    place[of["is_reply"][place]] = -1
-    source = np.where(
-        label > 0, len(of["prompt_tokens"]) + starts[number] + label - 1, prompt_starts[number] + position
-    )
+    label, longest = position + 1 - of["prompt_lengths"][number], of["lengths"][number]  # index in the completion
+    tokens = np.concatenate([of["prompt_tokens"], of["tokens"]])
+
+    def source(ahead: int) -> np.ndarray:
+        """Places in ``tokens`` of the tokens so far behind each token, or of the last one of its sample."""
+        index = np.minimum(label - 1 + ahead, longest - 1)
+        return np.where(index >= 0, prompts + starts[number] + index, prompt_starts[number] + position + ahead)
+
+    def drawn(ahead: int) -> np.ndarray:
+        """Places in the rollout's tokens of the drawn tokens so far behind each token; -1 elsewhere."""
+        place = np.where((label >= 0) & (label + ahead <= longest), source(ahead) - prompts, -1)
+        place[of["is_reply"][place]] = -1
+        return place
+
+    def labels(place: np.ndarray) -> np.ndarray:
+        return np.where(place >= 0, of["tokens"][place], IGNORE)
+
+    place = drawn(1)
     found = {
-        "input_ids": np.concatenate([of["prompt_tokens"], of["tokens"]])[source],
+        "input_ids": tokens[source(0)],
         "positions": position,
         "document_ids": document,
         "prefix_ids": prefix,
-        "labels": np.where(place >= 0, of["tokens"][place], IGNORE),
+        "labels": labels(place),
         "sample": np.where(place >= 0, sample, -1),
         "place": place,
     }
     if "routes" in of:  # one fewer of each sample than tokens
         found["routes"] = of["routes"][prompt_starts[number] + starts[number] - number + position]
+    if depths:
+        found["mtp_input_ids"] = np.stack([tokens[source(depth)] for depth in depths], 1)
+        # As the main model at these places, so that the loss does not depend on who shares a prompt.
+        targets = [labels(np.where(place >= 0, drawn(depth + 1), -1)) for depth in depths]
+        found["mtp_labels"] = np.stack(targets, 1)
     for name in arrays.keys() & found.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = found[name]
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    if shape.mtp_depth:  # prediction layers are not trained, and a pipeline computes them
-        batch["mtp_input_ids"] = torch.zeros((len(rows), shape.mtp_depth, shape.seq_len), dtype=torch.int64)
-        batch["mtp_labels"] = torch.full((len(rows), shape.mtp_depth, shape.seq_len), IGNORE, dtype=torch.int64)
-    return batch
+    return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
 
 
 def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[int, int, int, int | None]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.config.rl import RL
+from glm46.config.rules_layout import values_of
 from glm46.distributed.collective_errors import read_on_first_rank
 from glm46.distributed.mesh import Cluster
 from glm46.model.cross_entropy import HeadForm, summed_loss
@@ -47,6 +48,9 @@ class StepBuilder:
         """In which the networks computed for the last rollout."""
         self.columns: dict[str, float] = {}
         """Columns of metrics of the last rollout."""
+        is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer
+        is_trained = any(values_of(plan.config.mtp.loss_weight))
+        self._mtp_depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
 
     def build(self, rollout: Rollout, *, is_inside: bool) -> Steps:
         """The steps of a rollout. Collective.
@@ -65,16 +69,17 @@ class StepBuilder:
 
     def _batches(self, rollout: Rollout) -> list[list[Batch]]:
         """This rank's micro-batches of each step."""
-        training, layout = self._plan.config.training, self._plan.layout
+        training, layout, depth = self._plan.config.training, self._plan.layout, self._mtp_depth
         is_pipeline = self._cluster.meshes.pipeline is not None
         shape = PackShape(
             seq_len=training.seq_len,
             rows=training.local_batch_size,
             ranks=layout.dp_degree,
             micro_batches=int(training.global_batch_size) // self._plan.rows_per_micro_batch if is_pipeline else None,
-            mtp_depth=self._plan.shape.num_nextn_predict_layers if is_pipeline else 0,
+            mtp_depth=depth,
             model=self._plan.shape if self._config.routing_replay else None,
-            shares_prompts=layout.cp == 1 and self._networks["policy"].shape.sliding_window is None,
+            # The second prediction layer would read completions at the end of a shared prompt.
+            shares_prompts=layout.cp == 1 and self._networks["policy"].shape.sliding_window is None and depth <= 1,
         )
         steps = []
         for first, end in self._step_bounds(rollout):
@@ -135,7 +140,10 @@ class StepBuilder:
             for batch in (batch for step in steps for batch in step):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
-                output = network.evaluate(batch, form, replay_routes=is_replayed, adapted=is_adapted)
+                inputs = batch
+                if network.pipeline is None:  # prediction layers are not needed
+                    inputs = {key: value for key, value in batch.items() if not key.startswith("mtp_")}
+                output = network.evaluate(inputs, form, replay_routes=is_replayed, adapted=is_adapted)
                 if output is not None:
                     values = network.whole_rows(getattr(output, column).unsqueeze(0), batch)[0]
                     collect(values.cpu(), batch, fields[name])

@@ -221,6 +221,7 @@ def build_network(
         with torch.device("meta"):
             models = [Transformer(plan.shape, head=head)]
     for model in models:
+        model.mtp_alone = plan.config.rl is not None  # the gradient of a policy is that of its rewards
         parallelize(model.requires_grad_(trainable), plan, cluster)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}

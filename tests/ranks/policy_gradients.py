@@ -137,6 +137,7 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
     for model in models.values():
         model.to_empty(device="cpu")
         initialise(model, config.debug.seed)
+        model.mtp_alone = True  # as in a run with [rl]
     for name in ALGORITHMS:
         rl = resolved(name)
         batch, rewards = make_samples(layout)
@@ -169,6 +170,8 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
     plan = resolve_plan(make_config(layout), process.world_size)
     cluster, found = build_cluster(plan.layout, process), {}
     networks = {"policy": build_network(plan, cluster), "critic": build_network(plan, cluster, head="value")}
+    for model in networks["policy"].models:
+        model.mtp_alone = True
     share = ROWS // layout.micro_batches // plan.layout.dp_degree
     for name in ALGORITHMS:
         rl = resolved(name)

@@ -45,6 +45,22 @@ def test_recomputation_changes_no_bit_and_counts_no_token_twice(tiny_shape, rand
     assert (sums.overflow > 0).all()
 
 
+def test_prediction_layers_alone_have_the_gradients_of_their_losses(tiny_shape, random_model, random_batch):
+    shape = tiny_shape(num_nextn_predict_layers=2)
+    batch, found = random_batch(shape), []
+    for alone, weight in ((True, 0.3), (False, 0.3), (False, 0.0)):
+        model = random_model(shape)
+        model.mtp_alone = alone
+        sums = model(**batch)
+        (sums.loss + weight * sums.mtp_losses.sum()).backward()
+        found.append((sums, {name: p.grad for name, p in model.named_parameters()}))
+    (sums, alone), (of_both, both), (_, main) = found
+    assert torch.equal(sums.mtp_losses, of_both.mtp_losses) and torch.equal(sums.loss, of_both.loss)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(gradient, (both if name.startswith("mtp.") else main)[name], rtol=1e-6, atol=1e-9)
+    assert (both["embed_tokens.weight"] - main["embed_tokens.weight"]).abs().max() > 1e-3
+
+
 def test_sums_add_up_over_micro_batches(tiny_shape, random_model, random_batch):
     """A batch of four equals two of two: sums, not means, so the caller may cut as it likes."""
     shape = tiny_shape(num_nextn_predict_layers=1)

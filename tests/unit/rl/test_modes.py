@@ -68,6 +68,29 @@ def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run,
 
 
 @pytest.mark.slow
+def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from_them(make_run, tmp_path):
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "abcab"}) + "\n" for number in range(20)))
+    rl, found, learned = {"algorithm": "grpo", "warm_up_rollouts": 10, "prompts": {"file": str(file)}}, {}, {}
+    for weight in (0.0, 0.3):
+        config = make_run(
+            f"run {weight}", 12, rl, model={"num_nextn_predict_layers": 1},
+            mtp={"loss_weight": weight}, optimizer={"lr": 1e-2},
+            training={
+                "steps": 12, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 32, "max_norm": 1e9,
+            },
+        )  # fmt: skip
+        assert train(config) == 0
+        found[weight], learned[weight] = contents(config, 12), [row.get("mtp_loss") for row in rows(config)]
+    assert set(learned[0.0]) == {None}, "nothing is computed with the weight 0"
+    losses = [loss for loss in learned[0.3] if loss is not None]
+    assert losses[0] > losses[-1] + 0.5 and losses[0] < 7
+    different = {name for name in found[0.0] if found[0.0][name] != found[0.3][name]}
+    assert different and all(".mtp." in name for name in different), different
+    assert "model.mtp.0.eh_proj.weight" in different
+
+
+@pytest.mark.slow
 def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_path):
     config = make_run("drawn", 3, {"mode": "rollout_only"})
     assert train(config) == 0

@@ -118,6 +118,28 @@ def test_samples_of_a_row_share_their_prompt():
     assert batch["sample"] == [-1, -1, 0, 0, 0, 1, -1, 2, 2, -1]
 
 
+def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model():
+    """A label where the main model has one. Samples that share a prompt have the tokens of those that do not."""
+    answer = Completion([7, 4, 4, 8, 9], [-1.0] * 5, "stop", [Span(0, 3)], None, ((1, 3),))  # 4: of an environment
+    replied = DrawnSample([5, 6], 8, answer, 1.0, {"exact": 1.0})
+    rollout, none = rollout_of(replied, sample(8, [5, 6], [1, 2, 3], 0.0)), IGNORE
+    shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=2)
+    batch = {name: values[0].tolist() for name, values in batch_of(rollout, [[0, 1]], shape).items()}
+    assert batch["input_ids"] == [5, 6, 7, 4, 4, 8, 5, 6, 1, 2, 0, 0]
+    assert batch["labels"] == [none, 7, none, none, 8, 9, none, 1, 2, 3, none, none]
+    # The last tokens of a sample are repeated where it has none so far ahead: nobody learns from or attends to that.
+    assert batch["mtp_input_ids"] == [[6, 7, 4, 4, 8, 9, 6, 1, 2, 3, 0, 0], [7, 4, 4, 8, 9, 9, 1, 2, 3, 3, 0, 0]]
+    assert batch["mtp_labels"] == [
+        [none, none, none, none, 9, none, none, 2, 3, none, none, none],
+        [none, none, none, none, none, none, none, 3, none, none, none, none],
+    ]
+    shape = shape._replace(mtp_depth=1, shares_prompts=True)
+    shared = {name: values[0].tolist() for name, values in batch_of(rollout, [[0, 1]], shape).items()}
+    assert shared["input_ids"] == [5, 6, 7, 4, 4, 8, 6, 1, 2, 0, 0, 0]
+    for name in ("mtp_input_ids", "mtp_labels"):
+        assert shared[name][0] == [*batch[name][0][:6], *batch[name][0][7:10], *batch[name][0][10:], batch[name][0][-1]]
+
+
 @given(
     groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12),
 )
