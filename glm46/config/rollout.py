@@ -28,6 +28,12 @@ class Rollout(Section):
     """[rollout]: how completions are drawn: from the whole distribution, without top-p and top-k, whose support the
     trainer would not know."""
 
+    refused = dict.fromkeys(
+        ("top_p", "top_k", "min_p"),
+        "samples are drawn from the whole distribution, because the trainer would not know which tokens were left out; "
+        "remove it",
+    )
+
     kind: Literal["local", "vllm", "sglang"] = "local"
     """local: by the ranks that train. vllm, sglang: by inference servers, which are started beforehand and load the
     policy after each update."""
@@ -49,9 +55,10 @@ class Rollout(Section):
     """Ranks over which the experts of a layer are spread while they draw, borrowed from all ranks of a pipeline
     stage."""
 
-    max_num_seqs: Annotated[int, _LOCAL] = Field(64, ge=1)
-    """Samples that a rank, or the ranks that share a model, draw at once. Each has keys and values of training.seq_len
-    tokens in memory; more of them draw faster as long as a step of decoding is not bound by arithmetic."""
+    max_num_seqs: int | None = Field(None, ge=1)
+    """Samples that are drawn at once: by a rank or the ranks that share a model, or by a server. Absent: 64, or 1024 by
+    a server, which queues those that it has no room for. In a rank each has keys and values of training.seq_len tokens
+    in memory; more of them draw faster as long as a step of decoding is not bound by arithmetic."""
 
     speculative: Annotated[bool, _LOCAL] = False
     """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] does not train these layers."""
@@ -97,6 +104,11 @@ class Rollout(Section):
 
     restart_seconds: Annotated[float, _SERVED] = Field(300.0, ge=0.0)
     """Longest wait for a server to come back when none is left. After it the run ends."""
+
+    @property
+    def samples_at_once(self) -> int:
+        """``max_num_seqs``, if it is absent the number for this kind of engine."""
+        return self.max_num_seqs or (64 if self.kind == "local" else 1024)
 
     @property
     def degrees(self) -> Degrees:

@@ -73,6 +73,8 @@ def _describe(item: dict, root: type[Section]) -> Fault:
         field = section.model_fields.get(name)
     key = dotted(place)
     if kind == "extra_forbidden":
+        if reason := section.refused.get(str(place[-1])):
+            return Fault((key,), f"{key}: unknown key; {reason}")
         meant, hint = _meant(place, section)
         return Fault((key,), f"{key}: unknown key; {hint}", doubtful=(meant,))
     if kind == "missing":

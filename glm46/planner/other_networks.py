@@ -53,7 +53,7 @@ def drawing(plan: Plan) -> float:
         ]  # fmt: skip
         weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
         cached = len(layers) + shape.num_nextn_predict_layers * (layers is stages[-1])
-        most = max(most, weights + config.rollout.max_num_seqs * config.training.seq_len * heads * cached)
+        most = max(most, weights + config.rollout.samples_at_once * config.training.seq_len * heads * cached)
     return width * (most + gathered)
 
 

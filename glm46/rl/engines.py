@@ -54,7 +54,7 @@ def build_engine(
         mesh = build_model_mesh(layout, process.rank, process.device.type)
         length, routes = config.training.seq_len, config.rl.routing_replay
         return LocalEngine(
-            policy, max_length=length, mesh=mesh, rows=section.max_num_seqs, speculative=section.speculative,
+            policy, max_length=length, mesh=mesh, rows=section.samples_at_once, speculative=section.speculative,
             routes=routes, is_stopped=is_stopped,
         )  # fmt: skip
     dtype = getattr(torch, config.training.mixed_precision_param)

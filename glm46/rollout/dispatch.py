@@ -12,8 +12,6 @@ from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError
 from glm46.rollout.records import Completion, Request, SamplingRules
 from glm46.rollout.server_state import EngineError, ServerState
 
-_MOST_RUNNING = 1024
-"""Requests of one server at a time: each has a thread and a connection."""
 _MOST_FAILURES = 3
 """In a row, of one server; or of one request on all servers."""
 _GRACE_SECONDS = 15.0
@@ -26,6 +24,8 @@ class Pool(Protocol):
 
     deadline: float
     """Seconds for one completion."""
+    most_running: int
+    """Requests of one server at a time: each has a thread and a connection."""
 
     @property
     def version(self) -> int:
@@ -110,7 +110,7 @@ class Dispatch:
             group = self._waiting[0]
             fresh = [state for state in ready if state not in self._failed_on[group[0]]] or ready
             state = min(fresh, key=lambda state: len(state.running))
-            if state.running and len(state.running) + len(group) > _MOST_RUNNING:
+            if state.running and len(state.running) + len(group) > self._pool.most_running:
                 return
             for index in self._waiting.popleft():
                 self._start(index, state)

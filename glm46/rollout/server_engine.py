@@ -72,6 +72,7 @@ class ServerEngine:
             servers,
             rules=rules,
             longest=max(map(len, prompts)) + config.max_new_tokens,
+            most_running=config.samples_at_once,
             deadline=config.deadline_seconds,
             restart=config.restart_seconds,
             say=say,

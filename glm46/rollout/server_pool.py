@@ -28,6 +28,7 @@ class ServerPool:
         *,
         rules: SamplingRules,
         longest: int,
+        most_running: int,
         deadline: float,
         restart: float,
         say: Callable[[str], None],
@@ -37,13 +38,15 @@ class ServerPool:
         Args:
             rules: of training rollouts.
             longest: tokens of a prompt and its completion.
+            most_running: requests that one server gets at a time.
             deadline: seconds for one completion, and for one server's update.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
             still_starting: raises EngineError if no server can come up any more.
         """
         self._states = [ServerState(server) for server in servers]
-        self._rules, self._longest, self.deadline, self._restart = rules, longest, deadline, restart
+        self._rules, self._longest, self.most_running = rules, longest, most_running
+        self.deadline, self._restart = deadline, restart
         self._say, self._still_starting = say, still_starting
         self._weights: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None

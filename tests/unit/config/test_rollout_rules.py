@@ -1,5 +1,6 @@
 """What a run with [rl] must say about prompts, rewards and completions: each fault with key, value and remedy."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ['rl.prompts.label_key = "gold"', "format", "math or exact"],
         ),
         (["--rollout.speculative", "true"], ["rollout.speculative = true", "num_nextn_predict_layers = 0", "remove"]),
-        (["--rollout.top_p", "0.9"], ["rollout.top_p", "unknown"]),
+        (["--rollout.top_p", "0.9"], ["rollout.top_p: unknown key", "trainer would not know", "remove it"]),
+        (["--rollout.top_k", "40"], ["rollout.top_k: unknown key", "trainer would not know", "remove it"]),
         (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
         (["--rollout.tensor_parallel_degree", "3"], ["rollout.tensor_parallel_degree = 3", "num_attention_heads = 4"]),
         (["--rollout.expert_parallel_degree", "3"], ["rollout.expert_parallel_degree = 3", "n_routed_experts = 8"]),
@@ -86,3 +88,15 @@ def test_the_resolved_recipe_runs_again(tmp_path):
     config = load_config(RECIPE)
     (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
     assert load_config(tmp_path / "config.toml") == config
+
+
+def test_the_debug_run_takes_servers_by_the_line_of_the_docs():
+    """Its file has the number of samples that are drawn at once, which holds for servers too."""
+    guide = Path("docs/rl.md").read_text().replace("\\\n", "")
+    (line,) = [line for line in guide.splitlines() if "--rollout.kind vllm" in line and line.startswith("CONFIG_FILE=")]
+    words = shlex.split(line)
+    file = Path(words[0].partition("=")[2])
+    config = load_config(file, words[words.index("./run_train.sh") + 1 :])
+    assert config.rollout.kind == "vllm" and config.rollout.urls and config.rollout.samples_at_once == 256
+    config = load_config(file, ["--rollout.kind", "sglang", "--rollout.urls", '["http://a:1"]'])
+    assert config.rollout.kind == "sglang"

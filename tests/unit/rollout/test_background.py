@@ -31,7 +31,8 @@ def stub(monkeypatch):
 @pytest.fixture
 def pool(stub, tmp_path):
     servers = [VllmServer(stub.url, range(50, 52))]
-    pool = ServerPool(servers, rules=RULES, longest=8, deadline=5.0, restart=0.2, say=lambda line: None)
+    bounds = {"longest": 8, "most_running": 1024, "deadline": 5.0, "restart": 0.2}
+    pool = ServerPool(servers, rules=RULES, say=lambda line: None, **bounds)
     update(pool, tmp_path, 1)
     return pool
 

@@ -35,9 +35,10 @@ def lines():
 
 @pytest.fixture
 def make_pool(stubs, tmp_path, lines):
-    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, deadline=5.0, restart=0.2):
+    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, most=1024, deadline=5.0, restart=0.2):
         made = [kind(stub.url, range(50, 52)) for stub in servers]
-        return ServerPool(made, rules=rules, longest=longest, deadline=deadline, restart=restart, say=lines.append)
+        bounds = {"longest": longest, "most_running": most, "deadline": deadline, "restart": restart}
+        return ServerPool(made, rules=rules, say=lines.append, **bounds)
 
     return make
 
@@ -71,6 +72,23 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
         assert first and second and len(first) + len(second) == 3
         for stub in stubs:
             stub.drawn.clear()
+
+
+def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs):
+    pool = make_pool(servers=stubs[:1], most=8, deadline=0.3)
+    pool.update(weights(1))
+    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._draw, [], []
+
+    def counted(*request):
+        running.append(request)
+        seen.append(len(running))
+        drawn = draw_one(*request)
+        running.remove(request)
+        return drawn
+
+    stubs[0]._draw = counted
+    assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
+    assert max(seen) == 8
 
 
 def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, weights, stubs):

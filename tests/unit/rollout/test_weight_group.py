@@ -44,7 +44,7 @@ class Sent:
         self.lines: list[str] = []
         servers = [VllmServer(stub.url, range(0)) for stub in stubs]
         waits = {"deadline": deadline, "restart": restart}
-        self.pool = ServerPool(servers, rules=RULES, longest=8, say=self.lines.append, **waits)
+        self.pool = ServerPool(servers, rules=RULES, longest=8, most_running=1024, say=self.lines.append, **waits)
 
     def update(self, version: int) -> None:
         self.pool.send = self.send
