@@ -22,8 +22,7 @@ if [ "$PWD" = "$root" ]; then script=./run_train.sh; fi
 printf -v GLM46_START '%s%s%q' "${HOSTFILE:+HOSTFILE=$(printf %q "$HOSTFILE") }${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"
 export GLM46_START
 
-config=${CONFIG_FILE:-train_configs/debug.toml}
-if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
+config=$(find_config)
 # Signals wait until Python listens, where env can block them (GNU).
 blocking=(env --block-signal=INT,TERM,HUP,USR1)
 "${blocking[@]}" true 2>/dev/null || blocking=(env)

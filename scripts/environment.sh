@@ -1,4 +1,5 @@
-# Sourced by run_train.sh and scripts/run_tests.sh: find or make a Python environment that has all that glm46 needs.
+# shellcheck shell=bash
+# Sourced by run_train.sh and scripts of this folder: find or make a Python environment that has all that glm46 needs.
 # Expects `root`, the folder of this checkout; use_environment sets `python`, the interpreter to use.
 
 # This checkout's code is used whatever environment runs it, from any working directory.
@@ -38,6 +39,13 @@ find_base_python() {
     return 2
 }
 
+# find_config: print the file of the run, from the current folder or else this checkout.
+find_config() {
+    local config=${CONFIG_FILE:-train_configs/debug.toml}
+    if [ ! -f "$config" ] && [ -f "$root/$config" ]; then config="$root/$config"; fi
+    echo "$config"
+}
+
 # install EXTRAS: glm46 and what it needs into .venv. A terminal sees pip's own progress, a log one line per package.
 install() {
     local wanted="$root${1:+[$1]}"
@@ -58,6 +66,17 @@ use_environment() {
         if has_everything "$python" "$extras"; then return; fi
     done
     python="$root/.venv/bin/python"
+    # All nodes of a job start at once, with one checkout: one of them installs. The shell holds the lock, by its descriptor.
+    mkdir -p "$root/.venv"
+    exec {lock}>>"$root/.venv/.lock"
+    if command -v flock >/dev/null && ! flock --nonblock "$lock"; then
+        echo "Waiting until another process has installed glm46 into $root/.venv"
+        attended flock "$lock"
+    fi
+    if has_everything "$python" "$extras"; then
+        exec {lock}>&-
+        return
+    fi
     if [ ! -x "$python" ]; then
         base=$(find_base_python) || exit 2
         echo "Making an environment in $root/.venv with $("$base" --version)"
@@ -68,4 +87,5 @@ use_environment() {
     # The gpu extra reads temperature and power, which needs a driver.
     if [ -e /proc/driver/nvidia/version ]; then extras="${extras:+$extras,}gpu"; fi
     attended install "$extras"
+    exec {lock}>&-
 }

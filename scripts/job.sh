@@ -12,6 +12,31 @@ use_state() {
     export GLM46_STATE=$job.state
 }
 
+# use_slurm_state: `use_state` for this job of Slurm, or for the chain of jobs of one name that Slurm runs one after another.
+use_slurm_state() {
+    local name=$SLURM_JOB_ID count=${SLURM_RESTART_COUNT:-0}
+    is_chain=''
+    if [[ ${SLURM_JOB_DEPENDENCY:-} == *singleton* ]]; then is_chain=1 name=${SLURM_JOB_NAME//\//_} count=1; fi
+    use_state "${SLURM_CLUSTER_NAME:-slurm}-$name" "$count"
+}
+
+# check_hosts COMMAND: run a preflight, once for a job, since later starts wait for storage that may be away. PREFLIGHT=0 skips
+# it. Sets `code`, as `attend`.
+check_hosts() {
+    code=0
+    if [ "${PREFLIGHT:-1}" = 0 ] || [ -e "$job.checked" ]; then return 0; fi
+    attend "$@"
+    case $code in
+        0) : >"$job.checked" ;;
+        75) ;;
+        *)
+            echo "error: preflight ended with exit code $code, nothing was trained; end what fails above, submit the job without" \
+                "these hosts (Slurm: --exclude), or set PREFLIGHT=0" >&2
+            ;;
+    esac
+    return "$code"
+}
+
 remove_state() { rm -f "$job" "$job".*; }
 
 # attend COMMAND: run it, pass SIGUSR1 on, and set `code` when it has ended. `is_ended` is set after SIGTERM, which job
@@ -46,27 +71,35 @@ goes_on() {
     return 1
 }
 
-# requeue_or_end: the end of a job script of Slurm after `attend`.
+# requeue_or_end: the end of a job script of Slurm after `attend`. A chain goes on with its next job, or is cancelled.
 requeue_or_end() {
+    local waiting=$SLURM_JOB_ID chain=(--name="$SLURM_JOB_NAME" --user="${SLURM_JOB_USER:-$USER}")
     if [ -n "$is_ended" ]; then
-        # Slurm counts a restart as soon as it requeues the job; without one, the job was cancelled or its time is over.
-        case $(scontrol show job "$SLURM_JOB_ID") in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) remove_state ;; esac
+        if [ -z "$is_chain" ]; then
+            # Slurm counts a restart as soon as it requeues the job; without one, the job was cancelled or its time is over.
+            case $(scontrol show job "$SLURM_JOB_ID") in *" Restarts=${SLURM_RESTART_COUNT:-0} "*) remove_state ;; esac
+        fi
         exit "$code"
     fi
-    if goes_on "starts of this job" && scontrol requeue "$SLURM_JOB_ID"; then
-        exclude "$lost_hosts"
+    if ! goes_on "starts of this job"; then
+        [ -z "$is_chain" ] || scancel "${chain[@]}" --state=PENDING
+        exit "$code"
+    elif [ -n "$is_chain" ]; then
+        waiting=$(squeue --noheader "${chain[@]}" --states=PENDING --format=%A)
+    else
+        scontrol requeue "$SLURM_JOB_ID" || exit "$code"
     fi
+    for waiting in ${lost_hosts:+$waiting}; do exclude "$waiting" "$lost_hosts"; done
     exit "$code"
 }
 
-# exclude HOSTS: keep the requeued job from these hosts, beside those that it excludes already. A lost node looks healthy
-# to Slurm for a while. Slurm takes the list once the job waits again.
+# exclude JOB HOSTS: keep a waiting job from these hosts, beside those that it excludes already. A lost node looks healthy to
+# Slurm for a while. Slurm takes the list of a requeued job once it waits.
 exclude() {
     local known _
-    if [ -z "$1" ]; then return; fi
-    known=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1,/p')
+    known=$(scontrol show job "$1" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1,/p')
     for _ in {1..50}; do
-        if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known#(null),}${1// /,}" 2>/dev/null; then break; fi
+        if scontrol update JobId="$1" ExcNodeList="${known#(null),}${2// /,}" 2>/dev/null; then break; fi
         sleep 0.1
     done
 }

@@ -34,7 +34,7 @@ def cluster_files(
     if arguments.type == "slurm":
         files["submit_job.slurm"] = _slurm(arguments, len(hosts) > arguments.nodes, len(hosts))
     if arguments.type == "pbs":
-        files["submit_job.pbs"] = _pbs(arguments, len(hosts))
+        files["submit_job.pbs"] = _pbs(arguments, len(hosts), min(answer["cores"] for answer in answers))
     return files
 
 
@@ -48,7 +48,10 @@ def _variables(arguments: argparse.Namespace, answers: Sequence[dict[str, Any]])
             f"export NCCL_SOCKET_IFNAME=={name}",
         ]
         lines += [f"export GLOO_SOCKET_IFNAME={name}"]
-    lines += [f"export MASTER_PORT={arguments.master_port}", f"export CONFIG_FILE={shlex.quote(str(arguments.config))}"]
+    lines += ["# launch.sh adds MASTER_ADDR. A job gets other nodes each time, and takes the first of them."]
+    config = shlex.quote(str(arguments.config.absolute()))  # launch.sh starts in another folder
+    lines += [f"export MASTER_PORT={arguments.master_port}", f"export CONFIG_FILE={config}"]
+    lines += [f"export NGPU={arguments.gpus_per_node}"]
     lines += ["# States of the optimizer that do not fit: --optimizer.state_offload_folder $GLM46_NVME"]
     return "\n".join([*lines, f"export GLM46_NVME={arguments.nvme_path}", ""])
 
@@ -71,8 +74,9 @@ def _slurm(arguments: argparse.Namespace, has_spares: bool, hosts: int) -> str:
     return _with_variables(text, arguments, f"NODES={arguments.nodes}" if has_spares else "")
 
 
-def _pbs(arguments: argparse.Namespace, hosts: int) -> str:
+def _pbs(arguments: argparse.Namespace, hosts: int, cores: int) -> str:
     text = _replaced(_shipped("pbs/train.pbs"), r"(#PBS -l select=)\d+", hosts)
+    text = _replaced(text, r"(#PBS -l select=.*:ncpus=)\d+", cores)
     text = _replaced(text, r"(#PBS -l select=.*:ngpus=)\d+", arguments.gpus_per_node)
     return _with_variables(text, arguments, f"NODES={arguments.nodes}")
 

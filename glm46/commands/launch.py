@@ -20,9 +20,15 @@ from glm46.commands.environment import describe_version
 from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
 from glm46.commands.node_client import ANSWER_SECONDS, CONNECTIONS, Driver
-from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_node
+from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
 from glm46.commands.options import config_parser, fetched_overrides, parse_with_overrides, positive, process_count
-from glm46.commands.rendezvous import rendezvous_options, reporting_missing_nodes, require_free_port, wait_for_first
+from glm46.commands.rendezvous import (
+    refuse_ports,
+    rendezvous_options,
+    reporting_missing_nodes,
+    require_free_port,
+    wait_for_first,
+)
 from glm46.commands.restarts import keep_running
 from glm46.commands.saved_steps import LONGEST_ABSENCE, SavedSteps, known_step
 from glm46.commands.standby import Standby
@@ -232,11 +238,8 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
     config = _load(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
-    if nodes.count > 1 and nodes.port + max_restarts > LAST_PORT:
-        raise UserError(
-            f"environment: MASTER_PORT = {nodes.port} with --max-restarts {max_restarts}: each start takes the next "
-            f"port, and the last is {LAST_PORT}; set MASTER_PORT to at most {LAST_PORT - max_restarts}"
-        )
+    if nodes.count > 1:
+        refuse_ports(nodes, max_restarts, config.metrics.prometheus_port)
     require_free_port(nodes, number)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
     if arguments.from_hostfile:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from glm46.commands.nodes import Nodes
+from glm46.commands.nodes import LAST_PORT, Nodes
 from glm46.config.errors import UserError
 
 _PREPARE_SECONDS = 3600
@@ -37,6 +37,28 @@ def rendezvous_options(nodes: Nodes, processes: int, start: int) -> list[str]:
         f"--rdzv-id={nodes.job}",
         f"--rdzv-conf=timeout={_seconds(start)}",
     ]
+
+
+def refuse_ports(nodes: Nodes, restarts: int, exporter: int | None) -> None:
+    """Refuse the ports of several nodes, one for each start, if some do not exist or the exporter would take one.
+
+    Args:
+        exporter: ``metrics.prometheus_port``.
+
+    Raises:
+        UserError: on all nodes.
+    """
+    last = nodes.port + restarts
+    if last > LAST_PORT:
+        raise UserError(
+            f"environment: MASTER_PORT = {nodes.port} with --max-restarts {restarts}: each start takes the next port, "
+            f"and the last is {LAST_PORT}; set MASTER_PORT to at most {LAST_PORT - restarts}"
+        )
+    if exporter is not None and nodes.port <= exporter <= last:
+        raise UserError(
+            f"metrics.prometheus_port = {exporter}: ranks meet at the ports {nodes.port} to {last} (MASTER_PORT, and "
+            "the next one after each of --max-restarts); state a port outside of them"
+        )
 
 
 def require_free_port(nodes: Nodes, start: int) -> None:

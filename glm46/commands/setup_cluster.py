@@ -88,7 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nodes", type=positive, required=True, action=_Once, help="that train; more hosts are spares")
     parser.add_argument("--gpus-per-node", type=positive, required=True, action=_Once, help="processes of each node")
-    parser.add_argument("--master-addr", required=True, action=_Once, help="name or IPv4 address of the first node")
+    parser.add_argument(
+        "--master-addr",
+        required=True,
+        action=_Once,
+        help="name or IPv4 address of the first host, for launch.sh; a job takes its own first node",
+    )
     parser.add_argument("--master-port", type=int, default=29500, action=_Once, help="on which ranks meet; 29500")
     parser.add_argument(
         "--nvme-path", type=Path, required=True, action=_Once, help="folder on a local disk of each node"
@@ -255,12 +260,14 @@ def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -
     fault = _folder_fault(folder)
     if makes and not fault:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    machine = detect_machine(visible_gpus(), root=root)
     ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
     active = sum("ACTIVE" in port.read_text() for port in ports)
     return {
         "versions": describe_version(),
         "driver": driver_version(root),
-        "gpus": len(detect_machine(visible_gpus(), root=root).gpus),
+        "gpus": len(machine.gpus),
+        "cores": machine.cores,
         "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
         "interface": _interface(root),
         "nvme": fault,

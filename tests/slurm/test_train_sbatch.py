@@ -41,11 +41,12 @@ class Job:
         nodes: of the allocation of a job with spares; 0 for the script without.
         ranks: on each node.
         options: of sbatch.
+        checks: begin with a preflight.
     """
 
     def __init__(
         self, cluster: SlurmCluster, folder: Path, config, *words: str,
-        seen: Path | None = None, nodes: int = 0, ranks: int = 1, options: tuple[str, ...] = (),
+        seen: Path | None = None, nodes: int = 0, ranks: int = 1, options: tuple[str, ...] = (), checks: bool = False,
     ):  # fmt: skip
         self._cluster, self._folder = cluster, folder
         folder.mkdir(exist_ok=True)
@@ -55,7 +56,7 @@ class Job:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "CONFIG_FILE": str(folder / "run.toml"), "NGPU": str(ranks), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        variables["GLM46_JOBS"] = str(folder / "jobs")
+        variables |= {"GLM46_JOBS": str(folder / "jobs"), "PREFLIGHT": str(int(checks))}
         output = f"--output={folder}/%x-%j.log"
         script = ["deploy/slurm/train.sbatch"]
         if nodes:
@@ -91,10 +92,10 @@ class Job:
 
 def test_a_refused_job_and_a_cancelled_one_are_not_requeued(cluster, make_config, tmp_path):
     config = make_config(training={"steps": 100_000})
-    refused = Job(cluster, tmp_path / "refused", config, "--training.seq_len", "0")
+    refused = Job(cluster, tmp_path / "refused", config, "--training.seq_len", "0", checks=True)
     refused.wait(refused.has_ended)
     assert (refused.state()["ExitCode"], refused.state()["Restarts"]) == ("2:0", "0"), refused.output()
-    assert "training.seq_len" in refused.output()
+    assert "training.seq_len" in refused.output() and "preflight ended with exit code 2" in refused.output()
 
     cancelled = Job(cluster, tmp_path / "cancelled", config)
     cancelled.wait(lambda: len(cancelled.losses()) >= 3)

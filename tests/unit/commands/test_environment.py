@@ -1,5 +1,6 @@
 """Missing and unfit packages are one message, before torch is imported."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -66,3 +67,36 @@ def test_the_check_of_packages_imports_no_torch():
     code = "import sys, glm46.commands.environment as e; e.unfit_packages(); print('torch' in sys.modules)"
     end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert end.stdout == "False\n"
+
+
+PYTHON = """#!/bin/bash
+case "$*" in
+*"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >> "$root/done" ;;
+*glm46.commands.environment*) [ -e "$root/has_all" ] || { [[ $0 == */.venv/* ]] && [ -e "$root/installed" ]; } ;;
+*"pip install"*) echo install >> "$root/done"; sleep 0.5; touch "$root/installed" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_nodes_of_a_job_that_start_at_once_install_into_their_checkout_once(tmp_path, is_first):
+    """With a stand-in for Python, which has everything once it has been installed."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "python3", "python3.13"):
+        (tmp_path / "bin" / name).write_text(PYTHON)
+        (tmp_path / "bin" / name).chmod(0o755)
+    if not is_first:
+        (tmp_path / "has_all").touch()
+    command = f'. {ROOT}/scripts/environment.sh; use_environment ""; ls -l /proc/$$/fd; echo "uses $python"'
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "root": str(tmp_path)}
+    nodes = [
+        subprocess.Popen(["bash", "-euc", command], env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [node.communicate(timeout=20)[0] for node in nodes]
+    assert all(node.returncode == 0 for node in nodes) and not any(".lock" in text for text in said)
+    if not is_first:
+        assert not (tmp_path / "done").exists() and not (tmp_path / ".venv").exists()
+        return
+    assert (tmp_path / "done").read_text() == "venv\ninstall\n"
+    assert sum(f"uses {tmp_path}/.venv/bin/python" in text for text in said) == 3

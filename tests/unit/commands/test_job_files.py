@@ -85,7 +85,7 @@ exit "$CODE\"""",
         (tmp_path / "job").write_text(JOB.format(walltime=walltime, starts=starts))
         own = {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PBS_O_WORKDIR": str(tmp_path),
-            "PBS_JOBID": "42.server", "PBS_NODEFILE": str(tmp_path / "nodes"),
+            "PBS_JOBID": "42.server", "PBS_NODEFILE": str(tmp_path / "nodes"), "PREFLIGHT": "0",
             "CODE": str(code), "STATE": state, "CONFIG_FILE": "my.toml",
         }  # fmt: skip
         command = ["bash", str(PBS)]
@@ -180,11 +180,15 @@ def slurm(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "scripts").symlink_to(DEPLOY.parent / "scripts")
     programs = {
-        "bin/srun": """cat "$GLM46_STATE" > found 2>/dev/null
+        "bin/srun": """echo "$@" >> started
+case $2 in *preflight.sh) exit "$CHECK" ;; esac
+cat "$GLM46_STATE" > found 2>/dev/null
 printf "$STATE" > "$GLM46_STATE"; [ -z "$ENDS" ] || { kill "$PPID"; sleep 0.3; }; exit "$CODE\"""",
         "bin/scontrol": """case $* in
 "show job"*) echo "   Requeue=1 Restarts=${RESTARTS} BatchFlag=1"; echo "   ReqNodeList=(null) ExcNodeList=$EXCLUDED" ;;
 *) echo "$@" >> asked ;; esac""",
+        "bin/squeue": 'echo "$@" >> asked; printf "%s\\n" 8 9',
+        "bin/scancel": 'echo "cancel $@" >> asked',
         "run_train.sh": "",
     }
     for name, text in programs.items():
@@ -192,19 +196,23 @@ printf "$STATE" > "$GLM46_STATE"; [ -z "$ENDS" ] || { kill "$PPID"; sleep 0.3; }
         (tmp_path / name).chmod(0o755)
 
     def run(code: int, state: str, restarts: int = 1, **variables: str) -> str:
-        for name in ("asked", "found"):
+        for name in ("asked", "found", "started"):
             (tmp_path / name).unlink(missing_ok=True)
         own = {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "trial",
             "SLURM_RESTART_COUNT": str(restarts), "RESTARTS": str(restarts), "EXCLUDED": "(null)",
-            "CODE": str(code), "STATE": state,
+            "CODE": str(code), "STATE": state, "PREFLIGHT": "0", "SLURM_JOB_NAME": "mine", "SLURM_JOB_USER": "me",
         }  # fmt: skip
-        command = ["bash", str(DEPLOY / "slurm" / "train.sbatch")]
+        command = ["bash", str(DEPLOY / "slurm" / "train.sbatch"), "--a.b", "c"]
         end = subprocess.run(command, env=own | variables, cwd=tmp_path, capture_output=True, text=True, timeout=20)
         assert end.returncode == code, end.stderr
         return end.stderr
 
     return run
+
+
+def started(folder: Path) -> list[str]:
+    return (folder / "started").read_text().splitlines()
 
 
 def asked(folder: Path) -> list[str]:
@@ -243,6 +251,72 @@ def test_a_requeued_job_keeps_away_from_its_lost_hosts_and_from_those_before(slu
     assert asked(tmp_path) == ["requeue 7", f"update JobId=7 ExcNodeList={listed}"]
 
 
+def test_a_job_of_slurm_checks_its_nodes_once_before_it_trains(slurm, tmp_path):
+    check = "--cpu-bind=none scripts/preflight.sh --a.b c"
+    train = "--cpu-bind=none ./run_train.sh --max-restarts 100 --a.b c"
+    for code in (1, EXIT_USER_ERROR):
+        said = slurm(code, "", 0, PREFLIGHT="", CHECK=str(code))
+        assert f"preflight ended with exit code {code}" in said and "PREFLIGHT=0" in said
+        assert started(tmp_path) == [check] and asked(tmp_path) == state_files(tmp_path) == []
+    slurm(EXIT_STOPPED, "newest_step=7", 0, PREFLIGHT="", CHECK="0")
+    assert started(tmp_path) == [check, train] and asked(tmp_path) == ["requeue 7"]
+    slurm(EXIT_STOPPED, "newest_step=9", 1, PREFLIGHT="")  # the storage of a later start may be away
+    assert started(tmp_path) == [train]
+    slurm(EXIT_STOPPED, "newest_step=9", 0, PREFLIGHT="", CHECK=str(EXIT_STOPPED))  # stopped while it checks
+    assert started(tmp_path) == [check] and asked(tmp_path) == ["requeue 7"]
+
+
+def test_a_job_of_pbs_checks_its_hosts_before_it_trains(pbs, tmp_path):
+    (tmp_path / "scripts").unlink()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "job.sh").symlink_to(DEPLOY.parent / "scripts" / "job.sh")
+    check = tmp_path / "scripts" / "preflight.sh"
+    check.write_text('#!/bin/bash\necho "$@" > checked; cat "$2" >> checked; exit "$CHECK"\n')
+    check.chmod(0o755)
+    job = pbs(PREFLIGHT="", CHECK="1", OVERRIDES="--a.b c", NODES="2")
+    assert job.wait() == 1 and "preflight ended with exit code 1" in job.stdout.read()
+    assert not (tmp_path / "arguments").exists() and not (tmp_path / "submitted").exists()
+    assert (tmp_path / "checked").read_text().split()[2:] == ["--a.b", "c", "n1.site", "n2.site"]
+    assert state_files(tmp_path) == []
+    assert pbs(PREFLIGHT="", CHECK="0").wait() == 0 and (tmp_path / "arguments").exists()
+
+
+def test_jobs_of_one_name_are_the_starts_of_one_run(slurm, tmp_path):
+    """Where requeue is forbidden."""
+    chain = {"SLURM_JOB_DEPENDENCY": "singleton"}
+    assert slurm(EXIT_STOPPED, "newest_step=7", 0, **chain) == "" and asked(tmp_path) == [
+        "--noheader --name=mine --user=me --states=PENDING --format=%A"
+    ]
+    slurm(EXIT_HANG, "newest_step=9\nlost_hosts=n3\n", 0, SLURM_JOB_ID="8", **chain)
+    assert (tmp_path / "found").read_text() == "newest_step=7"
+    assert asked(tmp_path)[1:] == ["update JobId=8 ExcNodeList=n3", "update JobId=9 ExcNodeList=n3"]
+    # Slurm sends SIGTERM at the time limit, too, after which the next job goes on.
+    slurm(EXIT_STOPPED, "newest_step=9", 0, ENDS="1", **chain)
+    assert asked(tmp_path) == [] and state_files(tmp_path) != []
+    for code in (0, EXIT_USER_ERROR):
+        slurm(code, "newest_step=9", 0, **chain)
+        assert asked(tmp_path) == ["cancel --name=mine --user=me --state=PENDING"] and state_files(tmp_path) == []
+
+
+def test_preflight_of_a_job_gets_the_config_and_overrides_of_the_run_and_no_option_of_launch(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@" >> said; exit "$CODE"\n')
+    python.chmod(0o755)
+    (tmp_path / "my run.toml").touch()
+    variables = {
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "CONFIG_FILE": "my run.toml",
+        "NGPU": "4",
+        "CODE": "0",
+    }
+    words = ["--max-restarts", "3", "--a.b", "c d", "--nodes=2", "--hostfile", "hosts"]
+    script = [str(DEPLOY.parent / "scripts" / "preflight.sh"), *words]
+    assert subprocess.run(script, env=os.environ | variables, cwd=tmp_path).returncode == 0
+    given = "preflight --quick --config my run.toml --nproc 4 --a.b c d --hostfile hosts"
+    assert (tmp_path / "said").read_text().splitlines()[-1] == f"-m glm46 {given}"
+
+
 def test_pods_start_the_script_with_time_to_save_and_mistakes_end_the_job():
     """Checked once against the schemas of Kubeflow Trainer's resources; here what must fit to this program."""
     runtime, job = yaml.safe_load_all((DEPLOY / "kubernetes" / "trainjob.yaml").read_text())
@@ -271,10 +345,17 @@ SKYPILOT = {
 }  # fmt: skip
 
 
-def test_skypilot_starts_the_script_and_recovers_what_job_systems_requeue():
+def test_skypilot_starts_the_script_in_the_volume_and_recovers_what_job_systems_requeue(tmp_path):
     task = yaml.safe_load((DEPLOY / "skypilot" / "train.yaml").read_text())
     assert set(task) <= SKYPILOT
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_STOPPED, EXIT_HANG]
-    assert task["run"].startswith("./run_train.sh ")
     (folder,) = task["volumes"]
-    assert f"--job.dump_folder {folder}/" in task["run"]
+    # Each node has its own checkout; relative paths are those of the volume, which all nodes see.
+    copy, volume = tmp_path / "copy", tmp_path / "volume"
+    for place in (copy, volume):
+        place.mkdir()
+    (copy / "run_train.sh").write_text('#!/bin/sh\necho "$@" > "$PWD/arguments"\n')
+    (copy / "run_train.sh").chmod(0o755)
+    assert f"cd {folder} " in task["run"]
+    subprocess.run(["bash", "-c", task["run"].replace(f"cd {folder} ", f"cd {volume} ")], check=True, cwd=copy)
+    assert (volume / "arguments").read_text() == "--max-restarts 100\n"

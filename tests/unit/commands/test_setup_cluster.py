@@ -103,12 +103,13 @@ def test_hosts_that_do_not_answer_are_all_named_and_nothing_is_changed(cluster, 
     [
         ("ssh", None, {}),
         ("slurm", "submit_job.slurm", {"--nodes=3", "--gpus-per-node=2", "--no-kill"}),
-        ("pbs", "submit_job.pbs", {"-l select=3:ncpus=96:ngpus=2:mpiprocs=1"}),
+        ("pbs", "submit_job.pbs", {f"-l select=3:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
     ],
 )
 def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path, kind, job, directives):
     """Three hosts, two of which train."""
-    words, folder = cluster(kind), tmp_path / "cluster"
+    (tmp_path / "debug.toml").symlink_to(ROOT / "train_configs/debug.toml")
+    words, folder = cluster(kind, config="debug.toml"), tmp_path / "cluster"
     script = [ROOT / "scripts" / "setup_cluster.sh", *words]
     path = os.pathsep.join(
         [os.environ["PATH"].split(os.pathsep)[0], str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -127,7 +128,10 @@ def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path,
     for name in set(texts) - {"hostfile"}:
         assert subprocess.run(["bash", "-n", folder / name]).returncode == 0, name
     assert "--nodes 2 " in texts["launch.sh"] and "MASTER_ADDR=127.0.0.2" in texts["launch.sh"]
+    assert f"\nexport CONFIG_FILE={tmp_path / 'debug.toml'}\n" in texts["setup_env.sh"]
+    assert "\nexport NGPU=2\n" in texts["setup_env.sh"]
     if job:
+        assert "export MASTER_ADDR" not in texts[job] + texts["setup_env.sh"]  # the first node of the job
         assert directives <= set(re.findall(r"^#(?:SBATCH|PBS) (.*)", texts[job], re.MULTILINE))
         before, after = texts[job].split(f". {folder}/setup_env.sh\n")
         assert "export NODES=2" in after and "\nif" not in before and "#SBATCH" not in after and "#PBS" not in after
