@@ -54,7 +54,7 @@ def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
         A function of x [N, I], rows sorted by group, in multiples of 16 ("rowwise") or 32 ("mxfp8"); weight [E, I, O],
         whose columns are contiguous; and offsets, int32 [E], the running sum of the group sizes.
     """
-    with _tuned_by_arguments():
+    with _tuned_once():
         from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
     product = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm
     if recipe == "rowwise":
@@ -72,8 +72,10 @@ def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def _tuned_by_arguments() -> Iterator[None]:
-    """Inside of it, `triton.autotune` ignores keys that are no arguments of the kernel, as Triton did before 3.9."""
+def _tuned_once() -> Iterator[None]:
+    """Inside of it, `triton.autotune` ignores keys that are no arguments of the kernel, as Triton did before 3.9, and
+    the number of rows of kernels for groups of rows: each step has another one with expert parallelism, and would time
+    the 36 forms of such a kernel again."""
     if not has_triton():
         yield
         return
@@ -82,7 +84,11 @@ def _tuned_by_arguments() -> Iterator[None]:
     autotune = triton.autotune
 
     def tune(configs: list, key: list[str], **options: Any) -> Callable:
-        return lambda kernel: autotune(configs, [name for name in key if name in kernel.arg_names], **options)(kernel)
+        def tuned(kernel: Any) -> Any:
+            names = ["N_GROUPS", "N", "N1", "N2"] if "offsets_ptr" in kernel.arg_names else key
+            return autotune(configs, [name for name in names if name in kernel.arg_names], **options)(kernel)
+
+        return tuned
 
     triton.autotune = tune
     try:

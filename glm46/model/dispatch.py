@@ -116,7 +116,8 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
 
-    Padding repeats the last row of its group, so that no largest element of a group changes by it.
+    Padding repeats the last row of its group, so that no largest element of a group changes by it. Empty groups stay
+    empty: the GPU kernels of torch 2.11 and newer take them, for FP8's gradients of weights too.
 
     Args:
         rows: number of rows, all of them in a group.

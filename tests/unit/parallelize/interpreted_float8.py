@@ -56,6 +56,8 @@ def main() -> None:
     product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))
     from torchao.prototype.moe_training.kernels import float8_rowwise, jagged_float8_scales
 
+    # Not the number of rows, by which each step would be tuned anew.
+    assert jagged_float8_scales._triton_fp8_per_group_colwise_scales_dual_kernel.keys == ["N_GROUPS", "N1", "N2"]
     interpreter._convert_float, torch._scaled_grouped_mm = _converted, _scaled_grouped_mm
     for module in (float8_rowwise, jagged_float8_scales):
         for kernel in vars(module).values():
