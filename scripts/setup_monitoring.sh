@@ -142,7 +142,7 @@ install_file() {
 
 write_files() {
     local deploy=$root/deploy/monitoring name
-    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,data/{prometheus,alertmanager,grafana},dashboards,consoles} \
+    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,textfile,data/{prometheus,alertmanager,grafana},dashboards,consoles} \
         "$folder"/provisioning/{datasources,dashboards}
     sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
         "$deploy/prometheus.yml" | install_file prometheus.yml
@@ -257,7 +257,7 @@ start_all() {
         echo "alertmanager: not found, so nobody is told: apt-get install prometheus-alertmanager" >&2
     fi
     if [ -n "${program_of[node-exporter]}" ]; then
-        start node-exporter --web.listen-address="$bind:${port[node-exporter]}"
+        start node-exporter --web.listen-address="$bind:${port[node-exporter]}" --collector.textfile.directory=textfile
     else
         echo "node-exporter: not found; figures of nodes are missing: apt-get install prometheus-node-exporter" >&2
     fi

@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_hosts
+from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
 from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
@@ -34,7 +35,7 @@ from glm46.distributed.hostfile import read_hostfile
 from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import detect_machine
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.preflight.compare import as_json, compare_hosts, from_json, host_facts, worst
+from glm46.preflight.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
 from glm46.preflight.gpu import GPU_CHECKS
 from glm46.preflight.host import HOST_CHECKS
 from glm46.preflight.monitoring import MONITORING_CHECKS
@@ -62,6 +63,10 @@ _CHECK_SECONDS = {False: 15.0, True: 300.0}
 _RANK_SECONDS = {False: 45, True: 300}
 """Deadlines of each check, and of all that the ranks do: quick, full."""
 _LOG_COLUMNS = 150
+_RESTARTS = 10
+"""Of --max-restarts, each of which takes the next port."""
+RESULTS_FILE = "preflight.json"
+"""Name of the results in the dump folder."""
 _STANDARD_OUTPUT = Path("-")
 _PROMETHEUS = "http://127.0.0.1:9090"
 _LEAVE_SECONDS = 5.0
@@ -95,11 +100,14 @@ def preflight_command(argv: Sequence[str]) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse what could be used only after all checks have run."""
-    file, url = arguments.json, arguments.prometheus
-    if file is not None and file != _STANDARD_OUTPUT:
-        place = file if file.exists() else file.parent
-        if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-            raise UserError(f"command line: --json {file}: cannot be written; name a file in a folder that exists")
+    url = arguments.prometheus
+    for option, file in (("--json", arguments.json), ("--textfile", arguments.textfile)):
+        if file is not None and file != _STANDARD_OUTPUT:
+            place = file if file.exists() else file.parent
+            if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+                raise UserError(
+                    f"command line: {option} {file}: cannot be written; name a file in a folder that exists"
+                )
     if url is not None and not _is_server(url):
         raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
 
@@ -133,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         "--hostfile", type=Path, metavar="FILE", help="start it on these hosts from here, over ssh; as that of launch"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one line of JSON; - prints it")
+    parser.add_argument(
+        "--textfile", type=Path, metavar="FILE", help="write counts of verdicts for node exporter, *.prom"
+    )
     parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
     parser.add_argument("--ranks-per-host", type=int, help=argparse.SUPPRESS)
@@ -153,13 +164,9 @@ class _Host:
         began, subject = time.monotonic(), self._subject()
         report = self._examine(subject)
         if self.arguments.local:
-            return _finish(
-                self.arguments, [report], [Result("ranks", SKIP, "--local starts none")], time.monotonic() - began
-            )
+            return self._finish([report], [Result("ranks", SKIP, "--local starts none")], began)
         if self.nodes.count == 1:
-            return _finish(
-                self.arguments, [report], self._judged([report], *self._start_ranks(subject)), time.monotonic() - began
-            )
+            return self._finish([report], self._judged([report], *self._start_ranks(subject)), began)
         return self._meet(report, subject, began)
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
@@ -180,7 +187,7 @@ class _Host:
             stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
             group = [Result("ranks", SKIP, f"no ranks without {', '.join(missing)}")]
             group = group if missing else self._judged(reports, end, rows, stages)
-            code = _finish(self.arguments, reports, group, time.monotonic() - began)
+            code = self._finish(reports, group, began)
         code = meeting.decide("code", code, _RANK_SECONDS[True])
         meeting.collect("end", True, _LEAVE_SECONDS)
         return EXIT_FAIL if code is None else code
@@ -197,7 +204,11 @@ class _Host:
         processes = self.arguments.nproc or self.nodes.processes or len(machine.gpus)
         processes = processes or min(_PROCESSES_WITHOUT_GPU, machine.cores)
         first = self.nodes.port
-        ports = {"MASTER_PORT": first, "MASTER_PORT + 1": first + 1} if self.nodes.count > 1 else {}
+        ports: dict[str, int] = {}
+        if self.nodes.count > 1:
+            last = min(first + _RESTARTS, LAST_PORT)
+            ports = {f"MASTER_PORT + {port - first}": port for port in range(first + 1, last + 1)}
+            ports = {"MASTER_PORT": first} | ports
         if self.config is not None and self.config.metrics.prometheus_port is not None:
             ports["metrics.prometheus_port"] = self.config.metrics.prometheus_port
         return Subject(
@@ -257,14 +268,19 @@ class _Host:
         group = rows.get(-1, [])
         return [*group, _failed_ranks(stages, end)] if end.code else group
 
-
-def _finish(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
-    """Compare the hosts, then `_show`."""
-    names = Counter(report.host for report in reports)
-    for node, report in enumerate(reports):
-        report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
-    compare_hosts(reports)
-    return _show(arguments, reports, group, seconds)
+    def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
+        """Compare the hosts, keep all results in the dump folder, then `_show`."""
+        names = Counter(report.host for report in reports)
+        for node, report in enumerate(reports):
+            report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
+        compare_hosts(reports)
+        seconds = time.monotonic() - began
+        if self.config is not None and not self.arguments.local:
+            folder = Path(self.config.job.dump_folder)
+            with suppress(OSError):  # which is a result of its own
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / RESULTS_FILE).write_text(as_json(reports, group, seconds) + "\n")
+        return _show(self.arguments, reports, group, seconds)
 
 
 def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
@@ -276,6 +292,10 @@ def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[
     line = as_json(reports, group, seconds)
     if arguments.json is not None and arguments.json != _STANDARD_OUTPUT:
         arguments.json.write_text(line + "\n")
+    if arguments.textfile is not None:
+        draft = arguments.textfile.with_suffix(".draft")  # complete or absent: node exporter may read it at any time
+        draft.write_text(as_metrics(reports, group, time.time()))
+        draft.replace(arguments.textfile)
     width = None if sys.stdout.isatty() else _LOG_COLUMNS
     if arguments.json == _STANDARD_OUTPUT:
         print(line, flush=True)

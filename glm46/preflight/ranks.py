@@ -35,6 +35,11 @@ _NODE_BUS = {"B200": 780, "H200": 430, "H100": 440, "H800": 150, "A100": 220}
 """GB/s that an all-reduce of 1 GiB or more over the eight GPUs of a host reaches at least, as clouds and vendors state
 it for their health checks; H800 from its link of 200 GB/s."""
 
+_HOST_COPIES = {"B200": 48, "H200": 48, "H100": 48, "H800": 48, "A100": 21, "A800": 21}
+"""GB/s between host and GPU over PCIe 5 and 4 with 16 lanes, as clouds state it for their health checks of one GPU."""
+_ALL_AT_ONCE = 0.8
+"""Of it, where all GPUs of a host copy at once and share its memory."""
+
 
 class Examination:
     """The examination of a group, on one of its ranks. All methods but `stage` are collective.
@@ -203,7 +208,8 @@ class Examination:
             block.copy_(there, non_blocking=True)
             best = [min(best[0], middle - began), min(best[1], self._sync() - middle)]
         speeds = self._gather(len(block) / max(best) / 1e9)
-        least = _SLOWEST_GPU * statistics.median_high(speeds)
+        known = find_accelerator(torch.cuda.get_device_name())
+        least = least_copy_speed(speeds, known.name.split()[0] if known else "")
         self._by_host("host copies", speeds, "GB/s", least, f">= {least:.3g} GB/s", "PCIe link of this GPU: drain")
 
     def _collectives(self) -> None:
@@ -282,3 +288,13 @@ class Examination:
 
     def _small_steps(self, plan: Plan) -> None:
         self.rows[-1].append(small_steps(plan, self._process))
+
+
+def least_copy_speed(speeds: list[float], gpu: str) -> float:
+    """GB/s that copies between host and GPU must reach: most of the median of all ranks, and what this GPU's link gives
+    anywhere, so that a run of slow hosts alone is found, too.
+
+    Args:
+        gpu: its name in `_HOST_COPIES`; others have no limit of their own.
+    """
+    return max(_SLOWEST_GPU * statistics.median_high(speeds), _ALL_AT_ONCE * _HOST_COPIES.get(gpu, 0))

@@ -1,5 +1,8 @@
 """Results as a table: what is wrong first by host, then what was found."""
 
+import re
+import shlex
+import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -11,6 +14,8 @@ from glm46.preflight.results import FAIL, PASS, VERDICTS, WARN, HostReport, Resu
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 _GROUP = "all ranks"
+_BROKEN = re.compile("drain|reboot|reset|reseat|replace")
+"""In the remedies of what a config cannot cause."""
 
 
 def print_table(reports: Sequence[HostReport], group: Sequence[Result], seconds: float, console: Console) -> None:
@@ -28,6 +33,12 @@ def print_table(reports: Sequence[HostReport], group: Sequence[Result], seconds:
     bad = [(host, result) for host, result in rows if result.verdict in (WARN, FAIL)]
     for host, result in bad:
         console.print(f"{result.verdict} {host}, {_plain(result.check)}: {_plain(result.remedy)}", soft_wrap=True)
+    for report in reports if shutil.which("scontrol") else ():
+        checks = [r.check for r in report.results if r.verdict == FAIL and _BROKEN.search(r.remedy)]
+        if checks:
+            node = report.host.split()[0].partition(".")[0]
+            reason = shlex.quote(f"preflight: {', '.join(dict.fromkeys(checks))}")
+            console.print(f"drain: scontrol update NodeName={node} State=DRAIN Reason={_plain(reason)}", soft_wrap=True)
     every = [*group, *(result for report in reports for result in report.results)]
     counts = ", ".join(f"{sum(r.verdict == verdict for r in every)} {verdict}" for verdict in VERDICTS)
     console.print(f"{worst(every)}: {counted(len(reports), 'host')}, {counts}, {seconds:.0f} s")
