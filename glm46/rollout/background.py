@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from glm46.files.durable import replace_durably
 from glm46.rollout.first_rank import pack, unpack
-from glm46.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.rollout.records import Completion, Request, SamplingRules, Span, appended_routes
 
 Draw = Callable[
     [Sequence[Request], SamplingRules, threading.Event, Callable[[int, Completion], None]], list[Completion]
@@ -192,18 +190,14 @@ def rest(request: Request, drawn: Completion) -> Request:
 
 
 def continued(first: Completion, then: Completion) -> Completion:
-    """One completion of two parts, the second of which was drawn behind the first. Routes of the first one's tokens
-    are its own: other weights route them in another way when they are computed again."""
+    """One completion of two parts, the second of which was drawn behind the first."""
     at = len(first.tokens)
     spans = [*first.spans, *(Span(at + start, version) for start, version in then.spans)]
     spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
-    routes = then.routes
-    if first.routes is not None and then.routes is not None:
-        routes = np.concatenate([first.routes, then.routes[len(first.routes) :]])
     return Completion(
         first.tokens + then.tokens,
         first.logprobs + then.logprobs,
         then.finish,
         spans,
-        routes if then.tokens else first.routes,
+        appended_routes(first.routes, then.routes if then.tokens else None),
     )

@@ -68,10 +68,20 @@ class Completion(NamedTuple):
             tokens=[*self.tokens, *reply, *turn.tokens],
             logprobs=logprobs,
             spans=spans,
+            routes=appended_routes(self.routes, turn.routes),
             replies=(*self.replies, (start, end)),
             drafted=self.drafted + turn.drafted,
             accepted=self.accepted + turn.accepted,
         )
+
+
+def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
+    """Routes of a completion whose second part was drawn behind the first. Those of the first part are kept: its
+    log-probabilities belong to them, and tokens that are computed again, by other weights or in another batch, may be
+    routed in another way."""
+    if first is None or then is None:
+        return first if then is None else then
+    return np.concatenate([first, then[len(first) :]])
 
 
 class Engine(Protocol):

@@ -159,11 +159,16 @@ def test_an_error_reaches_the_one_who_waits(pool, stub, tmp_path):
         drawing.take(1, set(), never)
 
 
-def test_parts_of_a_sample_keep_the_routes_that_drew_them():
+def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     first = Completion([5, 6], [-1.0, -2.0], "abort", [Span(0, 3)], np.full((4, 1, 1), 1, np.uint8))
     then = Completion([7], [-3.0], "stop", [Span(0, 3)], np.full((5, 1, 1), 2, np.uint8))
     whole = continued(first, then)
     assert whole.tokens == [5, 6, 7] and whole.spans == [(0, 3)] and whole.finish == "stop"
     assert whole.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2]
+    turn = then._replace(routes=np.full((7, 1, 1), 2, np.uint8))  # of 3 prompt tokens, 2 drawn, 2 replied and 1 drawn
+    conversation = first.extended([30, 31], turn)
+    assert conversation.tokens == [5, 6, 30, 31, 7] and conversation.replies == ((2, 4),)
+    assert conversation.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2]
     assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4)
-    assert continued(first, Completion([], [], "abort", [], None)) == first
+    stopped = continued(first, Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
+    assert stopped.tokens == first.tokens and stopped.routes.tolist() == first.routes.tolist()
