@@ -1,10 +1,12 @@
-"""Write golden.json: what verl's and TRL's own functions make of fixed samples.
+"""Write golden.json: what verl's, TRL's and slime's own functions make of fixed samples.
 
     pip download --no-deps verl==0.9.1; unzip -d verl_folder verl-0.9.1-*.whl
-    python tests/unit/rl/golden_vectors.py verl_folder > tests/unit/rl/golden.json
+    git -C slime show 624b824a:examples/train_infer_mismatch_helper/mis.py > mis.py
+    python tests/unit/rl/golden_vectors.py verl_folder mis.py > tests/unit/rl/golden.json
 
-Neither is imported, for verl needs Ray, and TRL's trainer pandas: their functions are cut out of their files and run
-with stubs; TRL 1.16 is an installed package. The test compares with the numbers; no code of either is in this project.
+None is imported, for verl needs Ray, slime Megatron, and TRL's trainer pandas: their functions are cut out of their
+files and run with stubs; TRL 1.16 is an installed package. The test compares with the numbers; no code of them is in
+this project.
 """
 
 import ast
@@ -99,12 +101,13 @@ def loss_of_trl(of: dict[str, Tensor], advantages: Tensor, loss_type: str, **key
     return {"gradient": new.grad}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, of_slime: Path) -> None:
     functional = functions_of(folder / "verl/utils/torch_functional.py", {"torch": torch})
     given = {"torch": torch, "np": np, "defaultdict": defaultdict, "verl_F": functional, "Optional": Optional}
     given |= {"ActorConfig": Stub, "AlgoConfig": type("AlgoConfig", (), {}), "Any": Any, "math": math}
     core = functions_of(folder / "verl/trainer/ppo/core_algos.py", given)
     corrections = functions_of(folder / "verl/trainer/ppo/rollout_corr_helper.py", given)
+    slime = functions_of(of_slime, {"torch": torch, "Any": Any})
     of = inputs()
     mask, index = of["mask"], np.array(GROUPS)
     last = [int(row.nonzero().max()) for row in mask]
@@ -137,11 +140,23 @@ def main(folder: Path) -> None:
     def weights(level: str, bound: float | str, normalize: bool = False) -> Tensor:
         return corrections.compute_rollout_correction_weights(log_ratio, mask, level, bound, normalize)[0]
 
+    def kept(option: str, low: float, high: float) -> Tensor:
+        """verl bounds the inverse of the ratio."""
+        bounds = f"{1 / high}_{1 / low}"
+        return corrections.compute_rollout_rejection_mask(log_ratio, mask, option, bounds)[0]
+
+    def weights_of_slime(**keys: Any) -> Tensor:
+        given, masks, _ = slime.compute_mis_weights(
+            Stub(use_tis=True, **keys),
+            train_log_probs=list(of["old"]), rollout_log_probs=list(of["rollout"]), loss_masks=list(mask),
+        )  # fmt: skip
+        return torch.stack(given) * torch.stack(masks)
+
     mean, tokens = "seq-mean-token-mean", "token-mean"
     gae, gae_returns = core.compute_gae_advantage_return(scores((0.1, "k2")), of["values"], mask, 0.9, 0.8)
     discounted = core.compute_reinforce_plus_plus_outcome_advantage(scores((0.1, "k1")), mask, Stub(gamma=0.9))[0]
     baseline = core.compute_reinforce_plus_plus_baseline_outcome_advantage(scores(), mask, index)[0]
-    rejected = corrections.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", "0.8_1.25")[0]
+    every = {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.0, "rs_upper_bound": 1e9}
     cases = {
         "grpo": loss_of("vanilla", grpo(), mean, kl=(0.1, "k3", "reference")),
         "dr_grpo": loss_of("vanilla", grpo(False), "seq-mean-token-sum-norm"),
@@ -156,7 +171,23 @@ def main(folder: Path) -> None:
         "rloo": loss_of("vanilla", core.compute_rloo_outcome_advantage(scores((0.2, "k3")), mask, index)[0], mean),
         "tv": loss_of("dppo_tv", grpo(False), tokens, kl=(2e-3, "k2", "old"), clip_ratio=0.05),
         "icepop": loss_of("vanilla", grpo(), mean, weights("token", "0.7_1.4")),
-        "mis": loss_of("vanilla", grpo(), mean, weights("sequence", 2.0, True) * rejected),
+        "mis": loss_of("vanilla", grpo(), mean, weights("sequence", 2.0, True) * kept("seq_mean_k1", 0.8, 1.25)),
+        "reject_token": loss_of("vanilla", grpo(), mean, weights("token", 1.5) * kept("token_k1", 0.6, 1.8)),
+        "reject_sequence": loss_of("vanilla", grpo(), mean, weights("token", 1.5) * kept("seq_sum_k1", 0.3, 1.2)),
+        "slime_clip": loss_of("vanilla", grpo(), mean, weights_of_slime(
+            tis_level="geometric", tis_mode="clip", tis_lower_bound=0.75, tis_upper_bound=1.0,
+        )),
+        "slime_veto": loss_of("vanilla", grpo(), mean, weights_of_slime(
+            tis_level="token", tis_mode="truncate", tis_upper_bound=1.5, rs_veto_threshold=0.47, **every,
+        )),
+        "slime_mask": loss_of("vanilla", grpo(), mean, weights_of_slime(
+            tis_level="sequence", tis_mode="mask", tis_lower_bound=0.3, tis_upper_bound=1.2, use_rs=True,
+            rs_level="token", rs_lower_bound=0.6, rs_upper_bound=2.5,
+        )),
+        "slime_sequence": loss_of("vanilla", grpo(), mean, weights_of_slime(
+            tis_level="geometric", tis_mode="truncate", tis_upper_bound=1.0, use_rs=True, rs_level="sequence",
+            rs_lower_bound=0.25, rs_upper_bound=1.2,
+        )),
     }  # fmt: skip
     cases |= {
         "trl_gspo": loss_of_trl(of, grpo(), "grpo", importance_sampling_level="sequence", epsilon_low=0.01, beta=0.1),
@@ -185,4 +216,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Advantages, losses and gradients equal those of verl 0.9.1 and TRL 1.16 on the same samples."""
+"""Advantages, losses and gradients equal those of verl 0.9.1, TRL 1.16 and slime (August 2026) on the same samples."""
 
 import json
 from pathlib import Path
@@ -42,6 +42,35 @@ CASES = {
             "level": "sequence", "high": 2.0, "normalize": True, "reject_level": "geometric", "reject_high": 1.25,
         },
     },
+    "reject_token": {
+        "algorithm": "grpo",
+        "correction": {
+            "level": "token", "high": 1.5, "reject_level": "token", "reject_low": 0.6, "reject_high": 1.8,
+        },
+    },
+    "reject_sequence": {
+        "algorithm": "grpo",
+        "correction": {
+            "level": "token", "high": 1.5, "reject_level": "sequence", "reject_low": 0.3, "reject_high": 1.2,
+        },
+    },
+    "slime_clip": {
+        "algorithm": "grpo", "correction": {"level": "geometric", "mode": "clip", "low": 0.75, "high": 1.0},
+    },
+    "slime_veto": {"algorithm": "grpo", "correction": {"level": "token", "high": 1.5, "veto": 0.47}},
+    "slime_mask": {
+        "algorithm": "grpo",
+        "correction": {
+            "level": "sequence", "mode": "mask", "low": 0.3, "high": 1.2,
+            "reject_level": "token", "reject_low": 0.6, "reject_high": 2.5,
+        },
+    },
+    "slime_sequence": {
+        "algorithm": "grpo",
+        "correction": {
+            "level": "geometric", "high": 1.0, "reject_level": "sequence", "reject_low": 0.25, "reject_high": 1.2,
+        },
+    },
 }  # fmt: skip
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-7}
 """Fields are FP32, the inputs of the peers were FP64."""
@@ -71,6 +100,9 @@ def test_a_step_equals_that_of_the_peer(name):
             torch.testing.assert_close(batch[field].double(), table(expected[field]), **TOLERANCE)
     torch.testing.assert_close(gradient, table(expected["gradient"]), **TOLERANCE)
     assert gradient.abs().max() > 1e-3
+    if config.correction.reject_level != "none" or config.correction.veto:
+        is_left = table(expected["correction"])[table(GOLDEN["inputs"]["mask"]) > 0] > 0
+        assert 4 < is_left.sum() < len(is_left) - 4, "some tokens leave the loss, others stay"
     # verl counts the bound of the dual clip apart.
     if name != "ppo" and "clipped" in expected:
         assert metrics["clip_fraction"] == pytest.approx(expected["clipped"], abs=1e-6)
