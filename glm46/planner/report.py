@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
 from glm46.planner.curriculum import TextStage
+from glm46.planner.effective_time import RESTART_SECONDS, STALL_SECONDS, effective_time
 from glm46.planner.flops import training_flops
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
@@ -99,6 +100,7 @@ def plan_numbers(run: RunPlan) -> dict:
             "dollars": cost.dollars,
             "tokens_per_second": cost.tokens_per_second,
             "mfu": cost.mfu,
+            "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
             "stages": [
                 {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
                 | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
@@ -175,8 +177,25 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
             _line("GPU-hours", f"{cost.gpu_hours:,.0f}"),
             *money,
             _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
+            *_failure_lines(plan, cost),
         ],
     }
+
+
+def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
+    found = effective_time(plan, cost)
+    if found is None:
+        return []
+    best = (
+        f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
+    )
+    return [
+        _line(
+            "hours between failures", f"{found.failure_seconds / 3600:,.1f}", "(at the rate of Llama 3's 16,384 H100)"
+        ),
+        _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {found.interval_seconds / 60:,.1f} min)"),
+        _line("best checkpoint.interval", f"{found.best_steps:,}", best),
+    ]
 
 
 def _seconds(seconds: float) -> str:
