@@ -24,6 +24,7 @@ export GLM46_START
 
 config=$(find_config)
 # Signals wait until Python listens, where env can block them (GNU).
+# shellcheck disable=SC2054
 blocking=(env --block-signal=INT,TERM,HUP,USR1)
 "${blocking[@]}" true 2>/dev/null || blocking=(env)
 exec "${blocking[@]}" "$python" -m glm46 launch --config "$config" --nproc "${NGPU:-auto}" ${HOSTFILE:+--hostfile "$HOSTFILE"} "$@"

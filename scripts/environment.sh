@@ -2,6 +2,7 @@
 # Sourced by run_train.sh and scripts of this folder: find or make a Python environment that has all that glm46 needs.
 # Expects `root`, the folder of this checkout; use_environment sets `python`, the interpreter to use.
 
+# shellcheck disable=SC2154
 # This checkout's code is used whatever environment runs it, from any working directory.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 

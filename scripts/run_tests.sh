@@ -9,7 +9,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 . "$root/scripts/environment.sh"
 
-side_by_side=() alone=() options=() fast= previous=
+side_by_side=() alone=() options=() fast='' previous=''
 for argument in "$@"; do
     path=${argument%%::*}
     path=${path#"$root"/}

@@ -112,8 +112,8 @@ start() {
         return
     fi
     (cd "$folder" && exec setsid "$program" "$@" >"log/$name.log" 2>&1 </dev/null) &
-    local pid=$! tries
-    for tries in $(seq 100); do
+    local pid=$! _
+    for _ in $(seq 100); do
         if (ready "$name") 2>/dev/null; then
             echo "$pid" >"$folder/run/$name.pid"
             readlink -f "/proc/$pid/exe" >"$folder/run/$name.exe"

@@ -90,6 +90,11 @@ class Job:
         return self.state()["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
+@pytest.mark.parametrize("script", sorted(ROOT.glob("deploy/slurm/*.sbatch")), ids=lambda path: path.name)
+def test_slurm_takes_the_options_of_the_shipped_scripts(cluster, script):
+    assert cluster.call("sbatch", "--test-only", str(script), cwd=ROOT) == ""  # what it says goes to stderr
+
+
 def test_a_refused_job_and_a_cancelled_one_are_not_requeued(cluster, make_config, tmp_path):
     config = make_config(training={"steps": 100_000})
     refused = Job(cluster, tmp_path / "refused", config, "--training.seq_len", "0", checks=True)
@@ -136,6 +141,19 @@ def test_a_stopped_job_goes_on_as_an_undisturbed_one(cluster, config, expected, 
     stopped.wait(lambda: len(stopped.losses()) >= 30)
     cluster.call("scancel", "--signal=USR1", "--batch", stopped.number)
     check_same_after_a_requeue(stopped, "the signal", expected)
+
+
+def test_jobs_of_one_name_go_on_one_after_another(cluster, config, expected, tmp_path):
+    """Where requeue is forbidden."""
+    options = ("--no-requeue", "--dependency=singleton", "--job-name=chain")
+    first, second, third = (Job(cluster, tmp_path / "chain", config, options=options) for _ in range(3))
+    first.wait(lambda: len(first.losses()) >= 30)
+    cluster.call("scancel", "--signal=USR1", "--batch", first.number)
+    second.wait(second.has_ended)
+    third.wait(third.has_ended, 20)
+    assert [job.state()["JobState"] for job in (first, second, third)] == ["FAILED", "COMPLETED", "CANCELLED"]
+    assert first.state()["ExitCode"] == "75:0" and re.search(r"resumed after step \d+", second.output())
+    assert second.losses() == expected and list((tmp_path / "chain/jobs").iterdir()) == []
 
 
 def test_a_job_goes_on_behind_its_time_limit(cluster, make_config, tmp_path):

@@ -4,6 +4,7 @@ of their fields. Slurm's run under a real one (tests/slurm)."""
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -34,6 +35,40 @@ def test_directives_of_pbs_are_legal():
     assert len(lines) == 6
     for _, option, value in lines:
         assert re.fullmatch(PBS_DIRECTIVES[option], value), (option, value)
+
+
+# Options of sbatch that a directive may hold, with the form of their values. Source: Slurm 22.05, sbatch.1.
+SLURM_DIRECTIVES = {
+    "--job-name": r"\w+", "--nodes": r"\d+", "--ntasks-per-node": "1", "--gpus-per-node": r"\d+", "--exclusive": None,
+    "--time": r"\d+-\d\d:\d\d:\d\d", "--signal": r"B:USR1@\d+", "--requeue": None, "--no-kill": None,
+    "--open-mode": "append", "--output": "%x-%j.log",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["train", "spares"])
+def test_directives_of_slurm_are_legal_and_let_a_job_be_requeued(name):
+    lines = (DEPLOY / "slurm" / f"{name}.sbatch").read_text().splitlines()
+    words = [line.split(maxsplit=1)[1].partition("=") for line in lines if line.startswith("#SBATCH")]
+    options = {option: value if equals else None for option, equals, value in words}
+    assert len(options) == len(words)
+    for option, value in options.items():
+        form = SLURM_DIRECTIVES[option]
+        assert value is None if form is None else re.fullmatch(form, value), (option, value)
+    needed = set(SLURM_DIRECTIVES) - ({"--no-kill"} if name == "train" else set())
+    assert set(options) == needed
+    assert int(options["--signal"].partition("@")[2]) >= 300  # a save, and the minute that Slurm may be early
+
+
+ROOT = DEPLOY.parent
+SCRIPTS = [ROOT / "run_train.sh", PBS, *sorted(ROOT.glob("deploy/slurm/*")), *sorted(ROOT.glob("scripts/*.sh"))]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_against_the_scripts():
+    names = [str(path.relative_to(ROOT)) for path in SCRIPTS]
+    command = ["shellcheck", "--external-sources", "--severity=warning", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
 
 
 JOB = """Job Id: 42.server
