@@ -4,19 +4,24 @@
 
 *Eager*: each operator reads its inputs from memory and writes its results. *Chained*: the graphs that `torch.compile`
 makes, in which a chain of operations is one kernel (see `_chains`). A kernel reads a tensor once, however often it
-needs its rows; caches, FSDP2 and the optimizer are left out.
+needs its rows; caches, FSDP2 and the optimizer are left out. TorchTitan's MoE layer is counted too where it is
+installed.
 """
 
 import argparse
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -27,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from glm46.benchmark.titan import TitanMoE  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
 from glm46.model.attention_layout import attention_layout  # noqa: E402
@@ -36,10 +42,11 @@ from glm46.model.router import RoutingOptions  # noqa: E402
 from glm46.parallelize.expert import AllToAllDispatcher  # noqa: E402
 
 KINDS = {
-    "experts": "grouped_mm grouped_outer",
+    "experts": "grouped_mm grouped_outer _grouped_mm",
     "products": "mm addmm bmm",
     "attention": "_varlen_attn _varlen_attn_backward",
-    "rows by index": "index index_select index_put index_put_ gather _embedding_bag _embedding_bag_forward_only",
+    "rows by index": "index index_select index_put index_put_ gather _embedding_bag _embedding_bag_forward_only "
+    "deterministic_scatter_add",
     "copies and casts": "_to_copy convert_element_type clone copy_ cat",
     "reductions": "sum mean",
     "exchange": "all_to_all_single alltoall_base_",
@@ -79,8 +86,10 @@ def _bytes(x: Tensor) -> int:
     return torch.Size(sizes).numel() * x.element_size()
 
 
-def _name(target: object) -> str:
-    return getattr(target, "__name__", "").split(".")[0]
+def _name(target: object, result: object = None) -> str:
+    """Of an operator. The weight gradient of torch's grouped product has the name of ours."""
+    name = getattr(target, "__name__", "").split(".")[0]
+    return "grouped_outer" if name == "_grouped_mm" and isinstance(result, Tensor) and result.dim() == 3 else name
 
 
 class EagerCount(TorchDispatchMode):
@@ -107,7 +116,7 @@ class EagerCount(TorchDispatchMode):
         storages = {x.untyped_storage()._cdata for x in read}
         is_view = not function._schema.is_mutable and any(x.untyped_storage()._cdata in storages for x in written)
         if written and not is_view and _name(function) not in _NO_KERNEL:
-            self.count.add([_name(function)], map(_bytes, read), [*map(_bytes, written)])
+            self.count.add([_name(function, result)], map(_bytes, read), [*map(_bytes, written)])
         return result
 
     def on_host(self, values: Tensor) -> Tensor:
@@ -206,7 +215,7 @@ def count_graph(graph: fx.Graph, count: Count) -> None:
         read = Counter()
         for memory, _, size in {_region(x) for x in inputs if _operation(x) or _memory(x).op == "placeholder"}:
             read[memory] = min(read[memory] + size, _bytes(memory.meta["val"]))  # views can overlap
-        names = [_name(node.target) for node in chain]
+        names = [_name(node.target, node.meta["val"]) for node in chain]
         count.add(names, read.values(), [_bytes(x.meta["val"]) for x in written])
 
 
@@ -251,6 +260,27 @@ def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: i
     return mode.count
 
 
+def count_titan(shape: ModelShape, tokens: int) -> tuple[Count, Count]:
+    """Operators as they are called, and kernels in the graphs of `torch.compile`, of TorchTitan's MoE layer.
+
+    Raises:
+        UserError: torchtitan cannot be imported.
+    """
+    block, run = _layer(shape, tokens, whole=False)
+    with torch.device("meta"):
+        block.mlp = TitanMoE(shape)
+    for parameter in block.mlp.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    gate = block.mlp.moe.router.gate
+    gate.forward = lambda x: F.linear(x.float(), gate.weight.float())  # as under autocast, which rejects "meta"
+    mode = EagerCount()
+    with mock.patch("torch.autocast", lambda **_: nullcontext()):
+        with mode:
+            y = run()
+            y.backward(torch.empty_like(y))
+        return mode.count, _count_graphs(run)
+
+
 @contextmanager
 def _process_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
     """A group of ranks of which only this one exists; None for one rank."""
@@ -265,6 +295,10 @@ def _process_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
 
 def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False, **form) -> Count:
     """Kernels of one layer in the graphs that `torch.compile` makes; ``form`` as in `count_eager`."""
+    return _count_graphs(_layer(shape, tokens, whole, **form)[1])
+
+
+def _count_graphs(run: Callable[[], Tensor]) -> Count:
     count = Count()
 
     def look(module: fx.GraphModule, _):
@@ -277,10 +311,10 @@ def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False, **form
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    _, run = _layer(shape, tokens, whole, **form)
     torch._dynamo.reset()  # another shape would compile for any size
-    y = torch.compile(run, backend=backend, fullgraph=True)()
-    y.backward(torch.empty_like(y))
+    with torch.compiler.config.patch(dynamic_sources=""):  # `parallelize/compile.py` lets some integers vary
+        y = torch.compile(run, backend=backend, fullgraph=True)()
+        y.backward(torch.empty_like(y))
     return count
 
 
@@ -315,6 +349,9 @@ def main() -> None:
             floor(shape, tokens, ranks=arguments.ranks),
         ),
     }
+    if find_spec("torchtitan"):
+        for name, count in zip(("eager", "chained"), count_titan(shape, tokens), strict=True):
+            columns[f"torchtitan {version('torchtitan')} MoE {name}"] = (count, floor(shape, tokens))
     kib = 1024 * tokens
     print(f"{arguments.flavor}, {tokens} tokens, BF16, KB per token, forward and backward\n")
     print(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")

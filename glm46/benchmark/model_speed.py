@@ -10,6 +10,7 @@ from torch import nn
 
 from glm46.benchmark.peer import build_peer
 from glm46.benchmark.rounds import interleaved
+from glm46.benchmark.titan import with_titan_moe
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
@@ -24,7 +25,7 @@ _STEPS_FOR_PEAK = 2
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative difference of the losses that comes from rounding and from the order of summation."""
 
-CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default")
+CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default", "torchtitan MoE")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def build_contestant(name: str, work: Workload, ours: Transformer) -> Contestant
         implementation = "grouped_mm" if name.endswith("grouped_mm") else "eager"
         peer = build_peer(ours, implementation).train()
         return Contestant(name, peer, lambda: peer(inputs, labels=inputs, shift_labels=labels).loss)
-    model = ours
+    model = with_titan_moe(ours) if name.startswith("torchtitan") else ours
     if name == "ours compiled":
         model = build_ours(work)
         compile.apply(model, whole_graphs=True)

@@ -22,7 +22,7 @@ from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
 from glm46.planner.flops import training_flops_per_token
 
-_PEERS = "transformers"
+_PEERS = "transformers", "torchtitan"
 _FITTING = f"absent: as many as fit into {SECONDS:.0f} s, three to nine"
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -54,7 +54,7 @@ def _parser() -> VerbParser:
         "--only",
         action="append",
         choices=CONTESTANTS,
-        help="contestant, repeatable; absent: all that are installed, on a CPU without the compiled one",
+        help="contestant, repeatable; absent: all installed; on a CPU not the compiled one; torchtitan's in bfloat16",
     )
     model.set_defaults(run=_model)
     finetune = kinds.add_parser("finetune", help="steps of all weights, LoRA and DoRA, interleaved")
@@ -132,8 +132,9 @@ def _model(arguments: argparse.Namespace) -> None:
     device = torch.device(kind)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if kind == "cuda" else "float32"))
     work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
-    # Compilation takes minutes on a CPU.
-    names = tuple(arguments.only or (name for name in _installed() if kind == "cuda" or "compiled" not in name))
+    left_out = () if kind == "cuda" else ("ours compiled",)  # compilation takes minutes on a CPU
+    left_out += () if dtype == torch.bfloat16 else ("torchtitan MoE",)
+    names = tuple(arguments.only or (name for name in _installed() if name not in left_out))
     contestants = race(work, names, arguments.rounds, _progress)
     if kind == "cpu":
         for contestant in contestants:
@@ -214,16 +215,15 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.flavor, arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.model,
         arguments.samples,
     )  # fmt: skip
-    with_peers = len(_installed()) == len(CONTESTANTS)
-    options = {"rounds": arguments.rounds, "speculative": arguments.speculative, "with_peers": with_peers}
-    _print(generation_speed(work, **options, report=_progress))
+    options = {"speculative": arguments.speculative, "with_peers": "transformers default" in _installed()}
+    _print(generation_speed(work, rounds=arguments.rounds, **options, report=_progress))
 
 
 def _installed() -> tuple[str, ...]:
-    if find_spec(_PEERS) is None:
-        _print("transformers is not installed, so only our own speed is measured; pip install 'glm46[hf]' adds it")
-        return tuple(name for name in CONTESTANTS if not name.startswith(_PEERS))
-    return CONTESTANTS
+    missing = tuple(peer for peer in _PEERS if find_spec(peer) is None)
+    if "transformers" in missing:
+        _print("transformers is not installed, so it is not measured; pip install 'glm46[hf]' adds it")
+    return tuple(name for name in CONTESTANTS if not name.startswith(missing))
 
 
 def _report(work: Workload, contestants: list[Contestant]) -> str:
@@ -257,10 +257,10 @@ def _report(work: Workload, contestants: list[Contestant]) -> str:
 def _environment(work: Workload) -> str:
     import torch
 
-    peer = f"transformers {metadata.version(_PEERS)}" if find_spec(_PEERS) else "no transformers"
+    peers = [f"{peer} {metadata.version(peer)}" for peer in _PEERS if find_spec(peer)] or ["no transformers"]
     is_gpu = work.device.type == "cuda"
     device = torch.cuda.get_device_name(work.device) if is_gpu else f"{_cpu_name()}, {torch.get_num_threads()} threads"
-    return f"{describe_version()}, {peer}, {device}"
+    return f"{describe_version()}, {', '.join(peers)}, {device}"
 
 
 def _cpu_name() -> str:

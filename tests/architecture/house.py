@@ -31,7 +31,7 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "": 25, "__main__": 25, "ablation": 440, "benchmark": 850, "checkpoint": 2350, "cli": 105,
+    "": 25, "__main__": 25, "ablation": 440, "benchmark": 930, "checkpoint": 2350, "cli": 105,
     "commands": 7030, "compat": 402, "config": 4840, "data": 2860,
     "distributed": 1195, "evaluation": 1450, "files": 645, "finetune": 375, "huggingface": 2845, "inference": 1685,
     "model": 2650, "observe": 2220, "optim": 1790, "parallelize": 1350,

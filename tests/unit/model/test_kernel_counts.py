@@ -10,7 +10,7 @@ from glm46.model.attention_layout import attention_layout
 from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
-from scripts.count_kernels import REST, Count, EagerCount, count_chained, count_eager, count_graph, floor
+from scripts.count_kernels import REST, Count, EagerCount, count_chained, count_eager, count_graph, count_titan, floor
 
 TOKENS = 4096
 KIB = 1024 * TOKENS
@@ -65,6 +65,16 @@ def test_bytes_and_kernels_only_fall(case):
     shape = PRESETS[flavor]
     assert count.largest == TOKENS * shape.num_experts_per_tok * shape.hidden_size * 2  # the rows of the experts
     assert count.host_copies == (1 if "ranks" in form else 0)  # the sizes of the exchange
+
+
+def test_torchtitans_layer_is_counted_by_the_same_rule():
+    pytest.importorskip("torchtitan", reason="not installed; pip install torchtitan")
+    eager, chained = count_titan(PRESETS["GLM-4.5-Air"], TOKENS)
+    products = floor(PRESETS["GLM-4.5-Air"], TOKENS) / KIB
+    for count, (kilobytes, kernels) in ((eager, (6919, 83)), (chained, (5344, 50))):  # version 0.3.0
+        assert count.bytes.total() / KIB == pytest.approx(kilobytes, rel=0.05) and count.kernels <= kernels + 10
+        # Their products read x once more for gate and for up, and write two gradients of it.
+        assert count.bytes["experts"] + count.bytes["products"] > products * KIB
 
 
 def test_one_rank_copies_nothing_to_the_host_with_everything_on():
