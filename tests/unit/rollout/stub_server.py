@@ -216,6 +216,14 @@ class StubServer:
             return tokens[: len(tokens) // 2], "abort"
         return tokens, "stop" if tokens[-1] == STOP else "length"
 
+    def _reported(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities of drawn tokens."""
+        return [float("nan") if self.fault == "bad logprobs" else self._model(token) + self.raw for token in tokens]
+
+    def _named(self) -> str:
+        """The version that a reply names."""
+        return {"other version": "77", "restarted": "default"}.get(self.fault, self.name)
+
     def forced(self, sampling: dict, length: str):
         """Tokens and finish if only one token is possible."""
         token = next((int(token) for token, bias in sampling.get("logit_bias", {}).items() if bias > 0), None)
@@ -240,10 +248,8 @@ class StubServer:
         if isinstance(drawn, int):
             return drawn
         tokens, finish = drawn
-        values = [float("nan") if self.fault == "bad logprobs" else self._model(token) for token in tokens]
-        values = [value + self.raw for value in values]
-        names = {"other version": "77", "restarted": "default"}
-        span = {"start": 0, "end": len(tokens), "version": names.get(self.fault, self.name)}
+        values = self._reported(tokens)
+        span = {"start": 0, "end": len(tokens), "version": self._named()}
         content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
         choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
         if self.routes is not None:
@@ -264,6 +270,6 @@ class StubServer:
         if isinstance(drawn, int):
             return drawn
         tokens, finish = drawn
-        places = [[self._model(token), token, None] for token in tokens]
-        meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self.name}
+        places = [[value, token, None] for value, token in zip(self._reported(tokens), tokens, strict=True)]
+        meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self._named()}
         return {"meta_info": meta}

@@ -20,6 +20,8 @@ STOPPED = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50)
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5, 7) for seed in range(1, 5)]
 
+both_kinds = pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
@@ -62,7 +64,7 @@ def check(completions, requests, version):
         assert completion.finish == ("stop" if completion.tokens[-1] == STOP else "length")
 
 
-@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+@both_kinds
 def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stubs, kind):
     pool = make_pool(kind)
     for version in (1, 2):
@@ -74,8 +76,9 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
             stub.drawn.clear()
 
 
-def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs):
-    pool = make_pool(servers=stubs[:1], most=8, deadline=0.3)
+@both_kinds
+def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
+    pool = make_pool(kind, servers=stubs[:1], most=8, deadline=0.3)
     pool.update(weights(1))
     stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._draw, [], []
 
@@ -112,8 +115,9 @@ def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, we
 
 
 @pytest.mark.parametrize("fault", ["500", "truncated", "other version", "bad logprobs", "restarted"])
-def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault):
-    pool = make_pool()
+@both_kinds
+def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
     pool.update(weights(1))
     stubs[0].fault = fault
     check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
@@ -125,8 +129,9 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
 
 
 @pytest.mark.parametrize("fault", ["500", "truncated"])
-def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault):
-    pool = make_pool(servers=stubs[:1])
+@both_kinds
+def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault, kind):
+    pool = make_pool(kind, servers=stubs[:1])
     pool.update(weights(1))
     stubs[0].fault = fault
     began = time.monotonic()
@@ -136,8 +141,9 @@ def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, f
     assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
 
 
-def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs):
-    pool = make_pool(servers=stubs[:1], deadline=0.3)
+@both_kinds
+def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs, kind):
+    pool = make_pool(kind, servers=stubs[:1], deadline=0.3)
     pool.update(weights(1))
     stubs[0].fault = "hang"
     began = time.monotonic()
@@ -148,8 +154,9 @@ def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights,
         assert completion.tokens == draw(request.prompt, request.seed, 6)[: len(completion.tokens)]
 
 
-def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, weights, stubs, lines):
-    pool = make_pool()
+@both_kinds
+def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind)
     pool.update(weights(1))
     stubs[0].dies_after = 2
     check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
@@ -162,8 +169,9 @@ def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, wei
         back.stop()
 
 
-def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs):
-    pool = make_pool()
+@both_kinds
+def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, kind):
+    pool = make_pool(kind)
     pool.update(weights(1))
     for stub in stubs:
         stub.stop()
@@ -174,8 +182,9 @@ def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs):
 
 
 @pytest.mark.parametrize("fault", ["stale", "half"])
-def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault):
-    pool = make_pool()
+@both_kinds
+def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
     pool.update(weights(1))
     setattr(stubs[1], fault, True)
     pool.update(weights(2))
@@ -188,13 +197,14 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
     assert lines[-1] == f"rollout: {stubs[1].url} draws with version 3"
 
 
-def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines):
+@both_kinds
+def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines, kind):
     """Rounding in BF16 is larger than a small step: old weights show by bits that are the same as before."""
 
     def model(version, token):
         return logprob(0, token) - 0.01 * version
 
-    pool = make_pool()
+    pool = make_pool(kind)
     for stub in stubs:
         stub.dtype, stub.model = "bfloat16", model
     for version in (1, 2):
@@ -205,7 +215,7 @@ def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stu
     assert len(left_out) == 1 and stubs[1].url in left_out[0] and "weights are old" in left_out[0]
 
 
-@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+@both_kinds
 def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_start(make_pool, weights, stubs, kind):
     stubs[0].context, stubs[1].context = 66, 65
     make_pool(kind, longest=65).update(weights(1))
@@ -277,7 +287,7 @@ def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
         make_pool(rules=RULES._replace(routes=True)).update(weights(1))
 
 
-@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+@both_kinds
 def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make_pool, weights, stubs, kind):
     stubs[1].goes_on_behind = (9,)
     with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
@@ -285,7 +295,7 @@ def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make
     assert not stubs[0].drawn and not stubs[1].drawn
 
 
-@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+@both_kinds
 def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind, rules=STOPPED)
     pool.update(weights(1))
@@ -306,8 +316,9 @@ def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, we
         back.stop()
 
 
-def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_pool, weights, stubs, lines):
-    pool = make_pool()
+@both_kinds
+def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind)
     pool.update(weights(1))
     assert pool.has_new
     found = pool.first_draws(REQUESTS)
