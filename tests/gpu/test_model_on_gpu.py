@@ -15,6 +15,8 @@ from glm46.model.experts import grouped_mm
 from glm46.model.init import fill_parameter
 from glm46.model.router import Routing, RoutingOptions, fp32_linear
 from glm46.model.transformer import Transformer
+from glm46.parallelize import activation_checkpoint
+from glm46.parallelize import compile as layer_compile
 from tests.unit.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
@@ -94,13 +96,14 @@ def test_parts_of_the_keys_give_the_softmax_of_all(dtype):
         assert error < (2**-6 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("sizes", [[300, 0, 212, 512], [0, 0, 0, 1024], [256] * 4], ids=str)
+@pytest.mark.parametrize("sizes", [[300, 0, 212, 512], [0, 0, 0, 1024], [256] * 4, [0] * 4], ids=str)
 def test_bf16_grouped_matmul_and_gradients_equal_a_loop(sizes):
-    """Each result is a sum in FP32 rounded once to BF16: 2**-8 at most, half of it on average."""
+    """Each result is a sum in FP32 rounded once to BF16: 2**-8 at most, half of it on average. No rows at all are what
+    a rank of expert parallelism can get."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    x = torch.randn(1024, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(sum(sizes), 256, device="cuda", generator=generator).bfloat16().requires_grad_()
     stored = torch.randn(4, 384, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
-    grad = torch.randn(1024, 384, device="cuda", generator=generator).bfloat16()
+    grad = torch.randn(sum(sizes), 384, device="cuda", generator=generator).bfloat16()
     offsets = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
     out = grouped_mm(x, stored.transpose(1, 2), offsets)
     out.backward(grad)
@@ -162,6 +165,52 @@ def test_training_steps_lower_the_loss_and_repeat_every_bit(dtype):
         assert run[-1] < run[0] - 0.3
         losses.append(run)
     assert losses[0] == losses[1]
+
+
+def layout_of(lengths):
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+    return attention_layout(documents, tuple(documents.shape), None).to(torch.device("cuda"))
+
+
+def test_compiled_layers_are_not_compiled_again_for_other_documents():
+    """By inductor, against eager layers; each of both rounds BF16 in other places."""
+    torch.compiler.reset()
+    model, compiled = debug_model(torch.bfloat16), debug_model(torch.bfloat16)
+    layer_compile.apply(compiled, whole_graphs=True)
+    batch = debug_batch(model, batch=2)
+    for call, lengths in enumerate(([128] * 4, [129, 383], [100, 156, 256], [512], [1] * 512, [320, 192])):
+        layout = layout_of(lengths)
+        with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
+            found = compiled(**batch, layout=layout)
+            (found.loss + found.mtp_losses.sum()).backward()
+        assert found.loss.item() == pytest.approx(model(**batch, layout=layout).loss.item(), rel=1e-3), lengths
+    assert all(parameter.grad.isfinite().all() for parameter in compiled.parameters())
+
+
+COUNTED = "aten::_flash_attention_forward", "aten::_grouped_mm"
+"""Called by the operators that are saved, once each time that one is computed."""
+
+
+@pytest.mark.usefixtures("nondeterministic_afterwards")
+def test_selective_checkpointing_repeats_neither_attention_nor_experts():
+    """And changes no bit of a gradient."""
+    use_deterministic_kernels()
+    results = {}
+    for mode in ("none", "selective", "full"):
+        model = debug_model(torch.bfloat16)
+        if mode != "none":
+            activation_checkpoint.apply(model, mode)
+        batch = debug_batch(model, batch=2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            sums = model(**batch, layout=layout_of([100, 156, 256]))
+            (sums.loss + sums.mtp_losses.sum()).backward()
+            torch.cuda.synchronize()
+        calls = {event.key: event.count for event in profile.key_averages()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results[mode] = [calls[name] for name in COUNTED], gradients
+    (calls, gradients), (of_selective, found), (of_full, _) = results.values()
+    assert of_selective == calls and all(repeated > once for repeated, once in zip(of_full, calls, strict=True))
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("by_token", [False, True])
