@@ -5,8 +5,9 @@
 A small GLM with experts is trained for six steps, two for each rollout, by GSPO, whose engine has other selection
 biases than the policy, so that only replayed routes make them agree; by PPO with a critic, also on a device without
 hardware; and by adapters on the weights of the first run, with a penalty for the distance to these. A killed run dies
-while it draws its second rollout, in its fourth step, which is inside of a rollout, and while it writes its third
-rollout; each time the same command goes on.
+while it draws its second rollout, in its fourth step, which is inside of a rollout, before it writes its third rollout,
+between the data and the manifest of it, and in a save, between the tensors of a checkpoint and its manifest; each time
+the same command goes on.
 """
 
 import json
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import torch
 
+from glm46.checkpoint import save
 from glm46.checkpoint.integrity import published_steps
 from glm46.rl import rollouts, task
 from glm46.rl.rollouts import FOLDER, rollout_steps
@@ -44,7 +46,7 @@ RUNS = {
     "lora 1": (1, _ADAPTED, {}),
     "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
 }
-KILLED = {"gspo 2": ("rollout", "update", "journal"), "lora 2": ("update",)}
+KILLED = {"gspo 2": ("rollout", "update", "journal", "manifest", "save"), "ppo 2": ("save",), "lora 2": ("update",)}
 """Moments at which a run is killed, one after another."""
 AT_ONCE = (("gspo 2", "gspo tp", "live 1", "lora 1", "lora 2"), ("ppo 1", "ppo device", "ppo 2"))
 """After the first run, from which the second ones start; a run is also killed after it."""
@@ -72,7 +74,7 @@ def work(rank: int, config, moment: str) -> int:
         pretend_gpu.install()
     if config.rl.algorithm == "gspo":
         local.whole_weights = biased
-    calls = dict.fromkeys(("generate", "train_step", "replace_durably"), 0)
+    calls = dict.fromkeys(("generate", "train_step", "replace_durably", "publish"), 0)
 
     def counted(name, original, fatal):
         def call(*arguments, **options):
@@ -87,8 +89,11 @@ def work(rank: int, config, moment: str) -> int:
         LocalEngine.generate = counted("generate", LocalEngine.generate, 3)
     elif moment == "update":
         loop.train_step = counted("train_step", loop.train_step, 4)
-    elif moment == "journal":  # after it was resumed inside of the second rollout, it writes the third
-        rollouts.replace_durably = counted("replace_durably", rollouts.replace_durably, 1)
+    elif moment in ("journal", "manifest"):  # after it was resumed inside of the second rollout, it writes the third
+        number = ("journal", "manifest").index(moment) + 1
+        rollouts.replace_durably = counted("replace_durably", rollouts.replace_durably, number)
+    elif moment == "save":
+        save.publish = counted("publish", save.publish, 1)
     return task.train(config)
 
 
@@ -146,7 +151,8 @@ def main() -> None:
             killed, kills = base / f"killed {label}", {}
             for moment in KILLED[label]:
                 codes = train(killed.name, *RUNS[label], moment=moment)
-                kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(killed / FOLDER)]
+                journal, data = killed / FOLDER, len([*(killed / FOLDER).glob("step_*.safetensors")])
+                kills[moment] = [-9 in codes, published_steps(killed / "checkpoint"), rollout_steps(journal), data]
             train(killed.name, *RUNS[label])
             undisturbed, resumed = (contents(folder / "checkpoint") for folder in (base / label, killed))
             row = {"name": killed.name, "kills": kills, "rows": rows(killed), "tensors": len(undisturbed)}

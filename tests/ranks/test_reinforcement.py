@@ -11,7 +11,7 @@ BOUND = 1e-5
 
 def test_ranks_agree_and_kills_lose_nothing(server):
     by_name = {row["name"]: row for row in server.rows("reinforcement.main", seconds=400)}
-    killed, killed_lora = (by_name.pop(f"killed {label}") for label in KILLED)
+    interrupted = {label: by_name.pop(f"killed {label}") for label in KILLED}
     found = {name: row["rows"] for name, row in by_name.items()}
     assert found.keys() == RUNS.keys() and all(len(rows) == 6 for rows in found.values())
     for name, rows in found.items():
@@ -26,11 +26,15 @@ def test_ranks_agree_and_kills_lose_nothing(server):
     distances = [row["reference_kl"] for row in found["lora 1"]]
     assert distances[0] < 1e-12 < 1e-9 < distances[-1], "adapters begin as their base, which is the reference"
 
-    assert all(was_killed for row in (killed, killed_lora) for was_killed, _, _ in row["kills"].values())
-    assert killed["kills"]["rollout"][2] == [0]
-    assert killed["kills"]["update"][1:] == [[3], [0, 2]]
-    assert killed["kills"]["journal"][2] == [0, 2], "a rollout without manifest does not exist"
-    for row, label in zip((killed, killed_lora), KILLED, strict=True):
+    assert all(was_killed for row in interrupted.values() for was_killed, *_ in row["kills"].values())
+    kills = interrupted["gspo 2"]["kills"]
+    assert kills["rollout"][2] == [0]
+    assert kills["update"][1:] == [[3], [0, 2], 2]
+    assert kills["journal"][1:] == [[3], [0, 2], 2]
+    assert kills["manifest"][1:] == [[3], [0, 2], 3], "a rollout without manifest does not exist"
+    assert kills["save"][1:] == [[3], [0, 2, 4], 3], "nor does a checkpoint"
+    assert interrupted["ppo 2"]["kills"]["save"][1:] == [[], [0, 2], 2]
+    for label, row in interrupted.items():
         assert row["rows"] == found[label]
         assert row["tensors"] > 20
         assert row["different"] == []
