@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from glm46.data.tokenizer import load_tokenizer
+from glm46.observe.profiler import REQUEST_FILE
 from glm46.pretrain.task import train
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
@@ -19,12 +20,13 @@ LAYOUTS = {
     "pipeline": ({"pipeline_parallel_degree": 2}, "none", [0, 1]),
     "experts": ({"expert_parallel_degree": 2}, "full", [0]),
     "tensor": ({"tensor_parallel_degree": 2}, "selective", [0]),
+    "requested": ({}, "none", [1]),
 }
 """Degrees, activation checkpointing and profiled ranks."""
 
 
 def main() -> None:
-    """Two steps on each layout, the second one recorded."""
+    """Two steps on each layout, the second one recorded; four where a file requests it, which the first rank sees."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         (base / "source").mkdir()
@@ -32,11 +34,16 @@ def main() -> None:
 
         def run(label: str) -> None:
             degrees, mode, ranks = LAYOUTS[label]
+            profiling = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
+            if label == "requested":
+                profiling = {"profiler_warmup": 0}
+                (base / label).mkdir()
+                (base / label / REQUEST_FILE).touch()
             config = small_config(
                 source, base / label, parallelism=degrees, checkpoint={"enable": False},
                 activation_checkpoint={"mode": mode}, model={"num_key_value_heads": 2},
-                training={"steps": 2, "global_batch_size": 8},
-                profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "ranks": ranks},
+                training={"steps": 4 if label == "requested" else 2, "global_batch_size": 8},
+                profiling=profiling | {"ranks": ranks},
             )  # fmt: skip
 
             def work(rank: int) -> int:

@@ -1,5 +1,7 @@
 """``python -m glm46 train`` without a launcher: one process, from the command line to the last line it prints."""
 
+import re
+
 import torch.distributed as dist
 
 from glm46.cli import main
@@ -22,4 +24,6 @@ def test_one_process_trains_and_says_what_to_type_next(source_folder, tmp_path, 
     beat, last = read_heartbeat(tmp_path / "out"), rows_by_kind(read_history(tmp_path / "out" / "metrics.jsonl"))[0][-1]
     assert (beat.phase, beat.step, beat.steps_done, beat.saved_step) == ("stop", 2, 2, 2)
     assert (beat.tokens, beat.tokens_done, beat.loss) == (last["tokens"], last["tokens"], last["loss"])
+    assert (beat.info["hosts"], beat.info["world_size"]) == ("1", "1")
+    assert re.fullmatch("[0-9a-f]{12}(-dirty)?|", beat.info["commit"])  # empty without git
     assert beat.info["task"] == "pretrain" and beat.tokens_budget == last["tokens"]
