@@ -308,10 +308,11 @@ def test_the_recipes_are_really_trained(file, tmp_path, monkeypatch, warm_python
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [300])
-def test_the_shipped_ablation_ends_within_one_percent(tmp_path, monkeypatch, steps):
-    """The file as it stands: the debug model, in FP32, because a CPU multiplies BF16 slowly. About 100 minutes."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_shipped_ablation_ends_within_one_percent(tmp_path, monkeypatch, dtype, steps=300):
+    """The file as it stands, with the debug model, and with a baseline in BF16."""
     monkeypatch.chdir(tmp_path)  # its data are prepared in the working folder
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert main(["ablate", "--config", str(SHIPPED), "--nproc", "1", "--training.steps", str(steps)]) == 0
+    keys = ["--training.steps", str(steps), "--training.mixed_precision_param", dtype]
+    assert main(["ablate", "--config", str(SHIPPED), "--nproc", "1", *keys]) == 0
     assert_all_recipes_end_within_one_percent(tmp_path / "outputs" / "fp8_ablation")
