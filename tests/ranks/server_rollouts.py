@@ -149,6 +149,11 @@ def draw(rank: int, folder: Path) -> dict:
     version = 3
     sent.update(version)
     if stub:
+        stub.fault = "hang"
+        sent.background.add(1, REQUESTS[:1], version)
+    found["stopped"] = sent.take(1, {1}, lambda: True)
+    found["draws on"] = stub is not None and sent.background.halt()
+    if stub:
         found["received"] = [(name, tensor.tolist()) for name, tensor in stub.received[0]]
         stub.stop()
     sent.close()

@@ -30,5 +30,6 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert any("is left out" in line and "KL divergence" in line for line in first["lines"])
     assert second["lines"] == [] and any("is left out" in line for line in first["lines"])
     # The server was started again between update and rollout: all ranks sent the weights in the middle of the rollout.
+    assert first["stopped"] is None and second["stopped"] is None and not first["draws on"]
     assert "draws with version 2" in first["lines"][-2] and "a KL divergence of 0" in first["lines"][-1]
     assert first["received"] == [[f"tensor {number}", [[2 * (30.0 + number)] * 3] * 2] for number in range(3)]
