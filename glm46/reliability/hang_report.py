@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -19,17 +20,18 @@ def collectives_here() -> tuple[dict[str, Any], str]:
     """This rank's last collective in each process group, and the flight recorder's content.
 
     Returns:
-        ``{group name: [number, operation]}``, and JSON text ('' without a flight recorder).
+        ``{group name: [number, operation]}``, empty if the recorder has another format than that of torch 2.13, and
+        JSON text ('' without a flight recorder).
     """
     text = flight_recorder_json()
     if not text:
         return {}, ""
-    record = json.loads(text)
     last: dict[str, Any] = {}
-    for entry in record.get("entries", []):
-        group = entry["process_group"][0]
-        if not entry.get("is_p2p") and entry["collective_seq_id"] >= last.get(group, [0])[0]:
-            last[group] = [entry["collective_seq_id"], entry["profiling_name"]]
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        for entry in json.loads(text).get("entries", []):
+            group = entry["process_group"][0]
+            if not entry.get("is_p2p") and entry["collective_seq_id"] >= last.get(group, [0])[0]:
+                last[group] = [entry["collective_seq_id"], entry["profiling_name"]]
     return last, text
 
 

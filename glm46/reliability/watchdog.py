@@ -192,7 +192,14 @@ class Watchdog:
 
     def _end_for_sure(self) -> None:
         """Make sure that the process ends, even if a later call hangs, or the interpreter is blocked (second timer)."""
-        end = threading.Timer(_PATIENCE_SECONDS, os._exit, (EXIT_HANG,))
+
+        def give_up() -> None:
+            # Not print, whose lock the report may hold; and the reader of the output may be stopped.
+            text = f"error: rank {self._process.rank} ends, {_PATIENCE_SECONDS:.0f} s after the alarm\n"
+            _within(_CALL_SECONDS, os.write, 2, text.encode())
+            os._exit(EXIT_HANG)
+
+        end = threading.Timer(_PATIENCE_SECONDS, give_up)
         end.daemon = True
         end.start()
         faulthandler.dump_traceback_later(_PATIENCE_SECONDS + 1.0, exit=True, file=self._stacks)
@@ -211,7 +218,7 @@ class Watchdog:
         if self._alarm is not None and _within(_CALL_SECONDS, self._alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
-        collectives, recorder = collectives_here()
+        collectives, recorder = _within(_CALL_SECONDS, collectives_here) or ({}, "")
         answer = {
             "operation": self._operation,
             "step": self._step,

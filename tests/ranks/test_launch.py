@@ -275,9 +275,13 @@ def test_a_node_ends_when_the_first_node_answers_no_more(make_config, start):
     first = [nodes[0].pid, *children_of(nodes[0].pid)]
     for process in first:
         os.kill(process, signal.SIGSTOP)
+    began = time.monotonic()
     try:
-        output = end(nodes[1], 60)
-        assert nodes[1].returncode == 76 and "rank 0" in output, output
+        nodes[1].wait(60)
+        seen = f"exit code {nodes[1].returncode} after {time.monotonic() - began:.1f} s; of the first node: {first}"
+        for file in (nodes[1].output, nodes[0].output, *sorted(Path(config.job.dump_folder, "hang").glob("*.txt"))):
+            seen += f"\n--- {file}\n{file.read_text()}"
+        assert nodes[1].returncode == 76 and "rank 0" in nodes[1].output.read_text(), seen
     finally:
         for process in first:
             os.kill(process, signal.SIGKILL)

@@ -1,8 +1,10 @@
 """The time limit of the watchdog."""
 
+import faulthandler
 import os
 import shutil
 import subprocess
+import threading
 import time
 from contextlib import suppress
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 
 from glm46.distributed.process import Process
+from glm46.reliability import hang_report
+from glm46.reliability import watchdog as watchdog_module
+from glm46.reliability.stop import EXIT_HANG
 from glm46.reliability.watchdog import Watchdog, _within
 
 
@@ -79,3 +84,23 @@ def test_stacks_that_the_disk_does_not_take_hold_the_interpreter_up_for_no_momen
     watchdog._keep_stacks()
     assert "test_stacks_that_the_disk" in (tmp_path / "stacks-rank0.txt").read_text()
     watchdog.close()
+
+
+def test_a_report_that_takes_too_long_is_said_before_the_rank_ends(tmp_path, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set() if code == EXIT_HANG else None)
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=10.0, start_seconds=300.0)
+    watchdog._end_for_sure()
+    assert ended.wait(10)
+    watchdog.close()
+    assert capfd.readouterr().err == "error: rank 0 ends, 0 s after the alarm\n"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"entries": [{}]}', '{"entries": [{"process_group": []}]}', '{"entries": 1}', "[]", "no JSON"]
+)
+def test_a_report_does_not_depend_on_the_format_of_the_flight_recorder(text, monkeypatch):
+    monkeypatch.setattr(hang_report, "flight_recorder_json", lambda: text)
+    assert hang_report.collectives_here() == ({}, text)
