@@ -51,6 +51,7 @@ from glm46.preflight.results import (
     Subject,
     read_rows,
     run_checks,
+    within,
 )
 from glm46.preflight.storage import STORAGE_CHECKS
 
@@ -269,18 +270,23 @@ class _Host:
         return [*group, _failed_ranks(stages, end)] if end.code else group
 
     def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
-        """Compare the hosts, keep all results in the dump folder, then `_show`."""
+        """Compare the hosts, `_show` all results, then keep them in the dump folder."""
         names = Counter(report.host for report in reports)
         for node, report in enumerate(reports):
             report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
         compare_hosts(reports)
         seconds = time.monotonic() - began
+        code = _show(self.arguments, reports, group, seconds)
         if self.config is not None and not self.arguments.local:
             folder = Path(self.config.job.dump_folder)
-            with suppress(OSError):  # which is a result of its own
+
+            def keep() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / RESULTS_FILE).write_text(as_json(reports, group, seconds) + "\n")
-        return _show(self.arguments, reports, group, seconds)
+
+            with suppress(OSError):  # storage that fails or hangs is a result of its own
+                within(_LEAVE_SECONDS, keep)
+        return code
 
 
 def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:

@@ -2,10 +2,10 @@
 
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from glm46.config.optimizer import state_folder_message
@@ -81,8 +81,7 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, thread
         return
     try:
         began = time.monotonic()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda draft: _write(draft, chunk, share), drafts))
+        _write_all(drafts, chunk, share)
         seconds = max(time.monotonic() - began, 1e-6)
         began = time.monotonic()
         drafts[0].rename(final)
@@ -105,6 +104,26 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, thread
                   otherwise=WARN)  # fmt: skip
     if not intact:
         yield Result(key, FAIL, f"{place}: other bytes are read than were written", "equal", "replace the disk")
+
+
+def _write_all(paths: list[Path], chunk: bytes, size: int) -> None:
+    """Write all files at once, each in a thread."""
+    errors: list[OSError] = []
+
+    def work(path: Path) -> None:
+        try:
+            _write(path, chunk, size)
+        except OSError as error:
+            errors.append(error)
+
+    # Daemons, unlike those of an executor: the program must end although storage does not answer.
+    threads = [threading.Thread(target=work, args=(path,), daemon=True) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _write(path: Path, chunk: bytes, size: int) -> None:

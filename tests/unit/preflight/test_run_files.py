@@ -1,5 +1,6 @@
 """Checks of what a run reads and writes, with a small run of the tests."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,18 @@ def test_states_are_written_as_their_ring_writes_and_must_pass_once_in_a_minute(
     monkeypatch.setattr(storage, "largest_stage", lambda _: SimpleNamespace(disk=90e9))
     result = examine(make_config(optimizer={"name": "Muon", **states}), STORAGE_CHECKS, ranks=8)[result.check]
     assert result.verdict == WARN and result.limit == ">= 24.00 GB/s"  # 8 x 90 GB, both ways, in 60 s
+
+
+def test_storage_that_hangs_leaves_no_thread_that_the_end_of_the_program_would_wait_for(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(storage, "_write", lambda *_: answers.wait(20))
+    before = set(threading.enumerate())
+    checks = {"folders": lambda subject: probe_folder("job.dump_folder", tmp_path, 0, 2**20, threads=3)}
+    [found] = run_checks(Subject(machine=Machine(2, 16 * GIB, GIB), processes=1), checks, 0.3)
+    left = set(threading.enumerate()) - before
+    assert found.verdict == FAIL and "no answer" in found.value
+    assert len(left) == 4 and all(thread.daemon for thread in left)
+    answers.set()
 
 
 @pytest.mark.parametrize("folder", ["/proc/none", "/sys/none"])
