@@ -82,8 +82,6 @@ def describe_rollout(
             advantages = fields["advantages"][place][is_drawn]
             yield f"advantage {advantages.mean():.4g} (tokens {advantages.min():.4g} to {advantages.max():.4g})"
         if by_token:
-            if has_fields and "old_logprobs" not in fields:
-                yield "no ratios: the step took the old log-probabilities from its own forward pass, which stores none"
             columns = _columns(rollout.arrays["logprobs"], fields, place)
             mask = np.concatenate([np.zeros(len(prompt), np.bool_), is_drawn])
             yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), mask, columns)

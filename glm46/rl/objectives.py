@@ -171,14 +171,20 @@ class PolicyGradient:
         return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
-        """See `Objective.sums`. Collective under context parallelism."""
+        """See `Objective.sums`. Collective under context parallelism.
+
+        If the old policy is that of the step, adds its ``old_logprobs`` and ``correction`` to the batch, FP32 [B, S] on
+        the device.
+        """
         of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
         samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self._own_fields, "rollout_logprobs")
-        batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
+        of_loader, batch = batch, {name: copy_to_device(batch[name], logprobs.device) for name in names}
         batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
+        if self._is_on_policy:
+            of_loader |= {name: batch[name] for name in ("old_logprobs", "correction")}
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
         is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
         figures = {

@@ -48,6 +48,8 @@ class StepBuilder:
         """In which the networks computed for the last rollout."""
         self.columns: dict[str, float] = {}
         """Columns of metrics of the last rollout."""
+        self._unwritten: tuple[Rollout, Steps, dict[str, Tensor]] | None = None
+        self._is_on_policy = config.is_on_policy(int(plan.config.training.global_batch_size))
         is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer
         is_trained = any(values_of(plan.config.mtp.loss_weight))
         self._mtp_depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
@@ -112,14 +114,29 @@ class StepBuilder:
             for batch in (batch for step in steps for batch in step):
                 batch["advantages"] = (batch["place"] >= 0).float()
         if not is_inside:
-            names = [name for name in ("advantages", "correction", "returns") if name in steps[0][0]]
-            values = torch.full((len(names), rollout.tokens), -torch.inf)
-            for batch in (batch for step in steps for batch in step):
-                for name, row in zip(names, values, strict=True):
-                    collect(batch[name], batch, row)
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-            fields |= dict(zip(names, values, strict=True))
-            self._writer.start(lambda: write_fields(self._writer.folder, rollout.step, fields))
+            self._unwritten = rollout, steps, fields
+            if rollout.is_demonstration or not self._is_on_policy:
+                self.write_fields()
+
+    def write_fields(self) -> None:
+        """Begin to write the fields of the tokens of the last rollout, if that is left to do. Where its only step has
+        the old log-probabilities, they are added to the batches by `PolicyGradient.sums`: call it after the step.
+        Collective."""
+        if self._unwritten is None:
+            return
+        (rollout, steps, fields), self._unwritten = self._unwritten, None
+        batches = [batch for step in steps for batch in step]
+        names = [name for name in ("advantages", "correction", "returns") if name in batches[0]]
+        if self._is_on_policy and not rollout.is_demonstration:  # pipeline stages without the head do not have them
+            names = [*dict.fromkeys([*names, "correction", "old_logprobs"])]
+        values = torch.full((len(names), rollout.tokens), -torch.inf)
+        for batch in batches:
+            for name, row in zip(names, values, strict=True):
+                if name in batch:
+                    collect(batch[name].cpu(), batch, row)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        fields |= dict(zip(names, values, strict=True))
+        self._writer.start(lambda: write_fields(self._writer.folder, rollout.step, fields))
 
     def _computed(self, rollout: Rollout, steps: Steps) -> dict[str, Tensor]:
         """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks. Collective."""
@@ -130,8 +147,7 @@ class StepBuilder:
             wanted["reference_logprobs"] = (holder, form, "logprobs")
         if self._config.has_critic:
             wanted["old_values"] = ("critic", summed_loss, "values")
-        is_on_policy = self._config.is_on_policy(int(self._plan.config.training.global_batch_size))
-        if (self._config.old_policy == "trainer" and not is_on_policy) or rollout.is_demonstration:
+        if (self._config.old_policy == "trainer" and not self._is_on_policy) or rollout.is_demonstration:
             wanted["old_logprobs"] = ("policy", form, "logprobs")
         fields, began = {}, time.perf_counter()
         for name, (of, form, column) in wanted.items():

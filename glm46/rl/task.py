@@ -139,6 +139,7 @@ class Reinforcement:
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
+            self._builder.write_fields()
             self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
             if self._rollout is None:
                 return {}
@@ -191,6 +192,7 @@ class Reinforcement:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Task.state`: rollouts are in the journal. Collective."""
+        self._builder.write_fields()
         self._writer.finish()
         return {}
 
@@ -232,6 +234,7 @@ class Reinforcement:
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""
         self._stop = stop
+        self._builder.write_fields()
         self._writer.finish()  # at the end of a run without checkpoints
         self._supply.steps_made = progress.step
         self._supply.update_engine()

@@ -135,20 +135,19 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
     heads = [number for number, line in enumerate(lines) if line.startswith("── sample")]
     rollout = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
     assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
-    names = ["logprob", *(["old", "ratio"] if normalize else []), "advantage", *(["weight"] if normalize else [])]
+    names = ["logprob", "old", "ratio", "advantage", "weight"]
     for sample, head in enumerate(heads):
         assert f"reward {rollout.arrays['rewards'][sample]:g} " in lines[head]
         first = 1 + next(at for at in range(head, len(lines)) if lines[at].startswith("advantage "))  # a text has lines
-        is_said = lines[first].startswith("no ratios: the step took the old log-probabilities from its own")
-        start = first + is_said + 1 + len(rollout.prompt(sample))
-        assert is_said == (not normalize) and lines[first + is_said].split() == ["token", "mask", *names]
-        assert all(line.endswith("    0") for line in lines[first + is_said + 1 : start]), "nothing of the prompt"
+        start = first + 1 + len(rollout.prompt(sample))
+        assert lines[first].split() == ["token", "mask", *names]
+        assert all(line.endswith("    0") for line in lines[first + 1 : start]), "nothing of the prompt"
         table = lines[start : start + len(rollout.completion(sample))]
         assert {line.split()[-len(names) - 1] for line in table} == {"1"}
         values = [float(line.split()[-len(names)]) for line in table]
         assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
-        if normalize:
-            assert {line.split()[-3] for line in table} == {"1.0000"}, "trainer and engine agree"
+        old, ratio, _, weight = zip(*(map(float, line.split()[-4:]) for line in table), strict=True)
+        assert old == pytest.approx(values, abs=1e-4) and set(ratio) == set(weight) == {1.0}, "they agree"
 
 
 @pytest.mark.slow
