@@ -198,9 +198,14 @@ class RL(Section):
     """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
     0: none do. Absent: that of the preset."""
 
+    filter: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """``package.module:function`` of your own, which gets a group, a list of `Scored` (an `Answer` and its reward), and
+    returns whether it is worth a step. Others are replaced as those of dynamic_sampling, which may be on too. A group
+    is also left out if the call fails, or takes more than 10 seconds."""
+
     max_rounds: int = Field(8, ge=1)
-    """With dynamic_sampling: rounds of drawing prompts in place of those whose rewards are equal. A rollout that is not
-    full then goes on with fewer samples."""
+    """With dynamic_sampling or a filter: rounds of drawing prompts in place of groups that are left out. A rollout that
+    is not full then goes on with fewer samples."""
 
     warm_up_rollouts: int = Field(0, ge=0)
     """Rollouts at the start whose completions are not drawn: they are the labels of the prompts, with the advantage 1,
@@ -226,6 +231,11 @@ class RL(Section):
     def has_reference(self) -> bool:
         """Whether a resolved section needs a reference network."""
         return self.kl.weight > 0 and self.kl.to == "reference"
+
+    @property
+    def replaces_groups(self) -> bool:
+        """Whether a resolved section leaves groups out and draws others."""
+        return bool(self.dynamic_sampling or self.filter)
 
     @property
     def has_critic(self) -> bool:

@@ -29,6 +29,13 @@ class Answer(NamedTuple):
         return self.text.rpartition("</think>")[2].strip()
 
 
+class Scored(NamedTuple):
+    """A sample of a group, as the function of rl.filter sees it."""
+
+    answer: Answer
+    reward: float
+
+
 Reward = Callable[[Answer, Mapping[str, Any]], float]
 """From an answer and the options of the reward. An error of any kind drops the sample."""
 DEFAULT_SECONDS = 10.0

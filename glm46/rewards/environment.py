@@ -22,7 +22,9 @@ class Environment:
 
     def __init__(self, function: str, options: Mapping[str, Any], seconds: float, max_turns: int):
         self.max_turns, self._function = max_turns, function
-        self._processes = Scorer([RewardRule(function, seconds=seconds, options=options, is_environment=True)])
+        self._processes = Scorer(
+            [RewardRule(function, seconds=seconds, options=options, is_environment=True)], key="rl.environment"
+        )
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
         """What it replies to each turn, or as a text why it does not: it raised, hung or returned no text."""

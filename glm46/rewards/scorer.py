@@ -58,15 +58,16 @@ class Scorer:
     Args:
         rules: all rewards; their names differ.
         processes: at most so many answers are judged at once by rewards that may hang.
+        key: of the configuration, for messages.
 
     Raises:
         UserError: a function of the user's cannot be loaded.
     """
 
-    def __init__(self, rules: Sequence[RewardRule], processes: int = 4):
+    def __init__(self, rules: Sequence[RewardRule], processes: int = 4, key: str = "rl.rewards"):
         self._rules, self._most = tuple(rules), processes
         self.names = [rule.name for rule in rules]
-        self._key = "rl.environment" if rules and rules[0].is_environment else "rl.rewards"
+        self._key = key
         self._idle: list[tuple[Connection, Process]] = []
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
@@ -85,8 +86,9 @@ class Scorer:
             for n, answer in enumerate(answers)
         ]  # fmt: skip
 
-    def values(self, name: str, answers: Sequence[Answer]) -> list[Any]:
-        """What one reward gives each answer, or a text that says why there is no value; an environment's `Reply`."""
+    def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
+        """What one function gives each answer, or a text that says why there is no value: a reward a number, an
+        environment its `Reply`. What is judged is an `Answer`, and for the function of rl.filter a list of `Scored`."""
         number = self.names.index(name)
         if name in _HERE:
             return [_value(self._rules[number], _HERE, answer) for answer in answers]

@@ -14,10 +14,11 @@ from glm46.config.rollout import Rollout as RolloutSection
 from glm46.data.chat import chat_reply
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import run_on_all_ranks
-from glm46.rewards.answer import Answer
+from glm46.rewards.answer import Answer, Scored
 from glm46.rewards.environment import Environment
 from glm46.rewards.scorer import Score, Scorer
 from glm46.rl.prompts import Prompt
+from glm46.rl.rollouts import DrawnSample
 from glm46.rollout.records import Completion, Engine, Request, SamplingRules
 
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
@@ -44,6 +45,8 @@ class Asking:
     """Of training rollouts."""
     seed: int
     environment: Environment | None = None
+    filter: Scorer | None = None
+    """Of `RL.filter`."""
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
@@ -57,8 +60,9 @@ class Asking:
     def close(self) -> None:
         """End the processes and free the engine."""
         self.scorer.close()
-        if self.environment is not None:
-            self.environment.close()
+        for one in (self.environment, self.filter):
+            if one is not None:
+                one.close()
         self.engine.close()
 
     def seed_of(self, what: str, prompt: int, index: int) -> int:
@@ -91,6 +95,33 @@ class Asking:
         for cause, found in causes.items():
             self.tell(cause, f"{len(found)} of {len(scores)} samples are dropped without reward, because of {found[0]}")
         return scores
+
+    def wanted_groups(
+        self, samples: Sequence[DrawnSample], prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> set[int]:
+        """Numbers of the groups of samples that the filter keeps; all without one. Collective.
+
+        Args:
+            prompts: of these numbers.
+        """
+        prompt_of, groups = dict(zip(numbers, prompts, strict=True)), {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        if self.filter is None:
+            return set(groups)
+
+        def judged(share: list[list[DrawnSample]]) -> list[float | str]:
+            thinking = self.config.prompts.thinking
+            tables = [
+                [Scored(self._answer(prompt_of[one.group], one.completion, thinking), one.reward) for one in group]
+                for group in share
+            ]
+            return self.filter.values(self.config.filter, tables)
+
+        found = _by_shares(judged, list(groups.values()))
+        for fault in [value for value in found if isinstance(value, str)][:1]:
+            self.tell("rl.filter", f"rl.filter = {self.config.filter!r}: a group is left out, because of {fault}")
+        return {group for group, value in zip(groups, found, strict=True) if not isinstance(value, str) and value}
 
     def converse(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules, *, thinking: bool

@@ -77,7 +77,7 @@ def draw_rollout(
 ) -> Rollout | None:
     """Draw a rollout; None if a stop was requested. Collective.
 
-    With dynamic sampling, groups whose rewards are all equal are replaced by groups of the next prompts, in at most
+    Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
     ``max_rounds`` rounds. A sample whose rewards failed is left out of its group.
 
     Raises:
@@ -88,7 +88,7 @@ def draw_rollout(
     tally: Counter[str] = Counter()
     figures: list[tuple[float, int, bool]] = []
     parts: list[dict[str, float]] = []
-    for _ in range(config.max_rounds if config.dynamic_sampling else 1):
+    for _ in range(config.max_rounds if config.replaces_groups else 1):
         kept = len({sample.group for sample in samples})
         if kept == config.prompts_per_rollout:
             break
@@ -111,12 +111,14 @@ def draw_rollout(
         tally["dropped"] += len(scores) - len(new)
         tally["drafted"] += sum(one.drafted for one in drawn.completions)
         tally["accepted"] += sum(one.accepted for one in drawn.completions)
-        samples += [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
-    if (kept := len({sample.group for sample in samples})) < config.prompts_per_rollout and config.dynamic_sampling:
+        some = [s for s, is_kept in zip(new, informative(rewards, of, config).tolist(), strict=True) if is_kept]
+        wanted = asking.wanted_groups(some, asked, drawn.numbers)
+        samples += [one for one in some if one.group in wanted]
+    if (kept := len({sample.group for sample in samples})) < config.prompts_per_rollout and config.replaces_groups:
         asking.tell(
             "dynamic_sampling",
-            f"rl.max_rounds = {config.max_rounds}: only {kept} of {config.prompts_per_rollout} groups have rewards "
-            f"that differ; the rollout of step {step} goes on with {len(samples)} samples",
+            f"rl.max_rounds = {config.max_rounds}: only {kept} of {config.prompts_per_rollout} groups are worth a step "
+            f"(rl.dynamic_sampling, rl.filter); the rollout of step {step} goes on with {len(samples)} samples",
         )
     names = tuple(reward.name for reward in config.rewards)
     arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)

@@ -66,6 +66,9 @@ class Reinforcement:
             environment = run_on_all_ranks(
                 lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns)
             )
+        filter_ = None
+        if (name := self._config.filter) is not None:
+            filter_ = run_on_all_ranks(lambda: Scorer([RewardRule(name)], key="rl.filter"))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
         policy = PolicyGradient(
             self.networks["policy"],
@@ -96,6 +99,7 @@ class Reinforcement:
             rules=rules,
             seed=plan.config.debug.seed,
             environment=environment,
+            filter=filter_,
         )
         journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         self._supply = RolloutSupply(plan, self._asking, self._prompts, journal, self._is_stopped)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.commands.rl import describe_rollout
+from glm46.config.errors import UserError
 from glm46.config.rl import RL
 from glm46.config.rollout import Rollout as RolloutSection
 from glm46.data.chat import ChatOptions, chat_prompt, render
@@ -165,3 +166,29 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
         f"3 of 5 samples are dropped without reward, because of {faults[0]}",
         f"1 of 5 samples are dropped without reward, because of {faults[3]}",
     ], "the first and the second time"
+
+
+def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_their_place(tokenizer):
+    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted, in two rounds."""
+    texts = ["a", "a", "", "b", "a", "b", "c", "d", "e", "f"]
+
+    class Engine:
+        def generate(self, requests, rules):
+            tokens = [tokenizer.encode(texts.pop(0)).tolist() + [tokenizer.special["<|user|>"]] for _ in requests]
+            return [Completion(one, [-1.0] * len(one), "stop", [Span(0, 7)], None) for one in tokens]
+
+    of, said, name = asking(Engine(), tokenizer, None), [], "tests.unit.rewards.bad_rewards:differing"
+    of.config = of.config.model_copy(update={
+        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "max_rounds": 2, "dynamic_sampling": False,
+    })  # fmt: skip
+    of.environment, of.say, of.filter = None, said.append, Scorer([RewardRule(name)], key="rl.filter")
+    prompts = [Prompt([1, number], "?", "a") for number in range(9)]
+    try:
+        rollout = draw_rollout(of, prompts, InOrder(of, prompts, 0), 7, 0)
+    finally:
+        of.filter.close()
+    assert rollout.arrays["groups"].tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
+    assert said == [f"rl.filter = {name!r}: a group is left out, because of ValueError: empty"]
+    assert rollout.figures["drawn_samples"] == 10
+    with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):
+        Scorer([RewardRule("no_such_module:f")], key="rl.filter")

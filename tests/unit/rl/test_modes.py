@@ -165,7 +165,7 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run
     assert train(config) == 0
     said = capsys.readouterr().out
     assert "none of these reads labels, and 20 prompts have one under 'label'" in said
-    shown = [line for line in said.splitlines() if "rl.max_rounds = 2: only 0 of 2 groups" in line]
+    shown = [line for line in said.splitlines() if "rl.max_rounds = 2: only 0 of 2 groups are worth a step" in line]
     assert [line.partition("; ")[2] for line in shown] == [
         f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
     ], "the first, second, fourth and so on"
