@@ -98,6 +98,8 @@ def main(address: str, parent: str) -> None:
     import glm46.checkpoint.manager  # noqa: F401
 
     torch.set_num_threads(1)
+    # As in tests/ranks/forked_ranks.py: the pool of a fork is made anew by one thread, before there are others.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     gc.freeze()  # no garbage collection of a fork looks at what was imported
     _Server.parent = int(parent)
     with contextlib.suppress(KeyboardInterrupt), _Server(address + ".new", _Fork) as server:

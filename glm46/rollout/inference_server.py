@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.rollout.http_calls import CallError
+from glm46.rollout.http_calls import CallError, RefusedError
 from glm46.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
 from glm46.rollout.weight_group import WeightGroup
 
@@ -78,13 +78,18 @@ MOST_BIAS = 100.0
 def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
     """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
 
+    A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
+
     Raises:
         UserError: the server draws on behind one.
         CallError: it does not answer.
     """
     for token in sorted(stop):
-        tokens, finish = server.ended_by(token, stop, QUICK_SECONDS)
-        if tokens[:1] != [token]:  # vLLM with drafts ignores the bias; each reply is checked
+        try:
+            tokens, finish = server.ended_by(token, stop, QUICK_SECONDS)
+        except RefusedError:
+            return
+        if tokens[:1] != [token]:
             return
         if len(tokens) > 1 or finish != "stop":
             raise UserError(

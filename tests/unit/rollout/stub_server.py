@@ -42,8 +42,8 @@ class StubServer:
     """Set the attributes at any time; they hold for the next call.
 
     Attributes:
-        fault: "hang", "500", "500 at stop", "truncated", "other version", "bad logprobs", "restarted"; it holds for
-            generation.
+        fault: "hang", "500", "400 at stop", "500 at stop", "truncated", "other version", "bad logprobs", "restarted";
+            it holds for generation.
         model: log-probability of a token by version and token.
         raw: added to the log-probabilities of drawn tokens, not to those of given ones.
         stale: loading answers 200 and changes nothing.
@@ -108,8 +108,8 @@ class StubServer:
     def answer(self, path: str, body: dict):
         """The reply, or the number of an error."""
         biases = body.get("sampling_params", {}).get("logit_bias", {})
-        if self.fault == "500 at stop" and max(biases.values(), default=0) > 0:
-            return 500
+        if self.fault in ("400 at stop", "500 at stop") and max(biases.values(), default=0) > 0:
+            return int(self.fault[:3])
         known = getattr(self, f"_{path}", None)
         return 404 if known is None else known(body)
 

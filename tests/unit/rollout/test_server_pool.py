@@ -295,6 +295,14 @@ def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make
     assert not stubs[0].drawn and not stubs[1].drawn
 
 
+def test_server_that_refuses_a_bias_draws_unasked(make_pool, weights, stubs):
+    """As vLLM with drafts does."""
+    stubs[1].fault = "400 at stop"
+    pool = make_pool(VllmServer, servers=stubs[1:], rules=STOPPED)
+    pool.update(weights(1))
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+
+
 @both_kinds
 def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind, rules=STOPPED)
