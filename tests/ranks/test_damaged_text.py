@@ -14,7 +14,7 @@ def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it(server):
         part = "validation" if row["case"].startswith("held-out") else "train"
         found = re.findall(rf"error: \S+/{part}-00000.safetensors: bytes \d+ to \d+: {kind}", row["said"])
         # Once for each damaged place, however many ranks have seen it; ranks that read other rows may see another.
-        assert 1 <= len(found) <= 2 and len(set(found)) == len(found), row
+        assert 1 <= len(found) <= 2 and len(set(found)) == len(found), f"{row['case']}\n{row['said']}"
         assert "Traceback" not in row["said"], row
         assert kind in row["log"], row
         assert row["seconds"] < 60, row
