@@ -82,7 +82,9 @@ def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
     assert gap(policy.on_disk(), requests, completions) < CLOSE
 
 
-def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy):
+def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy, monkeypatch):
+    routed = policy.rules._replace(routes=True)
+    monkeypatch.setattr(policy.engine._pool, "_rules", routed)  # what servers are asked for when they join
     policy.server.kill()
     began = time.monotonic()
     policy.serve("--no-enable-prefix-caching")
@@ -96,9 +98,7 @@ def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy):
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for number, router in enumerate(routers):
         router.register_forward_hook(lambda _, __, routing, number=number: chosen.update({number: routing.experts}))
-    for one, request in zip(
-        policy.engine.generate(policy.requests, policy.rules._replace(routes=True)), policy.requests, strict=True
-    ):
+    for one, request in zip(policy.engine.generate(policy.requests, routed), policy.requests, strict=True):
         distributions(model, request.prompt, one.tokens)
         ours = np.stack([chosen[number][: len(one.routes)].numpy() for number in sorted(chosen)], 1)  # not those of MTP
         assert one.routes.shape == ours.shape and len(ours) == len(request.prompt) + len(one.tokens) - 1
