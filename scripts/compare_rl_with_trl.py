@@ -2,7 +2,7 @@
 
     CONFIG_FILE=train_configs/rl_debug_labels.toml NGPU=1 ./run_train.sh
     pip install trl datasets accelerate
-    OMP_NUM_THREADS=1 python scripts/compare_rl_with_trl.py --reward 0.4 --steps 80
+    OMP_NUM_THREADS=1 python scripts/compare_rl_with_trl.py --reward 0.4 --steps 80 --seed 0
 
 Both start from the weights of rl_debug_labels.toml, TRL from its export as transformers reads it, and use one process,
 FP32, AdamW with the same keys, the same prompts, token by token, the same reward, 32 prompts of 8 samples in a step of
@@ -54,7 +54,7 @@ def run_ours(base: Path, folder: Path, arguments: argparse.Namespace) -> Rows:
     keys = {
         "--job.dump_folder": folder, "--checkpoint.initial_load_path": base, "--rl.algorithm": "grpo",
         "--training.steps": arguments.steps, "--optimizer.lr": arguments.lr, "--lr_scheduler.min_lr_factor": 1.0,
-        "--metrics.log_freq": 1, "--checkpoint.enable": "false",
+        "--metrics.log_freq": 1, "--checkpoint.enable": "false", "--debug.seed": arguments.seed,
         "--validation.enable": "false", "--rl.validation": "[]",
     }  # fmt: skip
     overrides = [str(part) for pair in keys.items() for part in pair]
@@ -124,7 +124,7 @@ def _trl_arguments(config: RunConfig, stops: list[int], folder: Path, arguments:
 
     rl, optimizer = config.rl.model_copy(update={"algorithm": "grpo"}).resolved(), config.optimizer
     return GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, seed=config.debug.seed, max_steps=arguments.steps,
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, seed=arguments.seed, max_steps=arguments.steps,
         per_device_train_batch_size=int(config.training.global_batch_size), num_generations=rl.group_size,
         max_completion_length=config.rollout.max_new_tokens, temperature=config.rollout.temperature,
         generation_kwargs={"eos_token_id": stops}, beta=0.0, loss_type="grpo", epsilon=rl.clip.low,
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=ROOT / "outputs/rl_debug_labels/checkpoint/step-000040")
     parser.add_argument("--reward", type=float, default=0.4, help="mean of five steps that ends the time")
     parser.add_argument("--steps", type=int, default=80, help="at most so many")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the draws")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--experts", choices=("eager", "grouped_mm", "batched_mm"), help="how transformers computes")
     parser.add_argument("--only", choices=("ours", "trl"))
