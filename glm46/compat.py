@@ -43,9 +43,9 @@ def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     """The grouped product of operands that it rounds to FP8, in the dtype of the first one, with gradients.
 
     torchao has it only as private functions of a prototype, for GPUs of compute capability 10.x, and 9.0 ("rowwise").
-    torchao 0.18 cannot be used as it is with Triton 3.9, which torch 2.15 brings: a key by which a kernel with a single
-    configuration is tuned is no argument of it, which Triton now refuses, and the kernels that transpose the experts'
-    weights index a number as if it were a vector. torchao's fused form of these two gives the same values.
+    torchao 0.18 cannot be used as it is with Triton 3.9, which torch 2.15 brings: Triton now refuses a tuning key that
+    the kernel does not have as an argument (of a kernel with a single configuration), and the kernels that transpose
+    the experts' weights index a number as if it were a vector. torchao's fused form of these two gives the same values.
 
     Args:
         recipe: "rowwise" or "mxfp8".
@@ -73,9 +73,9 @@ def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @contextlib.contextmanager
 def _tuned_once() -> Iterator[None]:
-    """Inside of it, `triton.autotune` ignores keys that are no arguments of the kernel, as Triton did before 3.9, and
-    the number of rows of kernels for groups of rows: each step has another one with expert parallelism, and would time
-    the 36 forms of such a kernel again."""
+    """Inside of it, `triton.autotune` ignores keys that the kernel does not have as arguments, as before Triton 3.9,
+    and the number of rows of kernels for groups of rows: each step has another one with expert parallelism, and would
+    time the 36 forms of such a kernel again."""
     if not has_triton():
         yield
         return

@@ -39,7 +39,7 @@ class _Request:
 
     def _run(self) -> None:
         while not self._is_over.is_set():
-            with contextlib.suppress(OSError):  # there is no such file
+            with contextlib.suppress(OSError):  # usually the file does not exist
                 self._path.unlink()
                 self._is_seen.set()
             self._is_over.wait(_POLL_SECONDS)

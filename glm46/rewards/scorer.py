@@ -87,8 +87,8 @@ class Scorer:
         ]  # fmt: skip
 
     def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
-        """What one function gives each answer, or a text that says why there is no value: a reward a number, an
-        environment its `Reply`. What is judged is an `Answer`, and for the function of rl.filter a list of `Scored`."""
+        """The result of one function for each answer, or a text that says why it has none: of a reward a number, of
+        an environment its `Reply`. It judges an `Answer`, the function of rl.filter a list of `Scored`."""
         number = self.names.index(name)
         if name in _HERE:
             return [_value(self._rules[number], _HERE, answer) for answer in answers]
