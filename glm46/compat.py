@@ -375,8 +375,6 @@ _WARNED_NOISE = (
     "'set_vital' is deprecated",
     # torchdata warns twice for each loader. More workers than cores can be intended: they wait for files.
     r"This DataLoader will create \d+ worker processes in total",
-    # The only reduction by index without a loop; the same in torch 2.11 to 2.15.
-    r"index_reduce\(\) is in beta",
 )
 """Beginnings of warnings, as regular expressions."""
 

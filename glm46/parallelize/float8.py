@@ -173,8 +173,11 @@ def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tens
     if block is not None:
         return _rounded(x_NI, 0, block)  # groups have whole blocks
     group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
-    amax = x_NI.new_zeros(len(offsets) + 1, x_NI.shape[1])  # the last one: rows that no group has
-    return _round(x_NI, _scale(amax.index_reduce_(0, group_N, x_NI.abs(), "amax"))[group_N])
+    # The last group has the rows of no expert.
+    bounds = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), len(x_NI))])
+    # `index_reduce_` and `scatter_reduce_` raise on a GPU under debug.deterministic, whatever they reduce by.
+    amax = torch.segment_reduce(x_NI.abs(), "max", offsets=bounds, initial=0.0, unsafe=True)
+    return _round(x_NI, _scale(amax)[group_N])
 
 
 def _scale(amax: Tensor) -> Tensor:

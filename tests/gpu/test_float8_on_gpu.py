@@ -6,7 +6,7 @@ import torch
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES
 from glm46.config.presets import PRESETS
-from glm46.distributed.process import join, leave
+from glm46.distributed.process import join, leave, use_deterministic_kernels
 from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions
 from glm46.parallelize.float8 import experts_product, linear_product
@@ -91,6 +91,21 @@ def test_a_moe_layer_with_padded_groups_is_that_of_the_emulation(rows):
     assert statistics.tokens_per_expert[0] == rows
     for got, want in zip(*results, strict=True):
         assert got.isfinite().all() and (not rows or distance(got.cpu(), want.cpu().double()) < 2**-4)
+
+
+@pytest.mark.usefixtures("nondeterministic_afterwards")
+def test_emulated_experts_repeat_every_bit_under_debug_deterministic():
+    """No operator of the emulation raises there."""
+    use_deterministic_kernels()
+    x, weight, grad = (t.bfloat16().cuda() for t in operands((ROWS, 512), (len(ENDS), 256, 512), (ROWS, 256)))
+    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True))
+    results = []
+    for _ in range(2):
+        inputs = [t.clone().requires_grad_() for t in (x, weight)]
+        y = product(*inputs, ENDS.cuda())
+        y.backward(grad)
+        results.append((y.detach()[: int(ENDS[-1])], inputs[0].grad[: int(ENDS[-1])], inputs[1].grad))
+    assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
 
 
 @pytest.fixture
