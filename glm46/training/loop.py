@@ -77,7 +77,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
         micro_batches = task.complete(batches.micro_batches)
         outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
-        progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.fault is not None)
+        progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
         flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
         model_seconds = batches.model_seconds + outcome.gradient_seconds
         metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size, model_seconds)
@@ -162,11 +162,11 @@ def end_step(
     loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
     # The loss of a policy has further terms, which only rows have.
     loss = None if config.rl else loss_sum / max(targets, 1)
-    is_good, is_finite = outcome.fault is None, outcome.fault != NOT_FINITE
-    services.heartbeat.step(progress.step, progress.tokens, was_skipped=not is_good, is_finite=is_finite, loss=loss)
-    if is_good:
+    is_bad, is_finite = outcome.is_bad, outcome.fault != NOT_FINITE
+    services.heartbeat.step(progress.step, progress.tokens, was_skipped=is_bad, is_finite=is_finite, loss=loss)
+    if not is_bad:
         progress.add_loss(loss_sum, targets)
-    else:
+    if outcome.fault is not None:
         samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
         services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
     if line := services.times.first_step():

@@ -19,6 +19,10 @@ from glm46.training.network import Batch, Network, StageResults
 from glm46.training.task import Counts, Objective, Task
 from glm46.training.totals import StepTotals
 
+NO_TARGETS = "no rank has a token to learn from"
+"""The fault of a step whose samples were all left out, as filters of reinforcement learning may do. No value of it is
+bad: it does not count towards [training] max_skipped_steps."""
+
 
 class NetworkOutcome(NamedTuple):
     """Result of a step for one network, over all ranks."""
@@ -46,6 +50,11 @@ class StepOutcome(NamedTuple):
     """Duration of forward and backward: of their calls, and of the wait for the device behind them."""
 
     @property
+    def is_bad(self) -> bool:
+        """True if the step was skipped for its values, which too many steps in a row end a run for."""
+        return self.fault not in (None, NO_TARGETS)
+
+    @property
     def main(self) -> NetworkOutcome:
         return next(iter(self.of.values()))
 
@@ -66,7 +75,7 @@ def train_step(
         clock: tokens of the curriculum before this step; the argument of all schedules.
         lr_factor: learning rate relative to its peak.
         find_fault: returns the reason to skip the step from the mean loss and the gradient norm of the main network, or
-            None. Non-finite values always skip the step, for all networks.
+            None. Values that are not finite always skip the step, for all networks, and so does `NO_TARGETS`.
     """
     moe = task.plan.config.moe
     sums, counters, gradient_seconds = {}, {}, 0.0
@@ -101,7 +110,12 @@ def train_step(
     outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
     mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
     is_finite = all(bool(value.isfinite().all()) for value in host.values())
-    fault = find_fault(mean_loss, outcome.main.grad_norm) if is_finite else NOT_FINITE
+    if not is_finite:
+        fault = NOT_FINITE
+    elif not totals.main["targets"]:
+        fault = NO_TARGETS  # zero gradients would still apply momentum and weight decay
+    else:
+        fault = find_fault(mean_loss, outcome.main.grad_norm)
     if fault is not None:
         return outcome._replace(fault=fault)
     for name, of_network in outcomes.items():

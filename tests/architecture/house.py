@@ -31,13 +31,13 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "": 25, "__main__": 25, "ablation": 440, "benchmark": 930, "checkpoint": 2350, "cli": 105,
+    "": 25, "__main__": 25, "ablation": 440, "benchmark": 940, "checkpoint": 2350, "cli": 105,
     "commands": 7060, "compat": 402, "config": 4840, "data": 2860,
     "distributed": 1195, "evaluation": 1450, "files": 645, "finetune": 375, "huggingface": 2845, "inference": 1685,
     "model": 2650, "observe": 2220, "optim": 1790, "parallelize": 1350,
-    "planner": 4995, "preflight": 1720, "prepare": 2040, "pretrain": 835, "reliability": 1040,
+    "planner": 5055, "preflight": 1720, "prepare": 2040, "pretrain": 835, "reliability": 1040,
     "rewards": 515, "rl": 3121, "rollout": 2655, "serving": 550,
-    "training": 2605,
+    "training": 2610,
 }  # fmt: skip
 LINE_GOAL = 17_500
 """Of the whole package, at the end of the present work on its size."""

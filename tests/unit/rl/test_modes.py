@@ -170,6 +170,8 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run
         f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
     ], "the first, second, fourth and so on"
     assert [row["drawn_samples"] for row in rows(config) if "drawn_samples" in row] == [16] * 3
+    skipped = [line for line in said.splitlines() if "skipped: no rank has a token to learn from" in line]
+    assert len(skipped) == 3 and {row["skipped_steps"] for row in rows(config) if "loss" in row} == {0}
     assert train(make_run("other", 1)) == 0
     assert "reads labels" not in (said := capsys.readouterr().out) and "max_rounds" not in said
 

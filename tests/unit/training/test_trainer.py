@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -730,6 +731,31 @@ def test_weights_of_the_auxiliary_losses_are_those_of_each_step(make_config, tmp
         assert found[:2] == constant[:2]
         assert found[2][0] == constant[2][0] and found[2][1] != constant[2][1]
         assert found[3][0] != constant[3][0]
+
+
+def test_a_step_without_targets_changes_nothing_and_is_no_bad_step(make_config, monkeypatch):
+    """Neither the momentum of earlier steps nor weight decay moves a weight, and the run goes on although none may be
+    skipped."""
+    config = make_config(training={"max_skipped_steps": 0}, optimizer={"weight_decay": 0.1})
+    weights = poison(monkeypatch, set())  # of no step
+    recorded = loop.train_step
+
+    def without_labels(task, micro_batches, totals, *arguments):
+        if len(weights) == 1:
+            micro_batches = [
+                batch | {key: torch.full_like(batch[key], -100) for key in ("labels", "mtp_labels") if key in batch}
+                for batch in micro_batches
+            ]
+            totals = count_step(task, micro_batches)
+        return recorded(task, micro_batches, totals, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", without_labels)
+    assert train(config) == 0
+    moved = [any(not torch.equal(local(a[name]), local(b[name])) for name in a) for a, b in pairwise(weights)]
+    assert moved == [True, False, True]
+    assert [row["skipped_steps"] for row in training_rows(config)] == [0] * 4
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert log.count(" skipped: ") == 1 and "step 2 skipped: no rank has a token to learn from; samples 2 to 3" in log
 
 
 def test_the_first_step_of_a_warmup_has_its_share(make_config):
