@@ -151,6 +151,18 @@ def benchmark_compiled(folder: Path, is_dry: bool) -> Result:
     return _race(["ours", "ours compiled"], is_dry)
 
 
+def benchmark_titan(folder: Path, is_dry: bool) -> Result:
+    """Our training step against the same model with the MoE layers of TorchTitan, eager."""
+    from glm46.benchmark.titan import import_configs
+    from glm46.config.errors import UserError
+
+    try:
+        import_configs()
+    except UserError as error:
+        raise Skipped(str(error)) from error
+    return _race(["ours", "torchtitan MoE"], is_dry)
+
+
 def _race(names: list[str], is_dry: bool) -> Result:
     import torch
 
@@ -158,7 +170,8 @@ def _race(names: list[str], is_dry: bool) -> Result:
     from glm46.planner.flops import training_flops_per_token
 
     if is_dry:
-        work = Workload("debug", 1, 32, torch.device("cpu"), torch.float32, layers=2)
+        dtype = torch.bfloat16 if "torchtitan MoE" in names else torch.float32  # its experts compute in BF16 only
+        work = Workload("debug", 1, 32, torch.device("cpu"), dtype, layers=2)
     else:
         # Two models with gradients: 74 GB in four layers.
         layers = 4 if torch.cuda.mem_get_info()[1] > 100e9 else 3
@@ -288,15 +301,16 @@ def rates(folder: Path, is_dry: bool) -> Result:
 
 
 PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
-    "machine": (machine, 40),  # and the packages from the folder of wheels
-    "tests": (gpu_tests, 100),
+    "machine": (machine, 35),  # and the packages from the folder of wheels
+    "tests": (gpu_tests, 95),
     "benchmark": (benchmark, 60),
-    "profile": (profile, 60),
-    "bf16": (bf16, 80),
+    "profile": (profile, 55),
+    "bf16": (bf16, 75),
     "float8_tests": (float8_tests, 70),  # most of it compiles the 36 forms of a kernel of torchao that Triton tries
-    "fp8": (fp8, 90),
+    "fp8": (fp8, 85),
     "rates": (rates, 30),
-    "benchmark_compiled": (benchmark_compiled, 40),
+    "benchmark_titan": (benchmark_titan, 30),
+    "benchmark_compiled": (benchmark_compiled, 35),
 }
 """Parts in their order, the most needed first, with their seconds, `SECONDS` in all. What a part leaves is for those
 after it. Parts that are asked for by name may take longer, as long as there is time."""
@@ -314,7 +328,8 @@ def run_part(name: str, folder: Path, is_dry: bool) -> None:
 def attend_part(name: str, folder: Path, python: str, is_dry: bool, seconds: float) -> Result:
     """Run a part in a process of its own; its status, seconds, and result or reason."""
     command = [python, __file__, "--part", name, "--output", str(folder), *(["--dry-run"] if is_dry else [])]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # some machines find torch there
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
     variables |= {"CUDA_VISIBLE_DEVICES": ""} if is_dry else {}
     began, log, file = time.monotonic(), folder / f"{name}.log", folder / f"{name}.json"
     if seconds < 1:
@@ -350,9 +365,12 @@ def install(wheels: Path, folder: Path) -> tuple[str, list[str]]:
     pip += ["--find-links", str(wheels)]
     extras, tried = ["hf", "gpu"], set()
     while rest := set(lacking(extras)) - tried:  # what reads the list of packages may be missing itself
-        for requirement in sorted(rest):
-            subprocess.run([*pip, requirement])
+        if subprocess.run([*pip, *sorted(rest)]).returncode:  # the folder lacks one: install the others
+            for requirement in sorted(rest):
+                subprocess.run([*pip, requirement])
         tried |= rest
+    if any(wheels.glob("torchtitan-*.whl")):  # a peer of the benchmark, which no extra names
+        subprocess.run([*pip, "torchtitan"])
     return python, lacking(extras)
 
 
@@ -398,7 +416,7 @@ def as_markdown(report: Result) -> str:
         over = parts.get(name, {}).get("result", {}).get("peak_over_plan")
         lines += [] if over is None else ["", f"{name}: the peak memory of tensors is {over:.1%} of the planned one."]
     peak = parts["machine"].get("result", {}).get("measured_peak_tflops")
-    for name in ("benchmark", "benchmark_compiled") if peak else ():
+    for name in ("benchmark", "benchmark_titan", "benchmark_compiled") if peak else ():
         for row in parts.get(name, {}).get("result", {}).get("rows", []):
             lines += ["", f"{row['name']} ({name}) reaches {row['tflops'] / peak:.1%} of the measured peak."]
     return "\n".join(lines) + "\n"

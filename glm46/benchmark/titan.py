@@ -1,6 +1,7 @@
 """TorchTitan's MoE layer in the place of ours, with the same weights. No model of TorchTitan has GLM's attention."""
 
 import copy
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,19 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.model.moe import MoE
 from glm46.model.transformer import Transformer
+
+
+def import_configs() -> ModuleType:
+    """The functions of TorchTitan that make configs of layers.
+
+    Raises:
+        UserError: torchtitan cannot be imported.
+    """
+    try:
+        from torchtitan.models.common import config_utils
+    except ImportError as error:
+        raise UserError(f"torchtitan (0.3 is known to work) cannot be imported: {error}; install it") from error
+    return config_utils
 
 
 class TitanMoE(nn.Module):
@@ -20,10 +34,7 @@ class TitanMoE(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        try:
-            from torchtitan.models.common import config_utils as configs
-        except ImportError as error:
-            raise UserError(f"torchtitan (0.3 is known to work) cannot be imported: {error}; install it") from error
+        configs = import_configs()
         dim, width, experts = shape.hidden_size, shape.moe_intermediate_size, shape.n_routed_experts
         chosen = {"dim": dim, "num_experts": experts, "top_k": shape.num_experts_per_tok}
         self.moe = configs.make_moe_config(

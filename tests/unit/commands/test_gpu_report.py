@@ -32,10 +32,15 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     assert parts == {
         "machine": "done", "tests": "skipped", "benchmark": "done", "profile": "done", "bf16": "done",
         "float8_tests": "skipped", "fp8": "done", "rates": "done", "benchmark_compiled": "skipped",
+        "benchmark_titan": "done" if importlib.util.find_spec("torchtitan") else "skipped",
     }, report  # fmt: skip
     assert "no CUDA device on this machine" in report["parts"]["tests"]["reason"]
     results = {name: part.get("result") for name, part in report["parts"].items()}
     assert [row["name"] for row in results["benchmark"]["rows"]] == ["ours", "transformers grouped_mm"]
+    if importlib.util.find_spec("torchtitan"):
+        assert [row["name"] for row in results["benchmark_titan"]["rows"]] == ["ours", "torchtitan MoE"]
+    else:
+        assert "torchtitan (0.3 is known to work) cannot be" in report["parts"]["benchmark_titan"]["reason"]
     assert results["machine"]["measured_peak_tflops"] > 0 and "torch" in results["machine"]["versions"]
     assert {"routed experts", "optimizer"} <= {row["kind"] for row in results["profile"]["profile"]["rows"]}
     assert results["bf16"]["first_loss"] == pytest.approx(results["fp8"]["first_loss"], rel=0.01)
