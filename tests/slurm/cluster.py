@@ -10,11 +10,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "bindfs")
+_PORT = 6818
+"""On which the daemon of a node listens, by Slurm's default."""
 _GPUS = 8
 """Of each node: plain files, which Slurm counts as it counts devices."""
 
@@ -43,6 +45,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path, nodes: int):
         self.folder, self.nodes = folder, [f"n{number + 1}" for number in range(nodes)]
+        self._log = (folder / "cluster.log").open("w")
         self._names = {host: f"g{os.getpid()}{host}" for host in ("c", *self.nodes)}
         self._started: list[subprocess.Popen] = []
         self._daemons: dict[str, subprocess.Popen] = {}
@@ -51,31 +54,40 @@ class SlurmCluster:
         """Start all daemons and wait until all nodes are idle."""
         for name in ("state", "log", "run", "dev", "spool"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self._log = (self.folder / "cluster.log").open("w")
         self._write_files()
         self._join_networks()
         run = self.folder / "run"
         munge = ["munged", "--foreground", "--force", f"--key-file={self.folder / 'munge.key'}"]
         munge += [f"--socket={run / 'munge.sock'}", f"--pid-file={run / 'munged.pid'}"]
-        self.begin("c", [*munge, f"--log-file={self.folder / 'log/munged.log'}", f"--seed-file={run / 'seed'}"])
-        while not (run / "munge.sock").exists():
-            time.sleep(0.02)
+        munge += [f"--log-file={self.folder / 'log/munged.log'}", f"--seed-file={run / 'seed'}"]
+        self._wait_for(self.begin("c", munge), (run / "munge.sock").exists)
         self.begin("c", ["slurmctld", "-D", "-c"])
         for host in self.nodes:
             self.begin_node(host)
-        self.wait_for_nodes(len(self.nodes))
+        self.wait_until_idle()
 
     def begin_node(self, host: str) -> None:
-        """Start the daemon of a node."""
+        """Start the daemon of a node, and wait until it listens."""
         (self.folder / "spool" / host).mkdir(exist_ok=True)
-        self._daemons[host] = self.begin(host, ["slurmd", "-D", "-N", host])
+        self._daemons[host] = daemon = self.begin(host, ["slurmd", "-D", "-N", host])
+        connections, listening = Path(f"/proc/{daemon.pid}/net/tcp"), f":{_PORT:04X} 00000000:0000 0A"
+        self._wait_for(daemon, lambda: listening in connections.read_text())
 
-    def wait_for_nodes(self, count: int, seconds: float = 30) -> None:
-        """Wait until this many nodes are idle."""
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Wait until all nodes are idle."""
         end = time.monotonic() + seconds
-        while (found := self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip()) != str(count):
-            assert time.monotonic() < end, f"{found or 0} of {count} nodes are idle: {self.call('sinfo', '-R')}"
+        while (found := self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip()) != str(len(self.nodes)):
+            assert time.monotonic() < end, f"{found or 0} nodes are idle: {self.call('sinfo', '-R')}"
             time.sleep(0.1)
+
+    def restore(self) -> None:
+        """Cancel all jobs, connect and start the nodes that were lost, and wait until all are idle."""
+        self.call("scancel", "--user=root")
+        for host, daemon in self._daemons.items():
+            self.set_link(host, "up")
+            if daemon.poll() is not None:
+                self.begin_node(host)
+        self.wait_until_idle()
 
     def begin(self, host: str, command: Sequence[str], **variables: str) -> subprocess.Popen:
         """Start a program on a node, or on the controller, "c"."""
@@ -121,31 +133,40 @@ class SlurmCluster:
             stdout=self._log, stderr=self._log,
         )  # fmt: skip
         self._started.append(server)
-        while f" {point} " not in Path(f"/proc/{self._daemons[host].pid}/mounts").read_text():
-            assert server.poll() is None, "bindfs has ended"
-            time.sleep(0.02)
+        self._wait_for(server, lambda: self._is_mounted(host, point))
         return server
 
     def unmount(self, host: str, point: Path) -> None:
         """Remove the place, also while files of it are open: an empty folder is there afterwards."""
-        subprocess.run([*self._mounts_of(host), "umount", "--lazy", str(point)], check=True)
+        if self._is_mounted(host, point):
+            subprocess.run([*self._mounts_of(host), "umount", "--lazy", str(point)], check=True)
+
+    def _is_mounted(self, host: str, point: Path) -> bool:
+        return f" {point} " in Path(f"/proc/{self._daemons[host].pid}/mounts").read_text()
+
+    def _wait_for(self, process: subprocess.Popen, is_ready: Callable[[], bool]) -> None:
+        while process.poll() is None:
+            if is_ready():
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"{process.args} has ended: {(self.folder / 'cluster.log').read_text()}")
 
     def _mounts_of(self, host: str) -> list[str]:
         return ["nsenter", f"--target={self._daemons[host].pid}", "--mount", "--net"]
 
     def stop(self) -> None:
         """End all processes of all nodes, and remove their networks."""
-        for host in ("c", *self.nodes):
-            for _ in range(3):  # a killed daemon may leave a child that was just started
-                for process in self.processes(host):
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                time.sleep(0.05)
-        for process in self._started:
-            process.wait(10)
-        for name in self._names.values():
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        self._log.close()
+        try:
+            for host in self._names:
+                for _ in range(3):  # a killed daemon may leave a child that was just started
+                    self.kill_node(host)
+                    time.sleep(0.05)
+            for process in self._started:
+                process.wait(10)
+        finally:
+            for name in self._names.values():
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            self._log.close()
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
@@ -187,6 +208,7 @@ class SlurmCluster:
             "TaskPlugin": "task/none", "JobAcctGatherType": "jobacct_gather/none", "MpiDefault": "none",
             "AccountingStorageType": "accounting_storage/none", "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core", "ReturnToService": "2", "SlurmdTimeout": "10", "KillWait": "5",
+            "MinJobAge": "3600",  # after its end, the state of a job is known for so many seconds
             "SlurmdParameters": "config_overrides", "JobRequeue": "1", "StateSaveLocation": f"{folder}/state",
             "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
             "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0",
