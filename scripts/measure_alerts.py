@@ -18,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,6 +30,23 @@ GOALS = {"TrainingDown": 75, "TrainingNotFinite": 15, "LossSpike": 45, "Training
 """Seconds; the stall counts as one 120 s after the last step, and has 30 s from then."""
 HISTORY_SECONDS = 80
 """Time before the spike: its alert compares with what is older than a minute."""
+KEYS = {
+    "model.num_hidden_layers": 2,
+    "training.seq_len": 64,
+    "training.local_batch_size": 1,
+    "training.global_batch_size": 4,
+    "training.tokens": 10**7,
+    "optimizer.lr": 1e-9,
+    "training.spike_sigmas": 0.0,  # the trainer itself would skip the spike
+    "validation.enable": "false",
+    "checkpoint.enable": "false",
+    "checkpoint.last_save_in_hf": "false",
+    "comm.hang_seconds": 0,  # the watchdog would end the stopped run before the alert
+    "checkpoint.interval": None,
+    "checkpoint.keep_latest_k": None,
+    "validation.freq": None,
+    "validation.steps": None,
+}
 
 # Runs in each rank, as sitecustomize: waits for the module of the step and wraps what brings its sums to the host.
 INJECTOR = """
@@ -39,9 +58,11 @@ def install():
         time.sleep(0.1)
     step = sys.modules["glm46.training.step"]
     original = step.to_host
+    if original.__module__ == __name__:  # wrapped before this process was forked
+        return
 
     def to_host(sums):
-        time.sleep(0.3)
+        time.sleep(float(os.environ["GLM46_STEP_SLEEP"]))
         host, kind = original(sums), open(fault).read()
         for name in host:
             if name.endswith("/loss"):
@@ -50,8 +71,12 @@ def install():
 
     step.to_host = to_host
 
-if fault:
+def begin():
     threading.Thread(target=install, daemon=True).start()
+
+if fault:
+    begin()
+    os.register_at_fork(after_in_child=begin)
 """
 
 
@@ -83,43 +108,45 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start_run(name: str, folder: Path, port: int) -> subprocess.Popen:
-    """A small run of debug.toml on one process, in a session of its own."""
+def start_run(
+    name: str, folder: Path, keys: Mapping[str, object], *, processes: int = 1, sleep_seconds: float = 0.3
+) -> subprocess.Popen:
+    """A run of debug.toml in a session of its own. It reads its fault from NAME.fault in the folder, writes its output
+    to NAME.log, and announces its endpoint in state/targets.
+
+    Args:
+        keys: of the config; None takes a key out.
+        sleep_seconds: added to each step.
+    """
+    if not (injector := folder / "sitecustomize.py").exists():
+        injector.write_text(INJECTOR)
     (folder / f"{name}.fault").write_text("")
-    keys = {
-        "job.dump_folder": folder / name,
-        "model.num_hidden_layers": 2,
-        "training.seq_len": 64,
-        "training.local_batch_size": 1,
-        "training.global_batch_size": 4,
-        "training.tokens": 10**7,
-        "optimizer.lr": 1e-9,
-        "training.spike_sigmas": 0.0,  # the trainer itself would skip the spike
-        "validation.enable": "false",
-        "checkpoint.enable": "false",
-        "checkpoint.last_save_in_hf": "false",
-        "comm.hang_seconds": 0,  # the watchdog would end the stopped run before the alert
-        "metrics.prometheus_port": port,
-        "metrics.prometheus_sd_folder": folder / "state" / "targets",
-    }
-    overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    for key in ("checkpoint.interval", "checkpoint.keep_latest_k", "validation.freq", "validation.steps"):
-        overrides.append(f"--{key}=")
+    keys = {"job.dump_folder": folder / name, "metrics.prometheus_sd_folder": folder / "state" / "targets"} | keys
+    overrides = [f"--{key}={'' if value is None else value}" for key, value in keys.items()]
     environment = os.environ | {
         "PYTHONPATH": f"{folder}:{ROOT}",
         "GLM46_FAULT_FILE": str(folder / f"{name}.fault"),
+        "GLM46_STEP_SLEEP": str(sleep_seconds),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "glm46", "launch", "--config", str(ROOT / "train_configs" / "debug.toml")]
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / f"{name}.log").open("a") as log:
         return subprocess.Popen(
-            [*command, "--nproc", "1", *overrides],
+            [*command, "--nproc", str(processes), *overrides],
             env=environment,
             stdout=log,
             stderr=log,
             start_new_session=True,
             cwd=ROOT,
         )
+
+
+def kill_run(process: subprocess.Popen) -> None:
+    """End a run at once, if it has not ended; its ranks end with it."""
+    for number in (signal.SIGCONT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+    process.wait()
 
 
 def heartbeat(folder: Path, name: str) -> dict:
@@ -132,7 +159,10 @@ def heartbeat(folder: Path, name: str) -> dict:
 
 def measure(folder: Path) -> dict[str, float]:
     """Inject the faults; returns the time of each by the name of its alert."""
-    runs = {name: start_run(name, folder, port) for name, port in zip(("a", "b", "c"), free_ports(3), strict=True)}
+    runs = {
+        name: start_run(name, folder, KEYS | {"metrics.prometheus_port": port})
+        for name, port in zip(("a", "b", "c"), free_ports(3), strict=True)
+    }
     faults: dict[str, float] = {}
     try:
         while not all(heartbeat(folder, name).get("steps_done", 0) >= 3 for name in runs):
@@ -160,19 +190,13 @@ def measure(folder: Path) -> dict[str, float]:
         return faults
     finally:
         for process in runs.values():
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    break
-            process.wait()
+            kill_run(process)
 
 
 def main() -> int:
     """Measure and print a table; returns 1 if a goal is missed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "sitecustomize.py").write_text(INJECTOR)
         hook = ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
         threading.Thread(target=hook.serve_forever, daemon=True).start()
         programs = ("prometheus", "alertmanager", "grafana", "node-exporter", "dcgm-exporter")
