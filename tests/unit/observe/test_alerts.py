@@ -1,11 +1,10 @@
-"""The alerts of deploy/monitoring: each fires at its second, not one evaluation earlier, and none on a normal day.
+"""The alerts of deploy/monitoring: each fires at its second, not one evaluation earlier, and none on a recorded day.
 
 promtool computes them as Prometheus does. Without it, only what the file itself says is tested.
 """
 
+import itertools
 import json
-import math
-import random
 import re
 import shutil
 import subprocess
@@ -103,6 +102,8 @@ CASES = [
     Case("LossSpike", 925, of_run(training_loss=spike(0.5))),
     Case("LossSpike", 925, of_run(training_loss=spike(0.3))),
     Case("LossSpike", None, of_run(training_loss=spike(0.15))),
+    # A lone outlier.
+    Case("LossSpike", None, of_run(training_loss=lambda second: noisy_loss(second) + 3.0 * (second == 900))),
     # As large as before, in a run whose loss deviates more.
     Case("LossSpike", None, of_run(training_loss=lambda second: 5 * noisy_loss(second) + 0.5 * (second >= 900))),
     Case("LossSpike", None, of_run(training_loss=spike(0.5), training_info__task_rl=always(1))),
@@ -308,107 +309,124 @@ def test_every_counter_of_dcgm_is_read_by_a_rule_or_a_dashboard():
 
 
 HOUR = 3600
-STARTS = (0, 5 * HOUR, 11 * HOUR, 17 * HOUR)
-"""Of a day with three requeues; each takes five minutes."""
-END = 23 * HOUR
+DAY = 24 * HOUR
+RECORDING = json.loads((Path(__file__).parent / "recorded_metrics.json").read_text())
+"""Written by scripts/record_metrics.py."""
+SCRAPE = RECORDING["seconds"]
+BETWEEN_STARTS = 1860
+"""Seconds, at least: three starts within an hour raise RestartLoop."""
+POSITIONS = ("training_step", "training_last_checkpoint_step")
+"""Metrics that a resume continues; counters begin at 0 with each process."""
 
 
-def on_the_day(values: Values) -> Values:
-    """While the run waits in the queue, and after its end, Prometheus marks its series as stale: the run has removed
-    itself from discovery."""
-
-    def value(second: int) -> float | str | None:
-        waits = any(start - 300 <= second < start for start in STARTS[1:])
-        return "stale" if waits or second >= END else values(second)
-
-    return value
-
-
-def phase(second: int) -> str:
-    """Five minutes of validation in each second hour, a minute of a save in each, two minutes of a start."""
-    if second - max(start for start in STARTS if start <= second) < 120:
-        return "start"
-    if second % (2 * HOUR) >= 2 * HOUR - 300:
-        return "validate"
-    return "save" if second % HOUR >= HOUR - 400 and second % HOUR < HOUR - 340 else "train"
+def recorded_series() -> dict[str, list[float | None]]:
+    """Values of the scrapes, None where a series is absent; names have the labels of discovery."""
+    series = {}
+    for job, labels in (("glm46", RUN), ("node", NODE)):
+        for name, runs in RECORDING[job].items():
+            metric, _, own = name.partition("{")
+            labelled = f"{metric}{labels[:-1]}{', ' + own if own else '}'}"
+            series[labelled] = [value for value, times in runs for _ in range(times)]
+    return series
 
 
-def normal_day() -> dict[str, Values]:
-    """Series of a whole day at 30 s: from a loss of 12, with noise and lone outliers, to a normal end."""
-    noise = random.Random(1)
-    deviation = [noise.gauss(0, 0.02) for _ in range(0, 25 * HOUR, 15)]
+def recorded_day() -> dict[str, Values]:
+    """The recording, and then its second half again and again: each time the run resumes where it was stopped. Before
+    each repetition it waits in the queue, so that the starts are `BETWEEN_STARTS` apart."""
+    series = recorded_series()
+    up = series[f"up{RUN}"]
+    stopped = up.index(None)
+    resumed = next(number for number in range(stopped, len(up)) if up[number] is not None)
+    turn = max(len(up) - resumed, BETWEEN_STARTS // SCRAPE)
+    newest_checkpoint, step = (series[f"{name}{RUN}"] for name in ("training_last_checkpoint_step", "training_step"))
+    from_step = next(value for value in newest_checkpoint[resumed:] if value)
+    # The step after the last scrape is saved, too.
+    steps = 1 + max(value or 0 for value in step) - from_step
 
-    def loss(second: int) -> float:
-        lone = 3.0 if second in (4 * HOUR, 9 * HOUR) else 0.0
-        return 2.5 + 9.5 * math.exp(-second / 1800) + deviation[second // 15] + lone
+    def repeated(name: str, recorded: list[float | None]) -> Values:
+        metric = name.partition("{")[0]
 
-    def since(second: int) -> int:
-        return max(start for start in STARTS if start <= second)
+        def value(second: int) -> float | str:
+            number, repetition = second // SCRAPE, 0
+            if number >= resumed:
+                repetition, place = divmod(number - resumed, turn)
+                number = min(resumed + place, len(recorded) - 1)
+            found = recorded[number]
+            if found is None:
+                return "stale"
+            if metric.endswith("_timestamp_seconds"):
+                return found + repetition * turn * SCRAPE
+            # A process that has not loaded its checkpoint yet exports step 0.
+            return found + repetition * steps if metric in POSITIONS and found else found
 
-    def train_step(second: int) -> int:
-        return second // 3
+        return value
 
-    series: dict[str, Values] = {
-        "training_loss": loss,
-        "training_step": train_step,
-        "training_step_seconds": always(3.0),
-        "training_data_seconds": always(0.01),
-        "training_tokens_per_second": lambda second: 1000 + 1000 * deviation[second // 15],
-        "training_slowest_rank_ratio": always(1.03),
-        "training_slowest_rank": lambda second: second // 30 % 8,
-        "training_last_step_timestamp_seconds": lambda second: (
-            second if phase(second) == "train" else second // 300 * 300
-        ),
-        "training_start_timestamp_seconds": since,
-        "training_skipped_steps_total": lambda second: 2 if second - since(second) > HOUR else 0,
-        "training_not_finite_steps_total": always(0),
-        "training_failed_saves_total": always(0),
-        "training_last_checkpoint_step": lambda second: train_step(second // HOUR * HOUR),
-        "training_checkpoint_interval_steps": always(1200),
-        "dead_experts": lambda second: 40 if second < 900 else 0,
-        "expert_balance_cv": lambda second: 1.4 if second < 900 else 0.3,
-        "up": always(1),
-    }
-    named = {f"{name}{RUN}": on_the_day(values) for name, values in series.items()}
-    for name in ("start", "train", "validate", "save"):
-        labels = RUN[:-1] + f', phase="{name}"}}'
-        named[f"training_phase{labels}"] = on_the_day(lambda second, name=name: float(phase(second) == name))
-    named |= {
-        f"DCGM_FI_DEV_GPU_TEMP{GPU}": lambda second: 60 + 20 * (phase(second) == "train"),
+    read = {word for rule in RULES for word in re.findall(r"\w+", rule["expr"])}
+    return {name: repeated(name, values) for name, values in series.items() if name.partition("{")[0] in read}
+
+
+def test_the_recording_has_what_the_alerts_of_runs_read():
+    groups = [group for group in GROUPS if group["name"] in ("training", "checkpoints", "experts")]
+    text = " ".join(rule["expr"] for group in groups for rule in group["rules"])
+    read = set(re.findall(r"\b(?:up|(?:training|expert|dead|nccl)_\w+)\b", text))
+    recorded = {name.partition("{")[0] for name in RECORDING["glm46"]}
+    assert read - recorded == {"training_memory_peak_ratio"}  # of GPUs; the made-up day has it
+
+
+def made_up_day() -> dict[str, Values]:
+    """Series that a machine without GPUs does not have, made up: GPUs near their limits, which pause for five minutes
+    of validation in each second hour, a disk on which large checkpoints come and go, and a clock that is kept."""
+
+    def works(second: int) -> bool:
+        return second % (2 * HOUR) < 2 * HOUR - 300
+
+    return {
+        f"DCGM_FI_DEV_GPU_TEMP{GPU}": lambda second: 60 + 20 * works(second),
+        f"DCGM_FI_DEV_MEMORY_TEMP{GPU}": lambda second: 70 + 20 * works(second),
         f"DCGM_FI_DEV_FB_USED{GPU}": always(77_000),
         f"DCGM_FI_DEV_FB_FREE{GPU}": always(2_500),
         f"DCGM_FI_DEV_FB_RESERVED{GPU}": always(500),
         f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="sw_power_cap"}}': always(30),
-        f"up{NODE}": always(1),
-        # Checkpoints come and are removed.
+        f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": always(0),
+        f'DCGM_EXP_XID_ERRORS_COUNT{GPU[:-1]}, xid="0"}}': always(0),
+        f"up{GPU}": always(1),
+        f'training_memory_peak_ratio{RUN[:-1]}, ranks="max"}}': always(0.95),
+        f'training_extreme_rank{RUN[:-1]}, figure="memory_peak_ratio/max"}}': always(3),
+        f'training_gpu_temperature_celsius{RUN[:-1]}, ranks="max"}}': lambda second: 60 + 20 * works(second),
         f"node_filesystem_avail_bytes{NODE}": lambda second: 1e12 - 2e11 * (second % HOUR) / HOUR,
         f"node_filesystem_size_bytes{NODE}": always(1.1e12),
-        f"node_timex_offset_seconds{NODE}": always(0.002),
         f"node_timex_sync_status{NODE}": always(1),
-        f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": always(0),
-        f'training_memory_peak_ratio{RUN[:-1]}, ranks="max"}}': on_the_day(always(0.95)),
-        f'training_extreme_rank{RUN[:-1]}, figure="memory_peak_ratio/max"}}': on_the_day(always(3)),
-        f'training_gpu_temperature_celsius{RUN[:-1]}, ranks="max"}}': on_the_day(always(80)),
     }
-    return named
+
+
+def changes(values: Values) -> int:
+    """What promtool computes of a series of the recorded day."""
+    found = [value for second in range(0, DAY + 1, SCRAPE) if (value := values(second)) != "stale"]
+    return sum(a != b for a, b in itertools.pairwise(found))
 
 
 @needs_promtool
 @pytest.mark.slow
-def test_no_alert_fires_on_a_normal_day(tmp_path):
-    day = 24 * HOUR
-    fired = f'count by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[{day}s]))'
-    checks = [
-        {"expr": fired, "eval_time": f"{day}s", "exp_samples": []},
-        # The series are there: the loss of the run of before its end.
-        {
-            "expr": f"count(count_over_time(training_loss[{day}s]))",
-            "eval_time": f"{day}s",
-            "exp_samples": [{"labels": "{}", "value": 1}],
-        },
-    ]
-    file = write_tests(tmp_path / "day.yml", FOLDER / "alerts.yml", 30, [entry(normal_day(), day, 30, checks)])
-    run_promtool(file)
+def test_no_alert_fires_on_a_recorded_day_and_on_a_made_up_day_of_gpus(tmp_path):
+    recorded, start = recorded_day(), f"training_start_timestamp_seconds{RUN}"
+    days = {"recorded": (recorded, SCRAPE, start), "made_up": (made_up_day(), 30, f"DCGM_FI_DEV_GPU_TEMP{GPU}")}
+    # Nothing keeps the clock of the recorded machine, and the alert says so.
+    expected = {"recorded": ["ClockUnsynchronised"], "made_up": []}
+    files = []
+    for name, (series, every, witness) in days.items():
+        metric, labels = re.fullmatch(r"(\w+)(.*)", witness).groups()
+        fired = f'group by (alertname) (count_over_time(ALERTS{{alertstate="firing"}}[{DAY}s]))'
+        known = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in expected[name]]
+        seen = {"labels": labels, "value": changes(series[witness])}
+        checks = [
+            {"expr": fired, "eval_time": f"{DAY}s", "exp_samples": known},
+            # The day has arrived: promtool sees all starts.
+            {"expr": f"changes({metric}[{DAY}s])", "eval_time": f"{DAY}s", "exp_samples": [seen]},
+        ]
+        day = [entry(series, DAY, every, checks)]
+        files.append(write_tests(tmp_path / f"{name}.yml", FOLDER / "alerts.yml", every, day))
+    assert changes(recorded[start]) > 40
+    run_promtool(*files)
 
 
 @needs_promtool
