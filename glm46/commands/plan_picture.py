@@ -47,8 +47,9 @@ def draw_plan(run: RunPlan, output: Path) -> None:
 
 def _draw_memory(axes: "Axes", ranks: list[MemoryPlan], run: RunPlan) -> None:
     bottom = [0.0] * len(ranks)
-    for name in memory_parts(ranks[0]):
-        sizes = [memory_parts(memory)[name] / _GIB for memory in ranks]
+    parts = [memory_parts(memory) for memory in ranks]
+    for name in dict.fromkeys(name for of_rank in parts for name in of_rank):
+        sizes = [of_rank.get(name, 0.0) / _GIB for of_rank in parts]
         if max(sizes) > 0.001 * max(memory.total for memory in ranks) / _GIB:
             axes.bar(range(len(ranks)), sizes, bottom=bottom, width=0.8, label=name)
             bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]

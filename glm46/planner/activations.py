@@ -56,6 +56,40 @@ def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen |
     return total
 
 
+def attention_backward_bytes(
+    shape: ModelShape, width: int, *, queries: float, keys: float, runs: float, tp: int = 1
+) -> float:
+    """What the backward of one layer's attention allocates on a rank: the gradients of result, queries, keys and
+    values, and the workspace of the flash kernel.
+
+    The workspace is that of `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of
+    PyTorch: the sums of the gradient of the queries, FP32 [queries + 128 runs, heads, width of a head rounded up], one
+    more FP32 number for each of these rows and heads, and where query heads share keys, the gradients of keys and
+    values of each query head. cuDNN, which `varlen_attn` of torch 2.15 prefers for whole documents, does not publish
+    its workspace. With debug.deterministic the kernel has the FP32 sums several times, 132 / (runs x heads) rounded
+    up on an H100; that is not counted.
+
+    Args:
+        queries, keys: of all runs.
+        runs: documents, or the parts of documents, that a rank attends in.
+        tp: ranks of tensor parallelism, which share the heads.
+    """
+    heads, key_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1)
+    multiple = 32 if shape.head_dim <= 128 else 64
+    rounded = -(-shape.head_dim // multiple) * multiple
+    workspace = (queries + 128 * runs) * heads * (rounded + 1) * FP32
+    of_keys = key_heads + heads * (heads != key_heads)
+    return workspace + (2 * queries * heads + 2 * keys * of_keys) * shape.head_dim * width
+
+
+def freed_before_attention(
+    shape: ModelShape, width: int, block: str, tp: int = 1, frozen: Frozen | None = None
+) -> float:
+    """What the backward of a layer has freed of its tensors when that of its attention begins, per token of a rank."""
+    whole = dense_layer_bytes if block == "dense" else moe_layer_bytes  # the rest of an MTP layer comes before both
+    return whole(shape, width, tp, frozen) - attention_bytes(shape, width, tp, frozen)
+
+
 def _gathered_input(shape: ModelShape, width: int, tp: int) -> float:
     return shape.hidden_size * width * tp
 

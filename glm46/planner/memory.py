@@ -18,6 +18,8 @@ from glm46.planner.activations import (
     SHARED_KEYS,
     Frozen,
     attended_keys,
+    attention_backward_bytes,
+    freed_before_attention,
     gathered_key_bytes,
     head_bytes,
     keys_travel,
@@ -86,6 +88,9 @@ class MemoryPlan:
     """The gradients of the head's weight, which forward computes and backward uses."""
     process: float
     """Memory of the process without tensors."""
+    attention: float = 0.0
+    """On a GPU: what the backward of one layer's attention takes beyond what that of the rest of the layer has freed
+    before."""
     host: float = 0.0
     """With a GPU: offloaded weights (those of a reference too) and gradients, and optimizer states in host memory, all
     of them or those on their way to a file and back. Not part of the total; on a CPU all memory is."""
@@ -142,7 +147,8 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
         plans = [_offloaded(memory, *step.gradients_of(of_rank)) for memory, of_rank in zip(plans, parts, strict=True)]
     has_probe = plan.config.comm.bandwidth_interval and plan.layout.world_size > 1
     own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
-    return [replace(memory, process=own) for memory in plans]
+    of_attention = [step.attention_backward(of_rank) if device == "gpu" else 0.0 for of_rank in parts]
+    return [replace(each, process=own, attention=more) for each, more in zip(plans, of_attention, strict=True)]
 
 
 def step_text(plan: Plan) -> float:
@@ -189,6 +195,7 @@ class _Step:
         self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
+        self._document_tokens = plan.document_tokens or self._length
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
@@ -317,12 +324,16 @@ class _Step:
             size += self._micro_batches * self._tokens * (received + text)
         return size
 
+    def _backward_blocks(self, part: StagePart) -> list[tuple[str, Frozen | None]]:
+        """The blocks that have a backward, each with its adapters if its own weights are frozen."""
+        frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
+        return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
+
     def _layers(self, part: StagePart, mode: str) -> list[float]:
         """What each block that has a backward keeps, per token of a rank."""
-        frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
         kept = [
             layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep, frozen=rows)
-            for block, rows in zip(part.blocks[part.backward_from :], frozen[part.backward_from :], strict=True)
+            for block, rows in self._backward_blocks(part)
         ]
         if kept and part.adapters is not None and not part.index and mode == "none":
             kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
@@ -348,6 +359,31 @@ class _Step:
         _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
         gathered = self._rows * received * heads * shape.head_dim * self._width
         return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
+
+    def attention_backward(self, parts: list[StagePart]) -> float:
+        """`MemoryPlan.attention` of a rank with these stages. Attention in FP32 has no flash kernel."""
+        if self._width == FP32:
+            return 0.0
+        layout, shape, schedule = self._layout, self._shape, self._config.parallelism.pipeline_parallel_schedule
+        freed = [
+            freed_before_attention(shape, self._width, block, layout.tp, frozen)
+            for part in parts
+            for block, frozen in self._backward_blocks(part)
+        ]
+        if not freed:
+            return 0.0
+        splits = layout.pp > 1 and self._mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
+        queries = keys = self._tokens * layout.tp
+        row = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
+        if layout.cp == 1:
+            keys *= SHARED_KEYS if self._config.rl is not None and shape.sliding_window is None else 1
+        elif not keys_travel(shape, self._width, **row):
+            keys = self._rows * attended_keys(shape.sliding_window, self._length, layout.cp)[0]
+        # A rank of context parallelism has two chunks of each row.
+        runs = max(self._rows * min(layout.cp, 2), queries / self._document_tokens)
+        needed = attention_backward_bytes(shape, self._width, queries=queries, keys=keys, runs=runs, tp=layout.tp)
+        # Weights get their gradients later where backward is split, so that what they need is not free yet.
+        return max(needed - self._tokens * max(freed) * (not splits), 0.0)
 
     def _loss(self, micro_batches: int) -> float:
         """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,

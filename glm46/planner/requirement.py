@@ -217,6 +217,7 @@ def memory_parts(plan: MemoryPlan) -> dict[str, float]:
         "gathered weights": plan.gathered,
         "activations": plan.activations,
         "gathered keys": plan.gathered_keys,
+        **({"attention backward": plan.attention} if plan.attention else {}),
         "loss and logits": plan.loss,
         "program and text": plan.process + plan.text,
         **({"other networks": plan.networks} if plan.networks else {}),

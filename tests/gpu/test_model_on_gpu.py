@@ -17,6 +17,7 @@ from glm46.model.router import Routing, RoutingOptions, fp32_linear
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize import compile as layer_compile
+from glm46.planner.activations import attention_backward_bytes
 from tests.unit.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
@@ -65,6 +66,25 @@ def test_attention_of_runs_equals_the_mask_of_all_pairs(window, dtype):
     for got, want in zip(found, wanted, strict=True):
         error = ((got.cpu().double() - want).norm() / want.norm()).item()
         assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.usefixtures("nondeterministic_afterwards")
+@pytest.mark.parametrize("documents", [1, 8])
+def test_the_backward_of_attention_allocates_what_is_planned(documents):
+    """By the flash kernel, in the heads of GLM-4.5-Air. The allocator rounds each tensor up to 512 bytes."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    shape, tokens = PRESETS["GLM-4.5-Air"], 4096
+    heads = shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads
+    inputs = [torch.randn(1, tokens, n, shape.head_dim, device="cuda").bfloat16().requires_grad_() for n in heads]
+    ids = torch.arange(tokens).view(1, -1) // (tokens // documents)
+    out = attend(*inputs, attention_layout(ids, (1, tokens), None).to(torch.device("cuda")))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    peak = torch.cuda.max_memory_allocated() - before
+    planned = attention_backward_bytes(shape, 2, queries=tokens, keys=tokens, runs=documents)
+    assert peak == pytest.approx(planned, rel=0.01)
 
 
 def test_the_router_product_of_bf16_is_fp32():

@@ -24,6 +24,8 @@ from glm46.parallelize import activation_checkpoint
 from glm46.planner.activations import (
     Frozen,
     attended_keys,
+    attention_backward_bytes,
+    attention_bytes,
     dense_layer_bytes,
     gathered_key_bytes,
     head_bytes,
@@ -219,6 +221,53 @@ def test_tensor_parallelism_beyond_the_key_heads_keeps_one_head_on_each_rank():
     gathered = 2 * 8 * PRESETS["GLM-4.6"].hidden_size * 2  # inputs of attention and shared experts, of the whole row
     assert wider[1] - wider[0] == pytest.approx(8 * head + gathered, rel=1e-6)
     assert sixteen.activations < 0.75 * eight.activations
+
+
+def flash_tensors(queries: int, keys: int, runs: int, heads: int, key_heads: int) -> int:
+    """Bytes of the tensors of `mha_varlen_bwd` in BF16 with heads of 128, one by one, and of its incoming gradient."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    sizes = [
+        ((queries, heads, 128), bf16),  # gradient of the result
+        ((queries, heads, 128), bf16), ((keys, key_heads, 128), bf16), ((keys, key_heads, 128), bf16),
+        ((heads, queries + 128 * runs), fp32), ((queries + 128 * runs, heads, 128), fp32),
+    ]  # fmt: skip
+    sizes += [((keys, heads, 128), bf16)] * 2 if heads != key_heads else []
+    return sum(torch.empty(size, dtype=dtype, device="meta").nbytes for size, dtype in sizes)
+
+
+def test_the_backward_of_attention_takes_the_tensors_of_the_flash_kernel():
+    air = PRESETS["GLM-4.5-Air"]  # 96 heads, 8 of keys, of 128
+    found = attention_backward_bytes(air, 2, queries=4096, keys=4096, runs=3)
+    assert found == flash_tensors(4096, 4096, 3, 96, 8) and 0.59 < found / 2**30 < 0.60
+    shared = attention_backward_bytes(air, 2, queries=4096, keys=9000, runs=2, tp=8)
+    assert shared == flash_tensors(4096, 9000, 2, 12, 1)
+    alone = air.model_copy(update={"num_key_value_heads": 96})
+    assert attention_backward_bytes(alone, 2, queries=64, keys=64, runs=1) == flash_tensors(64, 64, 1, 96, 96)
+    narrow = attention_backward_bytes(air.model_copy(update={"head_dim": 80}), 2, queries=64, keys=64, runs=1)
+    assert narrow == (64 + 128) * 96 * (96 + 1) * 4 + 2 * 64 * (96 + 96 + 8) * 80 * 2  # sums have heads of 96
+
+
+def test_attention_is_planned_with_what_its_backward_takes_beyond_what_is_free_by_then():
+    """On a GPU in BF16. The tensors of a layer's experts are free when the backward of its attention begins."""
+    air, length, gib = PRESETS["GLM-4.5-Air"], 131072, 2**30
+
+    def plan(device="gpu", width="bfloat16", mode="full", **sections):
+        parallelism = {"data_parallel_shard_degree": 1} | sections.pop("parallelism", {})
+        config = _run(
+            model={"flavor": "GLM-4.5-Air"}, activation_checkpoint={"mode": mode}, parallelism=parallelism,
+            training={"seq_len": sections.pop("length", length), "mixed_precision_param": width}, **sections,
+        )  # fmt: skip
+        return plan_memory(config, smallest_world(config.parallelism), device=device)
+
+    # Alone the experts of Air keep more than attention takes: 176 KB per token and 152 KB.
+    assert plan(length=4096).attention == plan(length=4096, mode="none").attention == 0
+    across = {"context_parallel_degree": 8}
+    tokens, keys = length // 8, int(length * (1 + 1 / 16))
+    free = tokens * (moe_layer_bytes(air, 2) - attention_bytes(air, 2))
+    found = plan(parallelism=across)
+    assert found.attention == flash_tensors(tokens, keys, 2, 96, 8) - free and found.attention > 5 * gib
+    assert found.total > sum((found.weights, found.gradients, found.activations, found.attention))
+    assert plan("cpu", parallelism=across).attention == plan(width="float32", parallelism=across).attention == 0
 
 
 def test_gathered_keys_of_micro_batches_in_flight_count():
