@@ -34,7 +34,8 @@ def read_on_first_rank(read: Callable[[], _Result]) -> _Result:
         UserError: on all ranks, if `read` raised one.
     """
     found = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(found)
+    if dist.get_world_size() > 1:  # else it would only copy the result, by pickle
+        dist.broadcast_object_list(found)
     return found[0]
 
 

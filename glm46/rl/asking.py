@@ -204,6 +204,8 @@ def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_It
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = run_on_all_ranks(lambda: work(list(items[rank::ranks])))
+    if ranks == 1:  # a gather of objects would only copy them, by pickle
+        return mine
     shares: list[list[_Result]] = [[] for _ in range(ranks)]
     dist.all_gather_object(shares, mine)
     return [shares[number % ranks][number // ranks] for number in range(len(items))]

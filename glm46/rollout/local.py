@@ -57,6 +57,8 @@ class LocalEngine:
         self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
         self._decoder: Decoder | None = None
         self._version = -1
+        self._copied = -1
+        """Bytes of weights that are not the policy's own memory; below 0 before the first update."""
 
     def update(self, version: int) -> None:
         """See `Engine.update`."""
@@ -64,14 +66,8 @@ class LocalEngine:
             self._decoder.take_weights()  # first: it frees what the kernels hold of the old weights
         elif self._mesh.is_split:
             self._model.to_empty(device=self._policy.cluster.device)
-        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        for name, tensor in whole_weights(self._policy, self._shape):
-            if not self._mesh.is_split:
-                module, _, key = name.rpartition(".")
-                owner = self._model.get_submodule(module)
-                setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
-            elif name in own:
-                local_tensor(own[name]).copy_(_part(tensor, own[name]))
+        if self._copied:  # else the model has the policy's own memory, which the optimizer writes into
+            self._take_weights()
         now = self._policy.shape  # the window and the RoPE scaling in force
         self._model.shape = self._model.shape.model_copy(
             update={"sliding_window": now.sliding_window, "rope_scaling": now.rope_scaling}
@@ -87,6 +83,22 @@ class LocalEngine:
                 mesh=self._mesh,
             )
         self._version = version
+
+    def _take_weights(self) -> None:
+        """Give the model the policy's weights. Collective."""
+        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        for name, tensor in whole_weights(self._policy, self._shape):
+            if not self._mesh.is_split:
+                module, _, key = name.rpartition(".")
+                owner = self._model.get_submodule(module)
+                setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
+            elif name in own:
+                local_tensor(own[name]).copy_(_part(tensor, own[name]))
+        of_policy = {
+            tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())
+        }
+        tensors = [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
+        self._copied = sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in of_policy)
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate`."""
@@ -119,10 +131,7 @@ class LocalEngine:
 
     def describe(self) -> str:
         """One line: rows, memory of the cache and of copied weights; after the first `update`."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())}
-        tensors = [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
-        copied = sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in own)
-        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, copied))
+        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, self._copied))
         layout = self._mesh.layout
         holders = "each rank"
         if self._mesh.is_split:
@@ -192,6 +201,8 @@ def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
 
 def _of_all_ranks(values: Tensor) -> list[Tensor]:
     """A tensor on the CPU of each rank, whose first dimension may differ. Collective."""
+    if dist.get_world_size() == 1:
+        return [values]
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(values)]))
     longest = max(int(size) for size in sizes)
