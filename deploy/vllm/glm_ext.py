@@ -11,9 +11,9 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,20 @@ import torch
 import vllm
 from glm_weights import Receiver
 from vllm import envs
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 4
+REVISION = 5
 """Of these methods; the client compares it."""
+_logger = init_logger("vllm.glm_ext")
 
 if vllm.__version__.split("+")[0] != VLLM_RELEASE:
     raise ImportError(
@@ -139,6 +142,30 @@ class _RouteRecorder:
         return np.stack([rows[position] for position in range(len(rows))]) if rows else None
 
 
+def _give_up_load(model: torch.nn.Module, config: ModelConfig) -> None:
+    """Put the tensors that a load has not reached back in their places. vLLM leaves the layers of a failed load as they
+    are, and counts what they had got as a part of the next load, which then ends early, with old weights."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.load_numel, info.loaded_weights = 0, []
+    finalize_layerwise_reload(model, config)
+
+
+def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
+    """The method, which answers with the reason when it fails. When a worker raises, vLLM takes the answers of the
+    workers behind it for those of the next call."""
+
+    @wraps(method)
+    def answer(self, *arguments: str) -> dict:
+        try:
+            return method(self, *arguments)
+        except Exception as error:
+            _logger.exception("%s failed", method.__name__)
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
 class Extension:
     """Methods that vLLM adds to its workers. Their names must not be methods of a worker."""
 
@@ -159,10 +186,12 @@ class Extension:
             "dense_layers": config.model_config.hf_config.first_k_dense_replace,
         }
 
+    @_answers
     def glm46_check(self, folder: str) -> dict:
         """Compare the files of a folder with its manifest, before vLLM's own calls read them."""
         return {"version": _check_files(Path(folder))}
 
+    @_answers
     def glm46_load(self, folder: str) -> dict:
         """Load the weights of a folder in place. After an error the weights are neither old nor new: load again."""
         version = _check_files(Path(folder))
@@ -171,11 +200,12 @@ class Extension:
         self._glm46_reload(get_model_loader(self.vllm_config.load_config).get_all_weights(config, model))
         return {"version": version}
 
+    @_answers
     def glm46_receive(self, invitation: str) -> dict:
         """Join the trainer's group and load the weights that it broadcasts; see `glm_weights.Receiver`. After an error
         the weights are neither old nor new."""
-        tensors = Receiver(invitation, self.rank, self.device)
-        self._glm46_reload(tensors)
+        with Receiver(invitation, self.rank, self.device) as tensors:
+            self._glm46_reload(tensors)
         return {"version": tensors.version}
 
     def _glm46_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -189,13 +219,21 @@ class Extension:
                     drafting[name] = tensor.to("cpu", copy=True)  # a part of a bucket would keep the bucket
                 yield name, tensor
 
-        with _ForgottenKernels(*filter(None, (model, draft))):
-            self.reload_weights(weights_iterator=passed())
-            if draft is not None:
-                with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
-                    initialize_layerwise_reload(draft)
-                    draft.load_weights(drafting.items())
-                    finalize_layerwise_reload(draft, self.vllm_config.speculative_config.draft_model_config)
+        configs = {model: self.vllm_config.model_config}
+        if draft is not None:
+            configs[draft] = self.vllm_config.speculative_config.draft_model_config
+        with _ForgottenKernels(*configs), set_current_vllm_config(self.vllm_config):
+            try:
+                self.reload_weights(weights_iterator=passed())
+                if draft is not None:
+                    with disable_mtp_completeness_check():
+                        initialize_layerwise_reload(draft)
+                        draft.load_weights(drafting.items())
+                        finalize_layerwise_reload(draft, configs[draft])
+            except BaseException:
+                for loaded, config in configs.items():
+                    _give_up_load(loaded, config)
+                raise
         if hasattr(self, "_glm46_routes"):
             self._glm46_routes.rows.clear()  # of requests that nobody asked for
 
@@ -210,6 +248,7 @@ class Extension:
         if not hasattr(self, "_glm46_routes"):
             self._glm46_routes = _RouteRecorder(self.model_runner)
 
+    @_answers
     def glm46_take_routes(self, request: str) -> dict:
         """The experts of the request with this id, as a ``.npy`` file in base64; null if it has none."""
         rows = self._glm46_routes.take(request)

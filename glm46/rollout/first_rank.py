@@ -24,13 +24,19 @@ class Interlude:
         self.work = work
         self.events: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         """Of the thread of rank 0: its result or error, or None when it asks."""
-        self.done = threading.Event()
+        self.done, self.has_failed = threading.Event(), False
 
     def ask(self) -> None:
-        """Have all ranks do it; in the thread of rank 0."""
+        """Have all ranks do it; in the thread of rank 0.
+
+        Raises:
+            RuntimeError: it failed; the error is raised where the ranks are.
+        """
         self.done.clear()
         self.events.put(None)
         self.done.wait()
+        if self.has_failed:
+            raise RuntimeError("the ranks failed in collective work for the inference servers")
 
 
 def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = None) -> bytes:
@@ -68,9 +74,14 @@ def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = N
             continue
         if result is not None:
             break
-        _send(_ASKED, b"")
-        interlude.work()
-        interlude.done.set()
+        try:
+            _send(_ASKED, b"")
+            interlude.work()
+        except BaseException:
+            interlude.has_failed = True
+            raise
+        finally:
+            interlude.done.set()
     if isinstance(result, bytes):
         _send(_DONE, result)
         return result

@@ -16,7 +16,11 @@ class CallError(Exception):
     """A call failed or its reply makes no sense; the message says why. The server may be at fault, or the network."""
 
 
-class RefusedError(CallError):
+class StatusError(CallError):
+    """The server answered, with an error."""
+
+
+class RefusedError(StatusError):
     """The server understood the request and refuses it (4xx): another server would refuse it too."""
 
 
@@ -34,7 +38,8 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
     Raises:
         RefusedError: the reply is 4xx.
-        CallError: no connection, no complete reply in time, a 5xx, or a reply that is not JSON.
+        StatusError: it is 5xx.
+        CallError: no connection, no complete reply in time, or a reply that is not JSON.
     """
     content = exchange(url, path, body, seconds=seconds)
     try:
@@ -96,6 +101,6 @@ def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
         connection.close()
     content = b"".join(blocks)
     if reply.status >= 400:
-        kind = RefusedError if reply.status < 500 else CallError
+        kind = RefusedError if reply.status < 500 else StatusError
         raise kind(f"{path} answered {reply.status}: {content[:_LONGEST_REASON].decode(errors='replace')}")
     return content

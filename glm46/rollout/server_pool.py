@@ -179,18 +179,22 @@ class ServerPool:
             return
 
         weights, deadline, rules = self._weights, self.deadline, self._rules
-        with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
-            if weights.folder is None and self.send is None:
-                reasons = dict.fromkeys(states, "it waits for the weights of the next update")
-            else:
-                needed = {"rules": rules, "longest": self._longest, "deadline": deadline}
-                begin = partial(ServerState.begin, weights=weights, **needed)
-                reasons = dict(zip(states, threads.map(begin, states), strict=True))
-            begun = [state for state in states if reasons[state] is None]
-            if begun and weights.folder is None:
-                self.send([state.group for state in begun])
-            complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
-            reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+        try:
+            with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
+                if weights.folder is None and self.send is None:
+                    reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+                else:
+                    needed = {"rules": rules, "longest": self._longest, "deadline": deadline}
+                    begin = partial(ServerState.begin, weights=weights, **needed)
+                    reasons = dict(zip(states, threads.map(begin, states), strict=True))
+                begun = [state for state in states if reasons[state] is None]
+                if begun and weights.folder is None:
+                    self.send([state.group for state in begun])
+                complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
+                reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+        finally:  # an error of one server, or in the broadcast, must not leave the others waiting
+            for state in states:
+                state.leave_group()
         for state, reason in reasons.items():
             if reason is None and state.lost is not None and self.version != CHANGED:
                 self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")

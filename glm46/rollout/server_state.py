@@ -121,6 +121,12 @@ class ServerState:
             self.refused = None
         return reason
 
+    def leave_group(self) -> None:
+        """End the broadcast for this server, if that has not ended."""
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
     def _require_context(self, longest: int) -> None:
         context = self.server.context
         if context is not None and longest > context:

@@ -13,12 +13,12 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.huggingface.peft_export import CONFIG, is_for_experts
-from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError, call, exchange
+from glm46.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
 from glm46.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 from glm46.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 4
+_EXTENSION_REVISION = 5
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _ADAPTER = "glm46-version-"
@@ -45,7 +45,7 @@ class VllmServer:
         models = call(self.url, "/v1/models", seconds=QUICK_SECONDS)
         try:
             facts = self._extension("glm46_describe")
-        except CallError as error:
+        except StatusError as error:
             raise UserError(f"{key}: runs without the worker extension ({error}); {_REMEDY}") from None
         if facts["revision"] != _EXTENSION_REVISION:
             raise UserError(
@@ -212,9 +212,12 @@ class VllmServer:
         try:
             reply = call(self.url, "/collective_rpc", {"method": method, "args": arguments}, seconds=seconds)
             results = reply["results"]
+            failed = [one["failed"] for one in results if one and "failed" in one]
             found = next((one for one in results if one and one != {"routes": None}), results[0])
-        except RefusedError as error:
-            raise CallError(str(error)) from None
+        except RefusedError as error:  # no fault of a request for tokens
+            raise StatusError(str(error)) from None
         except (KeyError, TypeError, IndexError) as error:
             raise CallError(f"/collective_rpc {method}: unknown reply ({type(error).__name__}: {error})") from None
+        if failed:
+            raise CallError(f"{method} failed: {failed[0]}")
         return found

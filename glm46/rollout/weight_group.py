@@ -1,8 +1,14 @@
 """Weights that rank 0 broadcasts to the workers of inference servers, in buckets, over one process group for each
-server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``."""
+server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``.
+
+Group and store are new for each update and end with it, on both sides, so that no update meets what is left of another.
+Each side waits only while the other takes part: rank 0 looks at the server's reply and at what its workers say in the
+store, the workers look whether the store is still there.
+"""
 
 import json
 import re
+import secrets
 import socket
 import threading
 import time
@@ -25,10 +31,10 @@ _LONGEST_WAIT = 60.0
 """Seconds for a server to join, and to take one bucket: less than the timeout of the job's own process group, whose
 other ranks wait meanwhile. A server waits longer, for the other servers to join."""
 _OF_SERVER = 4
-_FOR_A_REASON = 1.0
-"""Seconds for the reply of a server whose group has failed."""
+_FOR_A_REASON = 5.0
+"""Seconds between what a server replies and what its workers do, whichever comes first."""
 _ALIGNED = 16
-_TICK_SECONDS = 0.02
+_TICK_SECONDS = 0.002
 
 
 class WeightGroup:
@@ -52,15 +58,15 @@ class WeightGroup:
             listener = socket.create_server((address, 0), family=family)
         except OSError as error:
             raise CallError(f"no connection for weights ({error})") from None
-        self._at = {"address": address, "port": listener.getsockname()[1]}
-        self._store = dist.TCPStore(
-            *self._at.values(),
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._wait),
-            master_listen_fd=listener.detach(),
+        port, update = listener.getsockname()[1], secrets.token_hex(8)  # a later update may get this port
+        timeout, descriptor = timedelta(seconds=self._wait), listener.detach()
+        store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
         )
-        self._group: dist.ProcessGroup | None = None
+        self._at = {"address": address, "port": port, "update": update}
+        self._store: dist.Store | None = dist.PrefixStore(update, store)
+        self._store.set("open", "")
+        self._group: list[dist.ProcessGroup] = []
         self._reply: Future[Any] = Future()
         self.fault: str | None = None
         """Why it gets nothing any more."""
@@ -88,39 +94,61 @@ class WeightGroup:
                     self._reply.set_exception(error)
 
         threading.Thread(target=ask, daemon=True).start()
+        try:
+            self._await_workers()
+            if self.fault is not None:
+                self.result(0.0)  # raises
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_workers(self) -> None:
         end, names = time.monotonic() + self._wait, [f"worker {number}" for number in range(self._workers)]
         while not self._store.check(names):
             if self._reply.done():
                 raise CallError(f"loaded without the trainer: {self._reply.result()}")
             if time.monotonic() > end:
-                raise CallError(f"its workers did not join within {self._wait:g} s")
+                self._fail(f"its workers did not join within {self._wait:g} s")
+                return
             time.sleep(_TICK_SECONDS)
         try:
-            store, wait = dist.PrefixStore("group", self._store), timedelta(seconds=self._wait)
-            self._group = _join(store, 1 + self._workers, self.backend, wait)
+            # Of its own: a group that still ends may not keep the store of the workers open.
+            wait = timedelta(seconds=self._wait)
+            store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
+            store = dist.PrefixStore(f"{self._at['update']}/group", store)
+            self._group = [_join(store, 1 + self._workers, self.backend, wait)]
         except RuntimeError as error:
-            raise CallError(f"the process group with its workers failed ({error})") from None
+            self._fail(_first_sentence(error))
 
     def begin(self, values: Tensor) -> dist.Work | None:
         """Broadcast without a wait; None after a fault."""
         try:
-            return None if self.fault else self._group.broadcast(values, 0)
+            return None if self.fault else self._group[0].broadcast(values, 0)
         except RuntimeError as error:
-            self._fail(error)
+            self._fail(_first_sentence(error))
             return None
 
     def end(self, work: dist.Work | None, began: float) -> None:
-        """Wait for a broadcast that began at a time of `time.monotonic`."""
+        """Wait for a broadcast that began at a time of `time.monotonic`, as long as its workers take part."""
+        end = began + self._wait
+        while work is not None and not work.is_completed():
+            now = time.monotonic()
+            if self._reply.done():
+                end = min(end, now + _FOR_A_REASON)
+            if self._store.check(["left"]) or now > end:
+                in_time = now < began + self._wait
+                self._fail("a worker has left" if in_time else f"a bucket was not taken within {self._wait:g} s")
+                return
+            time.sleep(_TICK_SECONDS)
         try:
             if work is not None:
-                work.wait(timedelta(seconds=max(began + self._wait - time.monotonic(), _TICK_SECONDS)))
+                work.wait()
         except RuntimeError as error:
-            self._fail(error)
+            self._fail(_first_sentence(error))
 
-    def _fail(self, error: RuntimeError) -> None:
-        said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the place in gloo's source
+    def _fail(self, said: str) -> None:
         self.fault = f"the broadcast of the weights failed ({said})"
-        self._group.abort()
+        self.close()
 
     def result(self, seconds: float) -> Any:
         """The server's reply, after the last bucket.
@@ -135,10 +163,24 @@ class WeightGroup:
         except CallError as error:
             raise CallError(f"{self.fault}; {error}" if self.fault else str(error)) from None
         finally:
-            self._group.shutdown()
+            self.close()
         if self.fault is not None:
             raise CallError(self.fault)
         return found
+
+    def close(self) -> None:
+        """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
+        self._store = None
+        if self._group:
+            self._group[0].abort()
+            # Gloo has no abort: the last reference waits for the end of a broadcast, by its timeout.
+            threading.Thread(target=self._group.clear, daemon=True).start()
+            self._group = []
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
 
 def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> dist.ProcessGroup:

@@ -1,13 +1,21 @@
 """A server on loopback that speaks the calls of vLLM and SGLang which we use, draws from a made-up model, and fails as
-told. Not a model of either server: that is what tests/servers is for."""
+told. Not a model of either server: that is what tests/servers is for.
+
+python -m tests.unit.rollout.stub_server [PORT]: one in a process of its own, which prints its port.
+"""
 
 import base64
+import hashlib
 import importlib.util
 import io
 import json
+import os
 import random
+import signal
+import sys
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +27,7 @@ _spec = importlib.util.spec_from_file_location("glm_weights", _PATH)
 glm_weights = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(glm_weights)
 
-STOP = 2
+STOP, _LOST = 2, object()
 
 
 def logprob(version: int, token: int) -> float:
@@ -38,12 +46,33 @@ def draw(prompt: list[int], seed: int, length: int) -> list[int]:
     return [*tokens[: seed % length], STOP] if seed % 3 == 0 else tokens
 
 
+def digest(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Of names, types, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class _JoinedReceiver(glm_weights.Receiver):
+    """Breaks between its word that it joins and the group."""
+
+    def __init__(self, breaks, *arguments):
+        super().__init__(*arguments)
+        self._breaks = breaks
+
+    def _form(self, *arguments):
+        self._breaks("joined")
+        return super()._form(*arguments)
+
+
 class StubServer:
     """Set the attributes at any time; they hold for the next call.
 
     Attributes:
-        fault: "hang", "500", "400 at stop", "500 at stop", "truncated", "other version", "bad logprobs", "restarted";
-            it holds for generation.
+        fault: "hang", "aborts", "500", "400 at stop", "500 at stop", "truncated", "other version", "bad logprobs",
+            "restarted"; it holds for generation.
         model: log-probability of a token by version and token.
         raw: added to the log-probabilities of drawn tokens, not to those of given ones.
         stale: loading answers 200 and changes nothing.
@@ -54,7 +83,9 @@ class StubServer:
         routes: chosen experts that each reply has.
         received: tensors of the last broadcast, all workers' in turn.
         workers: that take a broadcast.
-        stops_after: tensors of a broadcast after which it leaves the group, or only takes no more for `stalls` seconds.
+        breaks_at: where its last worker breaks, once, in a broadcast: "called", "joined" (before the group is formed),
+            behind so many tensors, or "answer", which is then lost.
+        breaks_by: "error", "stall" (for `stalls` seconds), "stop" (until it is sent SIGCONT), "kill".
         calls: paths in order, with the bodies.
     """
 
@@ -65,8 +96,9 @@ class StubServer:
         self.lora_rank, self.adapters, self.routes = 0, [], None
         self.goes_on_behind = ()
         self.model, self.raw = logprob, 0.0
-        self.received, self.workers, self.stops_after, self.stalls = [], 1, None, 0.0
-        self._aborted, self._lock = set(), threading.Lock()
+        self.received, self.errors, self.workers = [], [], 1
+        self.breaks_at, self.breaks_by, self.stalls = None, "error", 1.0
+        self._aborted, self._lock, self._engine = set(), threading.Lock(), threading.Lock()
         self.drawn: list[tuple] = []
         stub = self
 
@@ -80,6 +112,8 @@ class StubServer:
             def _answer(self, body):
                 stub.calls.append((self.path, body))
                 reply = stub.answer(self.path.partition("?")[0].strip("/").replace("/", "_"), body)
+                if reply is _LOST:
+                    return
                 status = reply if isinstance(reply, int) else 200
                 content = b"NotFoundError" if isinstance(reply, int) else json.dumps(reply).encode()
                 self.send_response(status)
@@ -111,7 +145,8 @@ class StubServer:
         if self.fault in ("400 at stop", "500 at stop") and max(biases.values(), default=0) > 0:
             return int(self.fault[:3])
         known = getattr(self, f"_{path}", None)
-        return 404 if known is None else known(body)
+        with self._engine if path in ("pause", "resume", "collective_rpc") else nullcontext():  # as vLLM does
+            return 404 if known is None else known(body)
 
     def _health(self, body):
         return {}
@@ -134,7 +169,7 @@ class StubServer:
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 4, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 5, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
             facts |= {"device": "cpu", "workers": self.workers, "replicas": 1}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
@@ -149,29 +184,52 @@ class StubServer:
         return {"results": [{"version": self._load(Path(body["args"][0]))}]}
 
     def _receive(self, invitation: str):
-        def take(worker: int) -> None:
-            try:
-                found = []
-                for pair in glm_weights.Receiver(invitation, worker, torch.device("cpu")):
-                    if len(found) == self.stops_after:
-                        time.sleep(self.stalls)
-                        return
-                    found.append(pair)
-                self.received.append(found)
-            except (RuntimeError, ValueError) as error:
-                self.errors.append(str(error))
-
         self.received, self.errors = [], []
+
+        def take(worker: int) -> None:
+            breaks = self._break if worker == self.workers - 1 else lambda where: None
+            try:
+                breaks("called")
+                found = []
+                with _JoinedReceiver(breaks, invitation, worker, torch.device("cpu")) as tensors:
+                    breaks(0)
+                    for pair in tensors:
+                        found.append(pair)
+                        breaks(len(found))
+                self.received.append(found)
+            except (OSError, RuntimeError, ValueError) as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+
         threads = [threading.Thread(target=take, args=(worker,)) for worker in range(self.workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if len(self.received) < self.workers:
-            return 500
+        if self.errors:
+            return {"results": [{"failed": error} for error in self.errors]}
         if not self.stale:
             self.version = json.loads(invitation)["version"]
+        try:
+            self._break("answer")
+        except ValueError:
+            return _LOST
         return {"results": [{"version": json.loads(invitation)["version"]}] * self.workers}
+
+    def _break(self, where: str | int) -> None:
+        if where != self.breaks_at:
+            return
+        self.breaks_at = None
+        if self.breaks_by == "stall":
+            time.sleep(self.stalls)
+        elif self.breaks_by == "error":
+            raise ValueError(f"told to break at {where}")
+        else:
+            os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[self.breaks_by])
+
+    def _stub(self, body):
+        """Set attributes of a stub in a process of its own."""
+        vars(self).update(body)
+        return {"version": self.version, "digests": [digest(found) for found in self.received]}
 
     def _load(self, folder: Path) -> int:
         version = json.loads((folder / "version.json").read_text())["version"]
@@ -209,6 +267,8 @@ class StubServer:
                 threading.Thread(target=self.stop, daemon=True).start()
                 return 500
         tokens = draw(prompt, seed, length)
+        if self.fault == "aborts":
+            return tokens[: len(tokens) // 2], "abort"
         if self.fault == "hang":
             waiting = threading.Event()
             while name not in self._aborted and not waiting.wait(0.02):
@@ -273,3 +333,8 @@ class StubServer:
         places = [[value, token, None] for value, token in zip(self._reported(tokens), tokens, strict=True)]
         meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self._named()}
         return {"meta_info": meta}
+
+
+if __name__ == "__main__":
+    print(StubServer(port=int(sys.argv[1]) if len(sys.argv) > 1 else 0).port, flush=True)
+    threading.Event().wait()

@@ -1,8 +1,12 @@
-"""Completions survive the way from rank 0 to the others."""
+"""Completions survive the way from rank 0 to the others; an error between ends the work that waits for it."""
+
+import queue
 
 import numpy as np
+import pytest
 
-from glm46.rollout.first_rank import pack, unpack
+from glm46.rollout import first_rank
+from glm46.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
 from glm46.rollout.records import Completion, Span
 
 
@@ -19,3 +23,24 @@ def test_completions_are_the_same_after_the_way():
         if before.routes is not None:
             assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
     assert unpack(pack([])) == []
+
+
+def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(first_rank.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(first_rank, "_send", lambda *_: None)
+    ended: queue.SimpleQueue[RuntimeError] = queue.SimpleQueue()
+
+    def fail() -> None:
+        raise MemoryError
+
+    def work() -> bytes:
+        try:
+            interlude.ask()
+        except RuntimeError as error:
+            ended.put(error)
+        return b""
+
+    interlude = Interlude(fail)
+    with pytest.raises(MemoryError):
+        run_on_first_rank(work, interlude)
+    assert "failed" in str(ended.get(timeout=10))
