@@ -1,5 +1,6 @@
 """The requests of one call, on their way to servers and back."""
 
+import math
 import queue
 import threading
 import time
@@ -159,7 +160,7 @@ class Dispatch:
                 overdue[sent.state].append(name)
         for state, names in overdue.items():
             for name in names:
-                self._sent[name] = self._sent[name]._replace(abort_at=float("inf"))
+                self._sent[name] = self._sent[name]._replace(abort_at=math.inf)
             try:
                 state.server.abort(names)
             except CallError as error:
@@ -167,6 +168,9 @@ class Dispatch:
 
     def _take(self, sent: _Sent, outcome: Completion | CallError) -> None:
         state, version = sent.state, self._pool.version
+        was_told = not time.monotonic() < sent.abort_at < math.inf
+        if isinstance(outcome, Completion) and outcome.finish == "abort" and not was_told:
+            outcome = CallError("it aborted a request by itself")  # as a server that is told to end does
         if isinstance(outcome, Completion):
             drawn_by = {span.version for span in outcome.spans}
             if drawn_by == {version} or not outcome.tokens:

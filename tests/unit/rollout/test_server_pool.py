@@ -114,7 +114,7 @@ def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, we
     assert first["cache_salt"] != second["cache_salt"] and first["request_id"] != second["request_id"]
 
 
-@pytest.mark.parametrize("fault", ["500", "truncated", "other version", "bad logprobs", "restarted"])
+@pytest.mark.parametrize("fault", ["500", "truncated", "other version", "bad logprobs", "restarted", "aborts"])
 @both_kinds
 def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault, kind):
     pool = make_pool(kind)
@@ -128,7 +128,7 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
     check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
 
 
-@pytest.mark.parametrize("fault", ["500", "truncated"])
+@pytest.mark.parametrize("fault", ["500", "truncated", "aborts"])
 @both_kinds
 def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault, kind):
     pool = make_pool(kind, servers=stubs[:1])
