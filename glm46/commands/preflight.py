@@ -19,11 +19,12 @@ from glm46.commands.options import VERBS, parse_with_overrides, process_count, v
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
 from glm46.commands.rank_server import RankServer
-from glm46.commands.rendezvous import rendezvous_options
+from glm46.commands.rendezvous import refuse_ports, rendezvous_options
 from glm46.commands.torchrun import End, LauncherSignals, run_ranks
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
+from glm46.config.parallelism import Parallelism
 from glm46.config.run_config import RunConfig
 from glm46.distributed.environment import (
     set_variables,
@@ -33,32 +34,23 @@ from glm46.distributed.environment import (
 )
 from glm46.distributed.hostfile import read_hostfile
 from glm46.observe.start_times import StartTimes
-from glm46.planner.machine import detect_machine
+from glm46.planner.layout import processes_of_node
+from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.plan import Plan, resolve_plan
+from glm46.planner.requirement import judge_config
 from glm46.preflight.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
 from glm46.preflight.gpu import GPU_CHECKS
 from glm46.preflight.host import HOST_CHECKS
 from glm46.preflight.monitoring import MONITORING_CHECKS
 from glm46.preflight.network import NETWORK_CHECKS
+from glm46.preflight.rank_files import Rows, failed_ranks, read_rows, read_stages
 from glm46.preflight.recovery import RECOVERY_CHECKS
-from glm46.preflight.results import (
-    FAIL,
-    SKIP,
-    WAITS,
-    HostReport,
-    Result,
-    Rows,
-    Subject,
-    read_rows,
-    run_checks,
-    within,
-)
+from glm46.preflight.results import FAIL, SKIP, HostReport, Result, Subject, run_checks, within
 from glm46.preflight.storage import STORAGE_CHECKS
 
 EXIT_FAIL = 1
 """Exit code of a preflight with a FAIL."""
 
-_PROCESSES_WITHOUT_GPU = 2
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_")
 _CHECK_SECONDS = {False: 15.0, True: 300.0}
 _RANK_SECONDS = {False: 45, True: 300}
@@ -167,7 +159,7 @@ class _Host:
         if self.arguments.local:
             return self._finish([report], [Result("ranks", SKIP, "--local starts none")], began)
         if self.nodes.count == 1:
-            return self._finish([report], self._judged([report], *self._start_ranks(subject)), began)
+            return self._finish([report], _judged([report], *self._start_ranks(subject), subject.processes), began)
         return self._meet(report, subject, began)
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
@@ -177,17 +169,16 @@ class _Host:
         meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
         found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
         reports = [self._report_of(node, content) for node, content in enumerate(found)]
-        missing = [report.host for report, content in zip(reports, found, strict=True) if content is None]
-        missing = meeting.decide("missing", missing, self.nodes.count * _MEET_SECONDS)
+        obstacle = meeting.decide("obstacle", _obstacle(reports, found), self.nodes.count * _MEET_SECONDS)
         end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), {}, {}
-        if missing == []:
+        if obstacle == "":
             end, rows, stages = self._start_ranks(subject)
         every = meeting.collect("stages", stages, _MEET_SECONDS)
         code = EXIT_FAIL
         if self.nodes.rank == 0:
             stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
-            group = [Result("ranks", SKIP, f"no ranks without {', '.join(missing)}")]
-            group = group if missing else self._judged(reports, end, rows, stages)
+            group = [Result("ranks", SKIP, obstacle)]
+            group = group if obstacle else _judged(reports, end, rows, stages, subject.processes)
             code = self._finish(reports, group, began)
         code = meeting.decide("code", code, _RANK_SECONDS[True])
         meeting.collect("end", True, _LEAVE_SECONDS)
@@ -202,16 +193,17 @@ class _Host:
 
     def _subject(self) -> Subject:
         machine = detect_machine(visible_gpus(), nodes=self.nodes.count)
-        processes = self.arguments.nproc or self.nodes.processes or len(machine.gpus)
-        processes = processes or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+        processes = self._processes(machine)
         first = self.nodes.port
+        exporter = self.config.metrics.prometheus_port if self.config is not None else None
         ports: dict[str, int] = {}
         if self.nodes.count > 1:
+            refuse_ports(self.nodes, 1, exporter)  # the ranks of this program meet at the next port
             last = min(first + _RESTARTS, LAST_PORT)
             ports = {f"MASTER_PORT + {port - first}": port for port in range(first + 1, last + 1)}
             ports = {"MASTER_PORT": first} | ports
-        if self.config is not None and self.config.metrics.prometheus_port is not None:
-            ports["metrics.prometheus_port"] = self.config.metrics.prometheus_port
+        if exporter is not None:
+            ports["metrics.prometheus_port"] = exporter
         return Subject(
             machine=machine,
             processes=processes,
@@ -224,6 +216,14 @@ class _Host:
             is_full=self.arguments.full,
             prometheus=self.arguments.prometheus,
         )
+
+    def _processes(self, machine: Machine) -> int:
+        """Ranks of each host. If this machine cannot train the run, `launch` refuses it, and its hosts are checked with
+        ranks for what they have."""
+        stated, parallelism = self.arguments.nproc or self.nodes.processes, Parallelism()
+        if self.config is not None and stated is None and judge_config(self.config, machine, None).fits:
+            parallelism = self.config.parallelism
+        return stated or processes_of_node(parallelism, machine)
 
     def _examine(self, subject: Subject) -> HostReport:
         # Imported here: it loads torch, which a config with faults does not need.
@@ -259,15 +259,7 @@ class _Host:
             finally:
                 server.close()
                 signals.close()
-            stages = {int(path.name.removeprefix("rank-")): path.read_text() for path in Path(folder).glob("rank-*")}
-            return end, read_rows(Path(folder) / "rows.json"), stages
-
-    def _judged(self, reports: list[HostReport], end: End, rows: Rows, stages: dict[int, str]) -> list[Result]:
-        """The results of the ranks that are of all hosts; the others are added to the reports."""
-        for host, report in enumerate(reports):
-            report.results += rows.get(host, [])
-        group = rows.get(-1, [])
-        return [*group, _failed_ranks(stages, end)] if end.code else group
+            return end, read_rows(Path(folder)), read_stages(Path(folder))
 
     def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
         """Compare the hosts, `_show` all results, then keep them in the dump folder."""
@@ -334,14 +326,25 @@ def _over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
     return _show(arguments, [*reports, *lost], group, time.monotonic() - began)
 
 
-def _failed_ranks(stages: dict[int, str], end: End) -> Result:
-    """The result of ranks that did not come to their end: those that the others wait for."""
-    waiting = {rank for rank, stage in stages.items() if stage.endswith(WAITS) or stage == "done"}
-    behind = {rank: stage for rank, stage in sorted(stages.items()) if rank not in waiting} or stages
-    where = ", ".join(f"rank {rank} in {stage}" for rank, stage in behind.items()) or "before they began"
-    remedy = "look at the host of this rank: dmesg, GPU, network; then preflight it alone"
-    value = f"{end.cause or f'exit code {end.code}'}; {where}"
-    return Result("ranks", FAIL, value, "all come to their end", remedy)
+def _obstacle(reports: list[HostReport], found: list[dict[str, Any] | None]) -> str:
+    """Why the ranks cannot begin; empty if they can."""
+    missing = [report.host for report, content in zip(reports, found, strict=True) if content is None]
+    counts = sorted({report.facts["ranks"] for report in reports if report.facts})
+    if missing:
+        return f"not started without {', '.join(missing)}"
+    return f"not started: {' and '.join(counts)} of them on different hosts" if len(counts) > 1 else ""
+
+
+def _judged(reports: list[HostReport], end: End, rows: Rows, stages: dict[int, str], processes: int) -> list[Result]:
+    """The results of the ranks that are of all hosts; the others are added to the reports.
+
+    Args:
+        processes: ranks of each host.
+    """
+    failed = failed_ranks(stages, end.cause or f"exit code {end.code}", processes) if end.code else {}
+    for host, report in enumerate(reports):
+        report.results += [*rows.get(host, []), *failed.get(host, [])]
+    return [*rows.get(-1, []), *failed.get(-1, [])]
 
 
 def _plan_for(config: RunConfig | None, world_size: int) -> Plan | None:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from glm46.config.generation_degrees import Degrees
 from glm46.config.parallelism import Parallelism
+from glm46.planner.machine import Machine
+
+_PROCESSES_WITHOUT_GPU = 2
+"""Enough for sharding and collectives to happen; more would only split the same cores further."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,19 @@ class Layout:
         """Equal pieces that context and tensor parallelism split a sequence into."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
+    def describe(self) -> str:
+        """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
+        degrees = {
+            "pipeline": self.pp,
+            "replicate": self.dp_replicate,
+            "shard": self.dp_shard,
+            "context": self.cp,
+            "tensor": self.tp,
+        }
+        named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
+        experts = f", experts over {self.ep:,}" if self.ep > 1 else ""
+        return f"{self.world_size:,} = {named}{experts}"
+
     def dp_rank(self, rank: int) -> int:
         """The data-parallel rank of a rank: ranks with the same number read the same sequences.
 
@@ -86,6 +103,20 @@ def smallest_world(parallelism: Parallelism) -> int:
         return fixed
     borrowed = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     return fixed * math.lcm(borrowed, parallelism.expert_parallel_degree) // borrowed
+
+
+def processes_of_node(parallelism: Parallelism, machine: Machine) -> int:
+    """Number of ranks of each node: one for each GPU, two without GPUs, as far as the degrees allow.
+
+    Args:
+        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all of them.
+    """
+    if parallelism.data_parallel_shard_degree != -1:
+        return max(fixed_processes(parallelism) // machine.nodes, 1)
+    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+    smallest = smallest_world(parallelism)
+    step = smallest // math.gcd(smallest, machine.nodes)
+    return max(wanted - wanted % step, step)
 
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:

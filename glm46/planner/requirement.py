@@ -185,22 +185,13 @@ def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool,
 
 
 def _needs(machine: Machine, verdict: Verdict) -> list[str]:
-    plan, layout = verdict.plan, verdict.plan.layout
+    plan = verdict.plan
     count = count_parameters(plan.shape)
     kind = "GPUs" if machine.gpus or verdict.faults else "processes"
-    degrees = {
-        "pipeline": layout.pp,
-        "replicate": layout.dp_replicate,
-        "shard": layout.dp_shard,
-        "context": layout.cp,
-        "tensor": layout.tp,
-    }
-    named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
-    experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
         f"What this run needs ({plan.config.model.flavor}: {active})",
-        f"  {kind:<18} {layout.world_size:,} = {named}{experts}",
+        f"  {kind:<18} {plan.layout.describe()}",
         "  memory of each",
         *(f"    {line}" for line in memory_lines(verdict.memory)),
         "  stages of text",

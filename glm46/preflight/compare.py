@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "torchao", "numpy", "safetensors", "tiktoken", "nvidia-ncc
 _REMEDIES = {
     "code": "the same checkout on all hosts, best on storage that all of them see",
     "config": "put the file on storage that all hosts see, or copy it",
-    "GPUs": "drain the host, or take it out of the hostfile",
+    "GPUs": "ISOLATE the host, or take it out of the hostfile",
     "address of the first node": "the same entry in DNS or /etc/hosts of all hosts",
 }
 _FORGIVEN = ("kernel", "memory")

@@ -27,7 +27,7 @@ def gpus(subject: Subject) -> Iterator[Result]:
         return
     if done.code:
         said = done.output.strip().splitlines()[-1:] or ["nothing"]
-        remedy = "the driver does not run: look at dmesg, then reboot the host"
+        remedy = "the driver does not run: look at dmesg, then REBOOT the host"
         yield Result("GPU", FAIL, f"nvidia-smi: exit code {done.code}: {said[0]}", "0", remedy)
         return
     yield from judge_gpus(done.output, subject.processes)
@@ -48,7 +48,7 @@ def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
         raise ValueError(f"nvidia-smi -q -x: {error}") from error
     names = sorted({device.findtext("product_name", "GPU") for device in devices})
     found = f"{len(devices)} x {', '.join(names)}"
-    remedy = "a GPU is missing: nvidia-smi -L, dmesg for Xid 79; drain and reboot the host"
+    remedy = "a GPU is missing: nvidia-smi -L, dmesg for Xid 79; REBOOT the host, ISOLATE it if the GPU stays away"
     yield limited("GPU count", len(devices) >= processes, found, f">= {processes}, one for each rank", remedy)
     for check, verdict, limit, remedy, judge in _CHECKS:
         bad = [(number, value) for number, device in enumerate(devices) if (value := judge(device))]
@@ -108,12 +108,12 @@ def _narrow(device: ElementTree.Element) -> str:
 
 
 _CHECKS = (
-    ("GPU ECC", WARN, "on", "nvidia-smi -e 1, then reset the GPU", _not("ecc_mode/current_ecc", "Enabled")),
-    ("GPU memory errors", FAIL, "none uncorrectable since the driver was loaded", "reset the GPU", _uncorrectable),
-    ("GPU remapped rows", FAIL, "none pending or failed", "pending: reset the GPU; failed: replace it", _remapped),
+    ("GPU ECC", WARN, "on", "nvidia-smi -e 1, then RESET the GPU", _not("ecc_mode/current_ecc", "Enabled")),
+    ("GPU memory errors", FAIL, "none uncorrectable since the driver was loaded", "RESET the GPU", _uncorrectable),
+    ("GPU remapped rows", FAIL, "none", "pending: RESET the GPU; failure: ISOLATE the host", _remapped),
     ("GPU MIG", FAIL, "off", "nvidia-smi -mig 0", _not("mig_mode/current_mig", "Disabled")),
     ("GPU persistence", WARN, "on", "start nvidia-persistenced", _not("persistence_mode", "Enabled")),
-    ("GPU throttling", FAIL, "none", "look at cooling and power of the host", _throttled),
+    ("GPU throttling", FAIL, "none", "ISOLATE the host, look at its cooling and power", _throttled),
     (
         "GPU temperature", FAIL, f"<= {_IDLE_CELSIUS} C without load", "look at the cooling; a job may run there",
         _above("temperature/gpu_temp", _IDLE_CELSIUS, "C"),
@@ -122,8 +122,8 @@ _CHECKS = (
         "GPU memory in use", FAIL, f"<= {_IDLE_MIB} MiB", "a job runs there: nvidia-smi shows its processes; end it",
         _above("fb_memory_usage/used", _IDLE_MIB, "MiB"),
     ),
-    ("GPU link width", FAIL, "the device's most", "reseat the GPU; drain the host", _narrow),
-    ("GPU recovery", FAIL, "None", "do what it says", _not("gpu_recovery_action", "None")),
+    ("GPU link width", FAIL, "the device's most", "ISOLATE the host, reseat the GPU", _narrow),
+    ("GPU recovery", FAIL, "None", "RESET, REBOOT or ISOLATE, as it says", _not("gpu_recovery_action", "None")),
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def judge_nvlink(output: str) -> Result:
     if not bad and len(counts) > 1:
         bad = [f"{device}: {sum(up)} links" for device, up in links.items() if sum(up) < max(counts)]
     value = ", ".join(bad) or f"{len(links)} GPUs with {counts.pop() if counts else 0} links each"
-    return limited("NVLink", not bad, value, "all links up", "reset the GPUs and NVSwitches, or reboot the host")
+    return limited("NVLink", not bad, value, "all links up", "RESET the GPUs and NVSwitches, or REBOOT the host")
 
 
 def diagnostic(subject: Subject) -> Iterator[Result]:
@@ -164,7 +164,8 @@ def diagnostic(subject: Subject) -> Iterator[Result]:
         return
     failed = [" ".join(line.split()) for line in done.output.splitlines() if re.search(r"\bFail\b", line)]
     value = "; ".join(failed[:3]) or f"exit code {done.code}"
-    yield limited("dcgmi diag", not done.code and not failed, value, "no test fails", "dcgmi diag -r 3, then drain")
+    is_good, remedy = not done.code and not failed, "dcgmi diag -r 3, then ISOLATE the host"
+    yield limited("dcgmi diag", is_good, value, "no test fails", remedy)
 
 
 GPU_CHECKS = {"GPU": gpus, "NVLink": nvlink, "dcgmi diag": diagnostic}

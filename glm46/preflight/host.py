@@ -1,6 +1,8 @@
 """Checks of one host that need neither a GPU nor a config: limits, memory, clock, names, ports, kernel log."""
 
 import ctypes
+import errno
+import os
 import re
 import resource
 import shutil
@@ -28,10 +30,10 @@ _FREE_BYTES = _GIB
 
 # Of NVIDIA's list of Xid errors, those after which a GPU needs an action, and those of one application.
 _XID_ACTIONS = {
-    48: "reset the GPU", 54: "isolate the host: power connector", 62: "reset the GPU", 64: "reset the GPU",
-    74: "reset the GPU: NVLink", 79: "reboot the host: GPU has fallen off the bus", 95: "reset the GPU",
-    109: "reset the GPU", 110: "reset the GPU", 119: "reboot the host: GSP", 120: "reboot the host: GSP",
-    136: "reset the GPU", 140: "reset the GPU", 143: "reset the GPU", 154: "do what the message says",
+    48: "RESET the GPU", 54: "ISOLATE the host: power connector", 62: "RESET the GPU", 64: "RESET the GPU",
+    74: "RESET the GPU: NVLink", 79: "REBOOT the host: GPU has fallen off the bus", 95: "RESET the GPU",
+    109: "RESET the GPU", 110: "RESET the GPU", 119: "REBOOT the host: GSP", 120: "REBOOT the host: GSP",
+    136: "RESET the GPU", 140: "RESET the GPU", 143: "RESET the GPU", 154: "RESET or REBOOT, as the message says",
 }  # fmt: skip
 _XID_WARNINGS = (13, 31, 43, 45, 63, 92, 94)
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
@@ -138,12 +140,23 @@ def ports(subject: Subject) -> Iterator[Result]:
             socket.create_server(("", port)).close()
             free.append(str(port))
         except OSError as error:
-            remedy = f"ss -ltnp 'sport = :{port}' shows who has it; end it, or set another {name} on all hosts"
+            key, owner = name.partition(" +")[0], _listener(port)
+            shows = "" if owner else f"; ss -ltnp 'sport = :{port}' as root shows its process"
+            remedy = f"end what has the port, or set another {key} on all hosts{shows}"
             # The exporter takes another port if its own is in use, and a later restart may find its port free.
             verdict = FAIL if name in STARTS_PORTS else WARN
-            yield Result(f"port {name}", verdict, f"{port}: {error.strerror}", "free", remedy)
+            if error.errno == errno.EACCES:
+                owner, verdict, remedy = "", FAIL, f"only root opens it: set {key} to 1024 or more on all hosts"
+            yield Result(f"port {name}", verdict, f"{port}: {os.strerror(error.errno)}{owner}", "free", remedy)
     if free:
         yield Result("ports", PASS, f"{', '.join(free)} are free", "free")
+
+
+def _listener(port: int) -> str:
+    """The process that listens on a port, as the end of a sentence; empty if ss is not installed or may not say it."""
+    done = run_program(["ss", "-Hltnp", f"sport = :{port}"], _SECONDS)
+    found = re.search(r'\("(.+?)",pid=(\d+)', done.output) if done is not None else None
+    return f" by {found[1]}, process {found[2]}" if found else ""
 
 
 def kernel_log(subject: Subject) -> Iterator[Result]:
@@ -166,12 +179,13 @@ def kernel_faults(log: str) -> Iterator[Result]:
         if number in _XID_ACTIONS:
             yield Result("kernel log", FAIL, value, "none", _XID_ACTIONS[number])
         elif number in _XID_WARNINGS:
-            yield Result("kernel log", WARN, value, "none", "of an application, or contained: watch this GPU")
+            remedy = "MONITOR this GPU: the fault is of an application, or contained"
+            yield Result("kernel log", WARN, value, "none", remedy)
     for kind, pattern in _KERNEL_FAULTS.items():
         lines = [line.strip() for line in log.splitlines() if pattern.search(line)]
         if lines:
             value = f"{kind} x {len(lines)}, last: {lines[-1][:80]}"
-            yield Result("kernel log", WARN, value, "none", "look at dmesg -T for when, and for what it hit")
+            yield Result("kernel log", WARN, value, "none", "MONITOR this host: dmesg -T shows when, and what it hit")
     if not found and not any(pattern.search(log) for pattern in _KERNEL_FAULTS.values()):
         yield Result("kernel log", PASS, "no fault of GPU, memory or disk", "none")
 

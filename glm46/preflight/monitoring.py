@@ -16,7 +16,7 @@ def prometheus(subject: Subject) -> Iterator[Result]:
     if subject.node != 0:
         return
     if subject.prometheus is None:
-        yield Result("monitoring", SKIP, "state --prometheus http://127.0.0.1:9090 to check it")
+        yield Result("monitoring", SKIP, "only with --prometheus http://127.0.0.1:9090, or where yours is")
         return
     url = subject.prometheus.rstrip("/")
     remedy = "bash scripts/setup_monitoring.sh --start; --status says what runs"

@@ -53,12 +53,13 @@ def infiniband(subject: Subject) -> Iterator[Result]:
     rates = {port: float((_read(port / "rate").split() or ["0"])[0]) for port in ports}  # "400 Gb/sec (4X NDR)"
     slow = [f"{names[port]} {rate:g} Gb/s" for port, rate in rates.items() if rate < max(rates.values())]
     limit = f"{max(rates.values()):g} Gb/s, as the fastest port"
-    yield limited("InfiniBand rate", not slow, ", ".join(slow) or "equal", limit, "reseat or replace the cable")
+    yield limited("InfiniBand rate", not slow, ", ".join(slow) or "equal", limit, "ISOLATE the host, replace the cable")
     before = {port: _counters(port) for port in ports}
     time.sleep(_WATCH_SECONDS)
     rising = [f"{names[port]} {name} + {count - before[port][name]}" for port in ports
               for name, count in _counters(port).items() if count > before[port].get(name, count)]  # fmt: skip
-    yield limited("InfiniBand errors", not rising, ", ".join(rising) or "none rise", "none rise", "replace the cable")
+    value, remedy = ", ".join(rising) or "none rise", "ISOLATE the host, replace the cable"
+    yield limited("InfiniBand errors", not rising, value, "none rise", remedy)
 
 
 def _counters(port: Path) -> dict[str, int]:

@@ -17,7 +17,8 @@ from glm46.distributed.bandwidth import bus_bandwidth, seconds_of
 from glm46.distributed.process import Process
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.plan import Plan
-from glm46.preflight.results import FAIL, SKIP, WAITS, WARN, Result, Rows, limited
+from glm46.preflight.rank_files import DONE, WAITS, Rows, write_rows, write_stage
+from glm46.preflight.results import FAIL, SKIP, WARN, Result, limited
 from glm46.preflight.small_steps import small_steps
 
 _CLOCK_ROUNDS = 10
@@ -60,10 +61,10 @@ class Examination:
     def stage(self, name: str) -> None:
         """Note what this rank does from now on."""
         self._stage = name
-        (self._folder / f"rank-{self._process.rank}").write_text(name)
+        write_stage(self._folder, self._process.rank, name)
 
-    def run(self, shared: Path | None, plan: Plan) -> Rows:
-        """All parts; returns their results, which are whole on rank 0. Collective.
+    def run(self, shared: Path | None, plan: Plan) -> None:
+        """All parts. Rank 0 writes the results after each part. Collective.
 
         Args:
             shared: a folder that all hosts must see.
@@ -81,8 +82,9 @@ class Examination:
         for name, part in parts.items():
             self.stage(name)
             part()
-        self.stage("done")
-        return self.rows
+            if self._process.is_main:
+                write_rows(self._folder, self.rows)
+        self.stage(DONE)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._process.world_size
@@ -114,16 +116,8 @@ class Examination:
         for host, offset in enumerate(offsets[1:], start=1):
             value, limit = f"{offset * 1e3:+.1f} ms against the first host", f"<= {_CLOCK_SECONDS * 1e3:.0f} ms"
             remedy = "let chrony of all hosts take the time from one server"
-            self.rows[host].append(
-                limited(
-                    "clock offset",
-                    abs(offset) <= _CLOCK_SECONDS,
-                    value,
-                    limit,
-                    remedy,
-                    otherwise=FAIL if abs(offset) > 1 else WARN,
-                )  # fmt: skip
-            )
+            is_good, otherwise = abs(offset) <= _CLOCK_SECONDS, FAIL if abs(offset) > 1 else WARN
+            self.rows[host].append(limited("clock offset", is_good, value, limit, remedy, otherwise=otherwise))
 
     def _offset_to(self, rank: int) -> float:
         """Seconds by which the clock of a rank is ahead of rank 0's, on rank 0, from the quickest answer."""
@@ -143,7 +137,7 @@ class Examination:
 
     def _shared_folder(self, shared: Path | None) -> None:
         if shared is None or self._hosts == 1:
-            value = "state --config: its folders are tried" if shared is None else "one host"
+            value = "only with --config, whose folders are tried" if shared is None else "one host"
             self.rows[-1].append(Result("shared folder", SKIP, value))
             return
         is_first, mine = self._process.rank % self._local == 0, shared / f".preflight-{uuid.uuid4().hex}"
@@ -185,12 +179,12 @@ class Examination:
         peak = find_accelerator(torch.cuda.get_device_name()) if self._is_gpu else None
         least = (_SLOWEST_GPU if self._is_gpu else _SLOWEST) * statistics.median_high(speeds)
         least = max(least, _LEAST_PEAK * peak.bf16_flops / 1e12 if peak else 0.0)
-        remedy = "look for throttling and other processes there; drain the host if it stays slow"
+        remedy = "look for throttling and other processes there; ISOLATE the host if it stays slow"
         self._by_host("product speed", speeds, "TFLOP/s", least, f">= {least:.3g} TFLOP/s", remedy)
         if not self._is_gpu:
             limit, remedy = f">= {_LEAST_SHARE:g} of the time", "other programs take the cores: ps aux --sort=-pcpu"
             self._by_host("share of a core", self._gather(share), "of the time", _LEAST_SHARE, limit, remedy, WARN)
-        remedy = "this device computes wrongly: drain the host"
+        remedy = "ISOLATE the host: this device computes wrongly"
         for host in range(self._hosts):
             worst = max(errors[host * self._local : (host + 1) * self._local])
             value = f"largest error {worst:g}"
@@ -210,7 +204,8 @@ class Examination:
         speeds = self._gather(len(block) / max(best) / 1e9)
         known = find_accelerator(torch.cuda.get_device_name())
         least = least_copy_speed(speeds, known.name.split()[0] if known else "")
-        self._by_host("host copies", speeds, "GB/s", least, f">= {least:.3g} GB/s", "PCIe link of this GPU: drain")
+        limit, remedy = f">= {least:.3g} GB/s", "ISOLATE the host: PCIe link of this GPU"
+        self._by_host("host copies", speeds, "GB/s", least, limit, remedy)
 
     def _collectives(self) -> None:
         world, rank = self._process.world_size, self._process.rank
@@ -242,7 +237,7 @@ class Examination:
             bad = [f"rank {number}" for number, error in enumerate(errors) if error]
             self.rows[-1].append(limited(
                 f"{name} sums", not bad, f"wrong on {', '.join(bad)}" if bad else f"right on {world} ranks", "exact",
-                "memory or link of these ranks: preflight them alone, then drain",
+                "memory or link of these ranks: preflight their hosts alone, then ISOLATE those that fail",
             ))  # fmt: skip
             if world > 1:
                 self.rows[-1].append(self._judged_bus(name, bus, count * 4))
@@ -271,7 +266,7 @@ class Examination:
         every = [max(pair) for pair in self._gather(speeds)]
         median = statistics.median_high(every)
         least = max((_SLOWEST / 2) * median, _LEAST_GB_PER_SECOND)
-        remedy = "cable, port or route of this host: preflight it with another neighbour, then drain it"
+        remedy = "cable, port or route of this host: preflight it with another neighbour, then ISOLATE it"
         self._by_host("pairs", every, "GB/s", least, f">= {least:.3g} GB/s", remedy)
 
     def _speed_to(self, other: int, unit: int, stride: int, block: Tensor) -> float:

@@ -1,8 +1,9 @@
 """Results of checks, and how checks run: each one has a deadline, and whatever it meets becomes a result."""
 
-import json
 import subprocess
+import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any, NamedTuple
 from glm46.config.errors import UserError
 from glm46.planner.machine import Machine
 from glm46.planner.plan import Plan
+
+_ERROR_LETTERS = 300
+_OF_HOST = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
+_OF_CHECK = "the check itself failed and says nothing about the host: report it with the output of --json"
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"
 VERDICTS = (PASS, SKIP, WARN, FAIL)
@@ -95,23 +100,23 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
     be interrupted.
 
     Raises:
-        TimeoutError: it did not end in time. OSError, UserError and ValueError of ``work`` are raised here.
+        TimeoutError: it did not end in time. What ``work`` raises is raised here.
     """
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome["value"] = work()
-        except (OSError, UserError, ValueError) as error:
+        except BaseException as error:  # raised below
             outcome["error"] = error
+            if not isinstance(error, Exception):
+                raise
 
     thread = threading.Thread(target=run, name="check", daemon=True)
     thread.start()
     thread.join(seconds)
     if "error" in outcome:
         raise outcome["error"]
-    if "value" not in outcome and not thread.is_alive():
-        raise RuntimeError("the thread of the check ended; its error is above")
     if "value" not in outcome:
         raise TimeoutError(f"no answer within {seconds:.0f} s")
     return outcome["value"]
@@ -125,10 +130,22 @@ def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) ->
             results += within(seconds, lambda check=check: list(check(subject)))
         except UserError as error:
             results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
-        except (OSError, ValueError) as error:
-            remedy = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
-            results.append(Result(name, FAIL, f"{type(error).__name__}: {error}", f"{seconds:.0f} s", remedy))
+        except BaseException as error:
+            is_of_host = isinstance(error, (OSError, ValueError))
+            limit = f"{seconds:.0f} s" if isinstance(error, TimeoutError) else "an answer"
+            results.append(Result(name, FAIL, describe_error(error), limit, _OF_HOST if is_of_host else _OF_CHECK))
+            if not isinstance(error, Exception):
+                raise
     return results
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error on one line; with its place in the code, unless the message says what is wrong."""
+    text = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_LETTERS)
+    if isinstance(error, (OSError, UserError)):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({Path(place.filename).name}, line {place.lineno})"
 
 
 class Ended(NamedTuple):
@@ -154,24 +171,3 @@ def run_program(command: Sequence[str], seconds: float) -> Ended | None:
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} did not answer within {seconds:.0f} s") from error
     return Ended(done.returncode, done.stdout.decode(errors="replace"))
-
-
-WAITS = ", waits for the others"
-"""End of the stage of a rank that has done its own part."""
-
-Rows = dict[int, list[Result]]
-"""Results by the number of the host, -1 for the group."""
-
-
-def write_rows(rows: Mapping[int, list[Result]], path: Path) -> None:
-    """Write the results of `Examination.run` for the process that started the ranks."""
-    content = {str(host): [result._asdict() for result in results] for host, results in rows.items()}
-    path.write_text(json.dumps(content))
-
-
-def read_rows(path: Path) -> Rows:
-    """The inverse of `write_rows`; empty if rank 0 did not come to its end."""
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text())
-    return {int(host): [Result(**result) for result in results] for host, results in content.items()}

@@ -40,7 +40,7 @@ def small_steps(plan: Plan, process: Process) -> Result:
         losses.append(outcome.main.sums["loss"].item() / max(totals["model/targets"].item(), 1))
     expected = math.log(plan.shape.vocab_size)
     is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
-    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)} on {process.world_size} ranks"
+    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {plan.layout.describe()}"
     remedy = "products and collectives above say which part is wrong; else report it with the output of --json"
     return limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)
 

@@ -97,13 +97,15 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, thread
             path.unlink(missing_ok=True)
     speed = share * threads / seconds / _GB
     remedy = f"a checkpoint or a step waits for it; look at the load of {place}, or set another folder"
-    value, limit = f"{place}: {speed:.2f} GB/s written and synced", f">= {gb_per_second:.2f} GB/s"
+    value = f"{place}: {speed:.2f} GB/s written and synced"
+    limit = f">= {gb_per_second:.2f} GB/s" if gb_per_second else "writable"
     yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)
     remedy = "the server of the file system is slow: a save syncs hundreds of files"
     yield limited(f"{key}: sync", renamed <= _SYNC_SECONDS, f"{renamed:.3f} s", f"<= {_SYNC_SECONDS:.0f} s", remedy,
                   otherwise=WARN)  # fmt: skip
     if not intact:
-        yield Result(key, FAIL, f"{place}: other bytes are read than were written", "equal", "replace the disk")
+        value, remedy = f"{place}: other bytes are read than were written", "ISOLATE the host, replace the disk"
+        yield Result(key, FAIL, value, "equal", remedy)
 
 
 def _write_all(paths: list[Path], chunk: bytes, size: int) -> None:

@@ -14,8 +14,8 @@ from glm46.preflight.results import FAIL, PASS, VERDICTS, WARN, HostReport, Resu
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 _GROUP = "all ranks"
-_BROKEN = re.compile("drain|reboot|reset|reseat|replace")
-"""In the remedies of what a config cannot cause."""
+_BROKEN = re.compile("ISOLATE|REBOOT|RESET")
+"""In the remedies of what a config cannot cause, see docs/preflight.md."""
 
 
 def print_table(reports: Sequence[HostReport], group: Sequence[Result], seconds: float, console: Console) -> None:

@@ -3,6 +3,10 @@
 from collections.abc import Callable
 
 from glm46 import cli
+from glm46.distributed.process import Process
+from glm46.planner.plan import Plan
+from glm46.preflight import ranks
+from glm46.preflight.results import Result
 from tests.ranks.forked_launch import ForkedRank, fork_ranks
 
 
@@ -11,3 +15,17 @@ def preflight(*argv: str, prepare: Callable[[int], None] = ForkedRank.prepare) -
     ForkedRank.prepare = staticmethod(prepare)
     fork_ranks()
     return cli.main(["preflight", *argv])
+
+
+def preflight_with_broken_rank(*argv: str) -> int:
+    """As `preflight`; rank 1 raises in the small steps, after it has joined the collectives before them."""
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            ranks.small_steps = _unfinished
+
+    return preflight(*argv, prepare=prepare)
+
+
+def _unfinished(plan: Plan, process: Process) -> Result:
+    raise NotImplementedError("uneven shards")

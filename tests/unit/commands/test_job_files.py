@@ -71,6 +71,32 @@ def test_shellcheck_has_nothing_against_the_scripts():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("code", "dies_by"), [(0, ""), (EXIT_STOPPED, ""), (143, ""), (128 + signal.SIGKILL, "kill -KILL $$")]
+)
+def test_the_code_of_a_run_is_its_own_under_signals_that_arrive_until_it_has_ended(tmp_path, code, dies_by):
+    """A trapped signal ends `wait` of bash with a code above 128 while the run goes on, or in the moment of its end."""
+    run, ready = tmp_path / "run", tmp_path / "ready"
+    run.write_text(f"""trap 'echo USR1 >> {tmp_path}/got' USR1
+touch {ready}
+for _ in {{1..15}}; do sleep 0.02; done
+{dies_by}
+exit {code}
+""")
+    script = '. scripts/job.sh; attend bash "$1"; [ -z "$is_ended" ] && exit "$code"'
+    job = subprocess.Popen(["bash", "-c", script, "job", str(run)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not ready.exists():
+        time.sleep(0.002)
+    sent = 0
+    while job.poll() is None:
+        job.send_signal(signal.SIGUSR1)
+        sent += 1
+        time.sleep(0.001)
+    assert job.returncode == code
+    assert sent > 50 and (tmp_path / "got").read_text().startswith("USR1\n")
+    assert "No such process" not in job.stderr.read()
+
+
 JOB = """Job Id: 42.server
     Job_Name = mine
     queue = big

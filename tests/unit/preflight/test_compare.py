@@ -8,13 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from glm46.commands.preflight import _failed_ranks
 from glm46.commands.preflight_ranks import small_plan
-from glm46.commands.torchrun import End
+from glm46.config.check import check_config
 from glm46.preflight import table
 from glm46.preflight.compare import as_json, as_metrics, compare_hosts, from_json, worst
 from glm46.preflight.ranks import least_copy_speed
-from glm46.preflight.results import FAIL, PASS, SKIP, WAITS, WARN, HostReport, Result
+from glm46.preflight.results import FAIL, PASS, SKIP, WARN, HostReport, Result
 from glm46.preflight.table import print_table
 
 
@@ -55,7 +54,7 @@ def test_a_check_that_all_pass_is_one_row_and_a_fault_names_its_host():
 
 def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wrong(monkeypatch):
     monkeypatch.setattr(table.shutil, "which", lambda name: "/usr/bin/" + name)
-    broken = Result("kernel log", FAIL, "Xid 79", "none", "reboot the host: GPU has fallen off the bus")
+    broken = Result("kernel log", FAIL, "Xid 79", "none", "REBOOT the host: GPU has fallen off the bus")
     wrong = Result("layout", FAIL, "3 ranks", "2", "set degrees whose product is the number of ranks")
     reports = [HostReport("n1.cluster (node 0)", [broken, broken, wrong]), HostReport("n2", [wrong])]
     output = io.StringIO()
@@ -82,16 +81,25 @@ def test_copies_of_slow_hosts_alone_are_below_what_their_link_gives(speeds, gpu,
     assert least_copy_speed(speeds, gpu) == pytest.approx(least)
 
 
-def test_the_rank_that_others_wait_for_is_named():
-    stages = {0: f"all-reduce{WAITS}", 1: "products", 2: f"products{WAITS}"}
-    found = _failed_ranks(stages, End(76, "a rank hung"))
-    assert found.verdict == FAIL and found.value == "a rank hung; rank 1 in products"
-    assert "rank 0 in meeting" in _failed_ranks({0: "meeting", 1: "meeting"}, End(1)).value
-    assert "before they began" in _failed_ranks({}, End(1)).value
-
-
 def test_the_small_model_keeps_the_degrees_that_fit_it(make_config):
     plan = small_plan(make_config(parallelism={"tensor_parallel_degree": 2}), 4)
     assert (plan.layout.tp, plan.layout.world_size) == (2, 4)
     assert small_plan(make_config(parallelism={"tensor_parallel_degree": 3}), 4).layout.tp == 1
-    assert small_plan(None, 3).layout.world_size == 3
+    assert small_plan(None, 2).layout.describe() == "2 = shard 2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (3, "3 = replicate 3"),
+        (6, "6 = replicate 3 x shard 2"),
+        (24, "24 = replicate 3 x shard 8"),
+        (1024, "1,024 = replicate 4 x shard 256"),
+    ],
+)
+def test_any_number_of_ranks_can_train_the_small_model(ranks, layout, make_config):
+    """FSDP2 takes no uneven shards of experts, and so many hosts are neither the user's mistake nor a fault."""
+    for config in (None, make_config()):
+        plan = small_plan(config, ranks)
+        assert plan.layout.describe() == layout
+        assert check_config(plan.config, world_size=ranks) == []

@@ -1,5 +1,7 @@
 """Checks of GPUs, on answers of nvidia-smi of drivers R535 to R580, shortened to the fields that count."""
 
+import re
+
 import pytest
 
 from glm46.preflight.gpu import judge_gpus, judge_nvlink
@@ -55,6 +57,8 @@ def test_a_fault_of_the_second_gpu_is_named(good, bad, check, verdict, shown):
     found = [result for result in judge_gpus(answer(GPU.replace(good, bad)), 2) if result.verdict != PASS]
     assert [(result.check, result.verdict) for result in found] == [(check, verdict)]
     assert found[0].value == f"GPU 1: {shown}" and found[0].remedy
+    of_settings = ("GPU MIG", "GPU persistence", "GPU temperature", "GPU memory in use")
+    assert bool(re.search("RESET|REBOOT|ISOLATE", found[0].remedy)) == (check not in of_settings)
 
 
 def test_reasons_of_throttling_under_their_older_names():

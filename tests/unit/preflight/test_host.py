@@ -1,5 +1,7 @@
 """Checks of one host: limits, names, ports, kernel log, network, on trees and values of the tests' own."""
 
+import errno
+import os
 import resource
 import socket
 import time
@@ -61,12 +63,46 @@ def test_a_port_that_another_program_has_is_named():
         port = taken.getsockname()[1]
         ports = {"MASTER_PORT": port, "metrics.prometheus_port": port}
         found = list(host.ports(subject(ports=ports)))
-        assert [result.verdict for result in found] == [FAIL, WARN] and str(port) in found[0].remedy
+        assert [result.verdict for result in found] == [FAIL, WARN] and str(port) in found[0].value
         assert list(host.ports(subject(ports=ports, node=1))) == []
     assert verdicts(host.ports(subject(ports={"MASTER_PORT": port}))) == [("ports", PASS)]
     with socket.create_server(("", port)):  # a restart may find it free
         several = {"MASTER_PORT + 1": port, "MASTER_PORT + 2": port}
         assert [result.verdict for result in host.ports(subject(ports=several))] == [FAIL, WARN]
+
+
+def test_the_process_that_has_a_port_is_named(monkeypatch, tmp_path):
+    (tmp_path / "ss").write_text(
+        '#!/bin/sh\n[ "$*" = "-Hltnp sport = :$PORT" ] || exit 1\n'
+        "echo 'LISTEN 0 511 127.0.0.1:7 0.0.0.0:* users:((\"tmux: server\",pid=4242,fd=3))'\n"
+    )
+    (tmp_path / "ss").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("PORT", str(port))
+        [found] = host.ports(subject(ports={"metrics.prometheus_port": port}))
+    assert found.verdict == WARN
+    assert found.value == f"{port}: Address already in use by tmux: server, process 4242"
+    assert found.remedy == "end what has the port, or set another metrics.prometheus_port on all hosts"
+
+
+def test_a_port_without_its_process_and_one_that_only_root_opens(monkeypatch):
+    def refuse(number):
+        def create(_):
+            raise OSError(number, os.strerror(number))
+
+        return create
+
+    monkeypatch.setattr(host, "run_program", lambda *_: None)  # ss is not installed
+    monkeypatch.setattr(socket, "create_server", refuse(errno.EADDRINUSE))
+    [found] = host.ports(subject(ports={"MASTER_PORT + 3": 7003}))
+    assert found.verdict == WARN and found.value == "7003: Address already in use"
+    assert "set another MASTER_PORT on all hosts" in found.remedy and "ss -ltnp 'sport = :7003'" in found.remedy
+    monkeypatch.setattr(socket, "create_server", refuse(errno.EACCES))
+    [found] = host.ports(subject(ports={"metrics.prometheus_port": 80}))
+    assert found.verdict == FAIL
+    assert found.remedy == "only root opens it: set metrics.prometheus_port to 1024 or more on all hosts"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +121,12 @@ def test_faults_in_the_log_of_the_kernel(line, verdict, shown):
     found = list(host.kernel_faults(f"[    1.0] booted\n[   99.1] {line}\n"))
     assert [result.verdict for result in found] == ([verdict] if verdict else [])
     assert all(shown in result.value for result in found)
+
+
+@pytest.mark.parametrize(("number", "action"), [(48, "RESET"), (54, "ISOLATE"), (79, "REBOOT"), (94, "MONITOR")])
+def test_the_remedy_of_an_xid_error_is_an_action(number, action):
+    [found] = host.kernel_faults(f"NVRM: Xid (PCI:0000:19:00): {number}, pid=1\n")
+    assert found.remedy.split()[0] == action
 
 
 @pytest.fixture
@@ -149,7 +191,7 @@ def test_variables_of_nccl_that_harm():
     assert [(result.value, result.verdict) for result in found] == [("NCCL_ALGO=Tree", FAIL), ("NCCL_DEBUG=INFO", WARN)]
 
 
-def test_what_checks_raise_and_what_does_not_answer_are_results():
+def test_what_checks_raise_and_what_does_not_answer_are_results(capfd):
     def broken(_):
         raise UserError("key = 1: wrong", "other = 2: wrong")
 
@@ -157,12 +199,20 @@ def test_what_checks_raise_and_what_does_not_answer_are_results():
         yield from ()
         raise OSError(5, "Input/output error")
 
-    checks = {"a": broken, "b": unreadable, "c": lambda _: [time.sleep(1)], "d": host.free_memory}
+    def unfinished(_):
+        raise NotImplementedError("no uneven shards")
+
+    checks = {"a": broken, "b": unreadable, "c": lambda _: [time.sleep(1)], "d": host.free_memory, "e": unfinished}
+    checks["f"] = lambda _: [{}["key"]]
     began = time.monotonic()
     found = run_checks(subject(), checks, 0.2)
     assert time.monotonic() - began < 1
-    assert verdicts(found) == [("a", FAIL), ("a", FAIL), ("b", FAIL), ("c", FAIL), ("host memory", PASS)]
+    assert [result.check for result in found] == ["a", "a", "b", "c", "host memory", "e", "f"]
+    assert [result.check for result in found if result.verdict != FAIL] == ["host memory"]
     assert "Input/output error" in found[2].value and "no answer within" in found[3].value
+    assert found[5].value.startswith("NotImplementedError: no uneven shards (test_host.py, line ")
+    assert found[6].value.startswith("KeyError: 'key' (test_host.py, line ") and "report it" in found[6].remedy
+    assert capfd.readouterr().err == ""  # no traceback
 
 
 def test_a_program_that_is_not_there_or_hangs():
