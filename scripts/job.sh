@@ -44,8 +44,8 @@ remove_state() { rm -f "$job" "$job".*; }
 attend() {
     local is_signalled=1
     is_ended='' pid=''
-    trap 'is_signalled=1; [ -z "$pid" ] || kill -USR1 "$pid"' USR1
-    trap 'is_signalled=1 is_ended=1; [ -z "${PBS_JOBID:-}" ] || [ -z "$pid" ] || kill -TERM "$pid"' TERM
+    trap 'is_signalled=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
+    trap 'is_signalled=1 is_ended=1; [ -z "${PBS_JOBID:-}" ] || [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null' TERM
     "$@" &
     pid=$!
     # `wait` also returns at a trapped signal, with a code of its own. It knows the code of a process that has ended.
@@ -54,6 +54,8 @@ attend() {
         wait "$pid" || code=$?
     done
     trap '' USR1 TERM
+    # bash has lost the code: a signal arrived in the moment of the end. If another start does not help, its code says so.
+    if [ "$code" -lt 0 ]; then code=75; fi
 }
 
 # goes_on STARTS: whether another start helps, after the end of a run with `code`; if not, the files of the job are removed.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from glm46.commands.launch import choose_processes, describe_refusal
+from glm46.commands.launch import describe_refusal
 from glm46.config.ablation import Ablation, Variant, flat_keys, folder_name
 from glm46.config.errors import UserError
 from glm46.config.faults import show
@@ -19,6 +19,7 @@ from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 from glm46.files.durable import replace_durably
 from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
+from glm46.planner.layout import processes_of_node
 from glm46.planner.machine import Machine
 
 CONFIG_FILE = "config.toml"
@@ -95,7 +96,7 @@ def plan_ablation(
     Args:
         overrides: tokens of the command line, see `load_config`.
         varied: texts ``section.key=VALUE,VALUE``.
-        processes: of each run; None: as `choose_processes` has it.
+        processes: of each run; None: as `processes_of_node` has it.
 
     Raises:
         UserError: with the faults of all variants.
@@ -185,7 +186,7 @@ def _resolve(
     config = load_config(file, overrides, variant=variant)
     if refusal := describe_refusal(config, machine, processes):
         raise UserError(f"{file}, variant {name}: this machine cannot train it; remove or change it\n{refusal}")
-    count = processes or choose_processes(config, machine)
+    count = processes or processes_of_node(config.parallelism, machine)
     load_config(file, overrides, variant=variant, world_size=count)
     return config, count
 

@@ -47,7 +47,7 @@ from glm46.files.local_disk import local_disk_fault
 from glm46.observe.start_times import VARIABLE as START_TIMES
 from glm46.observe.start_times import StartTimes
 from glm46.observe.tracker import tracker_fault
-from glm46.planner.layout import fixed_processes, smallest_world
+from glm46.planner.layout import processes_of_node
 from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
@@ -55,8 +55,6 @@ from glm46.planner.requirement import describe_requirement
 from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
 from glm46.reliability.verdict import hung_hosts, hung_ranks
 
-_PROCESSES_WITHOUT_GPU = 2
-"""Enough for sharding and collectives to happen; more would only split the same cores further."""
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
 
@@ -259,7 +257,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
     refusal = describe_refusal(config, machine, nproc and nproc * nodes.count, remedies)
     if refusal:
         raise _DoesNotFit(refusal)
-    nproc = nproc or max(choose_processes(config, machine) // nodes.count, 1)
+    nproc = nproc or processes_of_node(config.parallelism, machine)
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
         _load(arguments, overrides, world_size)  # raises the faults, with their origin
@@ -384,15 +382,6 @@ def describe_next(plan: Plan, start: Start) -> str:
 
 def _report(line: str) -> None:
     print(line, flush=True)
-
-
-def choose_processes(config: RunConfig, machine: Machine) -> int:
-    """Number of ranks for this machine: one for each GPU as far as the degrees allow, two without GPUs."""
-    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
-    if config.parallelism.data_parallel_shard_degree != -1:
-        return fixed_processes(config.parallelism)
-    smallest = smallest_world(config.parallelism)
-    return max(wanted - wanted % smallest, smallest)
 
 
 def describe_refusal(

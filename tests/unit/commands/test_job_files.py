@@ -92,7 +92,7 @@ exit {code}
         job.send_signal(signal.SIGUSR1)
         sent += 1
         time.sleep(0.001)
-    assert job.returncode == code
+    assert job.returncode in (code, EXIT_STOPPED)  # bash 5.2 may lose it: then another start has its own code
     assert sent > 50 and (tmp_path / "got").read_text().startswith("USR1\n")
     assert "No such process" not in job.stderr.read()
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,6 @@ from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import (
     _refuse_start,
     _refuse_state_folder,
-    choose_processes,
     describe_next,
     describe_refusal,
     keep_running,
@@ -42,20 +42,21 @@ def debug_run(**parallelism: int) -> RunConfig:
     return config.model_copy(update={"parallelism": config.parallelism.model_copy(update=parallelism)})
 
 
-@pytest.mark.parametrize(
-    ("machine", "parallelism", "processes"),
-    [
-        (LAPTOP, {}, 2),
-        (Machine(cores=1, memory_bytes=GIB, free_bytes=GIB), {}, 1),
-        (SERVER, {}, 8),
-        (SERVER, {"data_parallel_replicate_degree": 3}, 6),
-        (LAPTOP, {"data_parallel_replicate_degree": 3}, 3),
-        (LAPTOP, {"data_parallel_shard_degree": 4}, 4),
-        (SERVER, {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}, 4),
-    ],
-)
-def test_processes_follow_gpus_degrees_and_cores(machine, parallelism, processes):
-    assert choose_processes(debug_run(**parallelism), machine) == processes
+def test_each_of_several_nodes_has_a_process_for_each_of_its_gpus(monkeypatch, tmp_path):
+    found = []
+
+    def seen(plan, processes):
+        found.append((plan.layout.world_size, processes))
+        raise UserError("seen")
+
+    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, nodes: replace(SERVER, nodes=nodes))
+    monkeypatch.setattr(launch, "_refuse_state_folder", seen)
+    for name, value in (("NNODES", "16"), ("NODE_RANK", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    command = ["--config", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="seen"):
+        launch.launch_command([*command, "--training.global_batch_size", "1024"])
+    assert found == [(128, 8)]
 
 
 def test_machine_that_fits_is_accepted():

@@ -33,7 +33,7 @@ SERVER = {"cores": 64, "memory_bytes": 999 * GIB, "free_bytes": 900 * GIB, "gpus
             ["--parallelism.data_parallel_replicate_degree=3", "--training.global_batch_size=12"],
             6,
         ),
-        (LAPTOP, 2, "debug.toml", ["--parallelism.data_parallel_shard_degree=8"], 4),
+        (LAPTOP, 2, "debug.toml", ["--parallelism.data_parallel_shard_degree=8", "--training.global_batch_size=32"], 4),
         # Refused by `launch`: the hosts are checked on what they have.
         (LAPTOP, 2, "glm46_phase3.toml", [], 2),
         (SERVER, 2, "glm46_phase1.toml", [], 8),

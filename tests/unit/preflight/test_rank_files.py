@@ -30,12 +30,16 @@ def test_the_error_that_ended_a_rank_is_its_result_and_ranks_that_lost_it_have_n
     for rank in range(4):
         write(tmp_path, rank, "small steps")
     write(tmp_path, 2, f"products{WAITS}")
-    assert write_error(tmp_path, 0, RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:7001")) is None
-    assert write_error(tmp_path, 2, RuntimeError("ncclUnhandledCudaError")) is None
-    try:
-        raise NotImplementedError("FSDP does not support uneven shards:\n torch.Size([16, 256])")
-    except NotImplementedError as error:
-        line = write_error(tmp_path, 3, error)
+
+    def ended(rank: int, raised: Exception) -> str | None:
+        try:
+            raise raised
+        except type(raised) as error:
+            return write_error(tmp_path, rank, error)
+
+    assert ended(0, RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:7001")) is None
+    assert ended(2, RuntimeError("ncclUnhandledCudaError")) is None
+    line = ended(3, NotImplementedError("FSDP does not support uneven shards:\n torch.Size([16, 256])"))
     assert line.startswith("small steps: NotImplementedError: FSDP does not support uneven shards: torch.Size")
     assert "test_rank_files.py, line" in line and "\n" not in line
     assert found(read_stages(tmp_path)) == {1: f"rank 3 in {line}"}  # rank 1 was ended where it was
