@@ -20,7 +20,7 @@ __all__ = ["start"]
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")]
 
-STEPS, FIRST, APART, INTERVAL = 2600, 60, 125, 15
+SECONDS, SPEED_STEPS, INTERVAL = 1800, 60, 15
 FAULTS = ["kill"] * 6 + ["lose"] * 2 + ["corrupt"] * 2 + ["slow"] * 6 + ["full"] * 4
 HOSTS = [f"127.0.0.{number} slots=1" for number in range(1, 7)]
 
@@ -105,45 +105,58 @@ class Faults:
 
 
 def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start, disk, tmp_path):
-    shared = {
-        "training": {"steps": STEPS, "local_batch_size": 1, "global_batch_size": 16},
-        "checkpoint": {
-            "interval": INTERVAL,
-            "async_mode": "disabled",
-            "keep_latest_k": 3,
-            "folder": str(disk / "checkpoint"),
-        },
+    training = {"steps": SPEED_STEPS, "local_batch_size": 1, "global_batch_size": 16}
+    checkpoint = {
+        "interval": INTERVAL,
+        "async_mode": "disabled",
+        "keep_latest_k": 3,
+        "folder": str(disk / "checkpoint"),
     }
-    options = ("--nodes", "4", "--max-restarts", "30")
-    config = make_config(**shared)
-    process = start(config, *HOSTS, options=options)
+
+    def begin(name: str):
+        config = make_config(job={"dump_folder": str(tmp_path / name)}, training=training, checkpoint=checkpoint)
+        return config, start(config, *HOSTS, options=("--nodes", "4", "--max-restarts", "30"))
+
+    def undisturbed(name: str):
+        config, process = begin(name)
+        output = end(process, 2 * 3600)
+        assert process.returncode == 0, output
+        return config
+
+    def empty_disk():
+        for file in sorted(disk.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+
+    lines = (Path(undisturbed("speed").job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    times = [row["unix_seconds"] for row in map(json.loads, lines) if "loss" in row]
+    # Faults, and the steps that are trained again after them, take a tenth of the time at most.
+    training["steps"] = steps = round(0.9 * SECONDS * (len(times) - 1) / (times[-1] - times[0]))
+    empty_disk()
+
+    config, process = begin("disturbed")
     wait_for_step(config, 1, process)
     began, faults, kinds = time.monotonic(), Faults(process, config, disk), list(FAULTS)
     random.Random(1).shuffle(kinds)
     for number, kind in enumerate(kinds):
-        faults.wait_for_step(FIRST + APART * number)
+        faults.wait_for_step(SPEED_STEPS + number * (steps - SPEED_STEPS) // len(kinds))
         faults.inject(kind)
         print(f"step {faults.step()}: {kind}, {time.monotonic() - began:.0f} s", flush=True)
-    faults.wait_for_step(STEPS)
+    faults.wait_for_step(steps)
     disturbed = time.monotonic() - began
     output = end(process)
     for stopped in left_behind(process.mark):
         os.kill(stopped, signal.SIGKILL)
     assert process.returncode == 0, output
     step_seconds = faults.trained["seconds"] / faults.trained["steps"]
-    share = STEPS * step_seconds / disturbed
+    share = steps * step_seconds / disturbed
     print(
-        f"{len(kinds)} faults in {disturbed:.0f} s; {STEPS} steps of {step_seconds:.3f} s between faults: {share:.1%}"
+        f"{len(kinds)} faults in {disturbed:.0f} s; {steps} steps of {step_seconds:.3f} s between faults: {share:.1%}"
     )
     counts = Counter(kinds)
     print({kind: f"{counts[kind]} of {seconds / counts[kind]:.1f} s" for kind, seconds in faults.seconds.items()})
 
-    for file in sorted(disk.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    quiet = make_config(job={"dump_folder": str(tmp_path / "quiet")}, **shared)
-    process = start(quiet, *HOSTS, options=options)
-    output = end(process, 2 * 3600)
-    assert process.returncode == 0, output
-    assert dict(losses(config)) == dict(losses(quiet)) and len(losses(config)) == STEPS
+    empty_disk()
+    quiet = undisturbed("quiet")
+    assert dict(losses(config)) == dict(losses(quiet)) and len(losses(config)) == steps
     assert "could not be saved" in log(config)
     assert share >= 0.9
