@@ -103,11 +103,14 @@ class Scorer:
         self._idle.clear()
 
     def _score(self, values: Sequence[float | str]) -> Score:
-        pairs = list(zip(self._rules, values, strict=True))
-        parts = {rule.name: value for rule, value in pairs if isinstance(value, float)}
-        faults = [f"{rule.name}: {value}" for rule, value in pairs if isinstance(value, str)]
-        total = None if faults else sum(rule.weight * parts[rule.name] for rule in self._rules)
-        return Score(total, parts, faults[0] if faults else "")
+        parts, total, fault = {}, 0.0, ""
+        for rule, value in zip(self._rules, values, strict=True):
+            if isinstance(value, float):
+                parts[rule.name] = value
+                total += rule.weight * value
+            else:
+                fault = fault or f"{rule.name}: {value}"
+        return Score(None if fault else total, parts, fault)
 
     def _start(self) -> tuple[Connection, Process]:
         """Start a process, and wait until it has loaded the functions."""

@@ -106,8 +106,9 @@ def draw_rollout(
         figures += [(s.reward, len(s.completion.tokens), s.completion.finish == "length") for s in new]
         parts += [dict(s.parts) for s in new]
         rewards, of = torch.tensor([s.reward for s in new]).double(), torch.tensor([s.group for s in new])
-        tally["groups"] += len(of.unique())
-        tally["equal"] += len(of.unique()) - len(of[differing_groups(rewards, of)].unique())
+        groups = {s.group for s in new}
+        tally["groups"] += len(groups)
+        tally["equal"] += len(groups.difference(of[differing_groups(rewards, of)].tolist()))
         tally["dropped"] += len(scores) - len(new)
         tally["drafted"] += sum(one.drafted for one in drawn.completions)
         tally["accepted"] += sum(one.accepted for one in drawn.completions)

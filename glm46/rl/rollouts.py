@@ -104,29 +104,25 @@ def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict
     def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.array(list(chain.from_iterable(parts)), dtype)
 
-    def versions(completion: Completion) -> list[int]:
-        found = [0] * len(completion.tokens)
-        for span in completion.spans:
-            found[span.start :] = [span.version] * (len(found) - span.start)
-        return found
-
-    def of_replies(completion: Completion) -> list[bool]:
-        found = [False] * len(completion.tokens)
-        for start, end in completion.replies:
-            found[start:end] = [True] * (end - start)
-        return found
-
     completions = [sample.completion for sample in samples]
+    lengths = np.array([len(one.tokens) for one in completions], np.int64)
+    versions, is_reply = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.bool_)
+    for one, end in zip(completions, lengths.cumsum().tolist(), strict=True):
+        start = end - len(one.tokens)
+        for span in one.spans:
+            versions[start + span.start : end] = span.version
+        for first, last in one.replies:
+            is_reply[start + first : start + last] = True
     routes = [one.routes for one in completions if one.routes is not None]
     of_tokens = {"routes": np.concatenate(routes)} if routes else {}
     return of_tokens | {
         "prompt_tokens": joined((sample.prompt for sample in samples), np.int32),
         "prompt_lengths": np.array([len(sample.prompt) for sample in samples], np.int64),
         "tokens": joined([one.tokens for one in completions], np.int32),
-        "lengths": np.array([len(one.tokens) for one in completions], np.int64),
+        "lengths": lengths,
         "logprobs": joined([one.logprobs for one in completions], np.float32),
-        "versions": joined([versions(one) for one in completions], np.int32),
-        "is_reply": joined([of_replies(one) for one in completions], np.bool_),
+        "versions": versions,
+        "is_reply": is_reply,
         "groups": np.array([sample.group for sample in samples], np.int64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
