@@ -106,8 +106,7 @@ class Scorer:
         parts, total, fault = {}, 0.0, ""
         for rule, value in zip(self._rules, values, strict=True):
             if isinstance(value, float):
-                parts[rule.name] = value
-                total += rule.weight * value
+                parts[rule.name], total = value, total + rule.weight * value
             else:
                 fault = fault or f"{rule.name}: {value}"
         return Score(None if fault else total, parts, fault)
