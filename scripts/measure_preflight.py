@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the launcher sets it for two ranks on two cores
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
