@@ -57,8 +57,7 @@ class LocalEngine:
         self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
         self._decoder: Decoder | None = None
         self._version = -1
-        self._copied = -1
-        """Bytes of weights that are not the policy's own memory; below 0 before the first update."""
+        self._has_copies = True
 
     def update(self, version: int) -> None:
         """See `Engine.update`."""
@@ -66,7 +65,7 @@ class LocalEngine:
             self._decoder.take_weights()  # first: it frees what the kernels hold of the old weights
         elif self._mesh.is_split:
             self._model.to_empty(device=self._policy.cluster.device)
-        if self._copied:  # else the model has the policy's own memory, which the optimizer writes into
+        if self._has_copies:  # else the model has the policy's own memory, which the optimizer writes into
             self._take_weights()
         now = self._policy.shape  # the window and the RoPE scaling in force
         self._model.shape = self._model.shape.model_copy(
@@ -94,11 +93,14 @@ class LocalEngine:
                 setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
             elif name in own:
                 local_tensor(own[name]).copy_(_part(tensor, own[name]))
-        of_policy = {
-            tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())
-        }
+        # A device without hardware has no addresses of memory.
+        self._has_copies = self._policy.cluster.device.type != "cpu" or self._copied_bytes() > 0
+
+    def _copied_bytes(self) -> int:
+        """Bytes of weights that are not the policy's own memory."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())}
         tensors = [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
-        self._copied = sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in of_policy)
+        return sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in own)
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate`."""
@@ -131,7 +133,7 @@ class LocalEngine:
 
     def describe(self) -> str:
         """One line: rows, memory of the cache and of copied weights; after the first `update`."""
-        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, self._copied))
+        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, self._copied_bytes()))
         layout = self._mesh.layout
         holders = "each rank"
         if self._mesh.is_split:
