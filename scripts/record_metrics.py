@@ -4,9 +4,10 @@
     python scripts/record_metrics.py --minutes 35 --out tests/unit/observe/recorded_metrics.json
 
 Starts debug.toml on two processes with saves, validation and the bandwidth probe. After a quarter of the time the run
-is stopped by SIGTERM and resumed; at the end it is stopped again. As Prometheus does, the recorder finds the endpoint
-by the file of discovery: without this file there is no sample. Node exporter is recorded where it is installed. Each
-step sleeps for 4 s, so that the two ranks take little of a core, and its length hardly depends on other work.
+is stopped by SIGTERM and resumed; at the end it is stopped again. The recorder reads the address of the endpoint from
+the service discovery file, as Prometheus does, and takes no sample while that file is missing. Node exporter is
+recorded where it is installed. Each step sleeps for 4 s, so that the two ranks take little of a core, and its length
+hardly depends on other work.
 """
 
 import argparse
