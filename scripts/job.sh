@@ -42,16 +42,18 @@ remove_state() { rm -f "$job" "$job".*; }
 # attend COMMAND: run it, pass SIGUSR1 on, and set `code` when it has ended. `is_ended` is set after SIGTERM, which job
 # systems send to this shell and to the run when a job is cancelled, requeued by others, or at its time limit.
 attend() {
-    local is_signalled=1
-    is_ended='' pid=''
+    local is_signalled='' before=''
+    code='' is_ended='' pid=''
     trap 'is_signalled=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
     trap 'is_signalled=1 is_ended=1; [ -z "${PBS_JOBID:-}" ] || [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null' TERM
     "$@" &
     pid=$!
-    # `wait` also returns at a trapped signal, with a code of its own. It knows the code of a process that has ended.
-    while [ -n "$is_signalled" ]; do
-        code=0 is_signalled=''
+    # `wait` also returns at a trapped signal, with a code of its own, sometimes only when it is called after the trap. It
+    # knows the code of a process that has ended, so two calls without a signal give the same code.
+    until [ -n "$code" ] && [ "$code" = "$before" ]; do
+        before=$code code=0 is_signalled=''
         wait "$pid" || code=$?
+        [ -z "$is_signalled" ] || code=''
     done
     trap '' USR1 TERM
     # bash has lost the code: a signal arrived in the moment of the end. If another start does not help, its code says so.
