@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -253,7 +254,7 @@ class Generation:
         return self._tensor([row + [0] * (longest - len(row)) for row in rows])
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=self._decoder.device)
+        return torch.from_numpy(np.array(rows, np.int64)).to(self._decoder.device)  # NumPy reads lists faster
 
 
 @torch.no_grad()

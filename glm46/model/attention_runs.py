@@ -84,45 +84,58 @@ def part_attention_backward(
     return _block_attention_backward(*tensors, None, causal)
 
 
+class _Tokens(NamedTuple):
+    """Tokens of several pieces in a tensor [tokens, heads, ...], whose first two dimensions are flattened."""
+
+    rows: Tensor
+    """int64 [P, heads, tokens of the longest], flattened. Padding is the token after the last one."""
+    places: Tensor
+    """The same with the last token as padding, which can be read."""
+    pieces: int
+    is_real: Tensor | None
+    """bool, true for tokens; None without padding."""
+
+
 class _Block(NamedTuple):
     """What one call computes: a piece, or whole runs of similar sizes."""
 
-    queries: slice | Tensor
-    """Of several pieces int64 [P, queries of the longest]; N is padding."""
-    keys: slice | Tensor
-    """Likewise; M is padding."""
+    queries: slice | _Tokens
+    keys: slice | _Tokens
     mask: Tensor
     """bool [P, queries, keys], true = sees. Padding is not seen, and sees what the last query of its run sees."""
 
 
-def _rows(tokens: Tensor, heads: int) -> Tensor:
-    """Numbers of the rows [P, heads, n] of tokens [P, n] in a tensor [tokens * heads, ...], flattened."""
-    return (tokens.unsqueeze(1) * heads + torch.arange(heads, device=tokens.device).unsqueeze(1)).flatten()
+def _tokens(first: Tensor, count: Tensor, longest: Tensor, heads: int, all_tokens: int) -> _Tokens:
+    """Those of pieces, by first token and number [P, 1]; ``longest`` counts to the most of a piece."""
+    token = (first + longest).where(longest < count, all_tokens)
+    rows = (token.unsqueeze(1) * heads + torch.arange(heads, device=token.device).unsqueeze(1)).flatten()
+    if int(count.min()) == len(longest):
+        return _Tokens(rows, rows, len(count), None)
+    return _Tokens(rows, rows.clamp(max=all_tokens * heads - 1), len(count), rows < all_tokens * heads)
 
 
-def _read(x_NHC: Tensor, tokens: slice | Tensor) -> Tensor:
+def _read(x_NHC: Tensor, tokens: slice | _Tokens) -> Tensor:
     """Tokens of a block, [P, H, n, C]; padding has the values of some row."""
     if isinstance(tokens, slice):
         return x_NHC[tokens].transpose(0, 1).unsqueeze(0)
-    N, H, C = x_NHC.shape
-    rows = x_NHC.reshape(N * H, C).index_select(0, _rows(tokens, H).clamp_(max=N * H - 1))
-    return rows.view(len(tokens), H, -1, C)
+    _, H, C = x_NHC.shape
+    return x_NHC.reshape(-1, C).index_select(0, tokens.places).view(tokens.pieces, H, -1, C)
 
 
-def _write(x_PHNC: Tensor, tokens: slice | Tensor, into_NHC: Tensor) -> None:
+def _write(x_PHNC: Tensor, tokens: slice | _Tokens, into_NHC: Tensor, *, has_room: bool = True) -> None:
     """The inverse of `_read`. Padding goes to the token after the last one, if there is room for it."""
     if isinstance(tokens, slice):
         into_NHC[tokens] = x_PHNC[0].transpose(0, 1)
         return
-    N, H, _ = into_NHC.shape
-    rows, found = _rows(tokens, H), x_PHNC.flatten(0, 2)
-    if tokens.max() >= N:
-        is_real = rows < N * H
-        rows, found = rows[is_real], found[is_real]
+    rows, found = tokens.rows, x_PHNC.flatten(0, 2)
+    if not has_room and tokens.is_real is not None:
+        rows, found = rows[tokens.is_real], found[tokens.is_real]
     into_NHC.flatten(0, 1).index_copy_(0, rows, found.to(into_NHC.dtype))
 
 
-def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool, heads: int) -> Iterator[_Block]:
+def _blocks(
+    cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool, heads: int, key_heads: int
+) -> Iterator[_Block]:
     """All pairs of queries and keys that see each other, in few calls with little padding.
 
     A query sees consecutive keys, and the first and the last of them never move back from one query to the next.
@@ -144,7 +157,8 @@ def _blocks(cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool
         *((pieces, part) for part in parts),
         *((whole, part) for part in _similar(whole, _SCORES // heads)),
     ):
-        yield _joined(torch.from_numpy(of[part]).to(cu_seq_q.device), window, causal, int(end_q[-1]), int(end_k[-1]))
+        pieces_here = torch.from_numpy(of[part]).to(cu_seq_q.device)
+        yield _joined(pieces_here, window, causal, (heads, int(end_q[-1])), (key_heads, int(end_k[-1])))
 
 
 def _similar(pieces: np.ndarray, most_pairs: int) -> Iterator[slice]:
@@ -161,8 +175,15 @@ def _similar(pieces: np.ndarray, most_pairs: int) -> Iterator[slice]:
         yield slice(start, len(pieces))
 
 
-def _joined(pieces: Tensor, window: int | None, causal: bool, all_queries: int, all_keys: int) -> _Block:
-    """A block of pieces, int64 [P, 4]: first query, number of queries, first key, number of keys."""
+def _joined(
+    pieces: Tensor, window: int | None, causal: bool, of_queries: tuple[int, int], of_keys: tuple[int, int]
+) -> _Block:
+    """A block of pieces, int64 [P, 4]: first query, number of queries, first key, number of keys.
+
+    Args:
+        of_queries: heads, and the number of all queries.
+        of_keys: the same of keys.
+    """
     query, queries, key, keys = pieces.t().unsqueeze(-1)
     n, m = (torch.arange(int(size.max()), device=pieces.device) for size in (queries, keys))
     end = keys - queries + 1 + n.minimum(queries - 1) if causal else keys.expand(-1, len(n))
@@ -172,7 +193,7 @@ def _joined(pieces: Tensor, window: int | None, causal: bool, all_queries: int, 
     if len(pieces) == 1:
         (first, count, first_key, count_keys) = pieces[0].tolist()
         return _Block(slice(first, first + count), slice(first_key, first_key + count_keys), mask)
-    return _Block((query + n).where(n < queries, all_queries), (key + m).where(m < keys, all_keys), mask)
+    return _Block(_tokens(query, queries, n, *of_queries), _tokens(key, keys, m, *of_keys), mask)
 
 
 def _attend_in_blocks(
@@ -189,10 +210,10 @@ def _attend_in_blocks(
     N, H, C = q_NHC.shape
     out = q_NHC.new_empty(N, H, C)  # no room for padding: backward keeps it
     log_sum = q_NHC.new_empty(N + 1, H, 1, dtype=torch.promote_types(q_NHC.dtype, torch.float32))
-    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, H):
+    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, H, k_MKC.shape[1]):
         forward = compat.cpu_attention if _has_cpu_kernel(q_NHC, mask) else plain_attention
         found, sums = forward(_read(q_NHC, queries), _read(k_MKC, keys), _read(v_MKC, keys), mask)
-        _write(found, queries, out)
+        _write(found, queries, out, has_room=False)
         _write(sums.unsqueeze(-1), queries, log_sum)
     return out, log_sum[:N, :, 0].t().contiguous()
 
@@ -225,11 +246,12 @@ def _block_attention_backward(
     N, M = len(q_NHC), len(k_MKC)
     grad_q = q_NHC.new_empty(N + 1, *q_NHC.shape[1:])
     grad_k, grad_v = (x.new_zeros(M + 1, *x.shape[1:], dtype=log_sum_HN.dtype) for x in (k_MKC, v_MKC))
-    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, q_NHC.shape[1]):
+    heads = q_NHC.shape[1], k_MKC.shape[1]
+    for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, *heads):
         backward = compat.cpu_attention_backward if _has_cpu_kernel(q_NHC, mask) else plain_attention_backward
         grad, q, out, sums = (_read(x, queries) for x in (grad_NHC, q_NHC, out_NHC, log_sum_HN.t().unsqueeze(-1)))
-        if not isinstance(queries, slice):  # padding weighs nothing
-            sums = sums.masked_fill((queries == N)[:, None, :, None], torch.inf)
+        if not isinstance(queries, slice) and queries.is_real is not None:  # padding weighs nothing
+            sums.masked_fill_(~queries.is_real.view(sums.shape), torch.inf)
         k, v = _read(k_MKC, keys), _read(v_MKC, keys)
         of_q, of_k, of_v = backward(grad, q, k, v, out, sums.squeeze(-1), mask)
         _write(of_q, queries, grad_q)

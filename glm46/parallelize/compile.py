@@ -16,14 +16,14 @@ _MOST_COMPILATIONS = 32
 validation and probes, each for one row and for several, with and without shared prefixes."""
 
 
-def apply(model: Transformer, *, whole_graphs: bool, rows_vary: bool = False, splits_backward: bool = False) -> None:
+def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, splits_backward: bool = False) -> None:
     """Compile the forward of every layer in place. Layers of one kind share their code, so that compile time does not
     grow with depth. Hooks that FSDP2 adds later stay outside the graphs.
 
     Args:
         whole_graphs: require one graph per layer. False if a layer exchanges tokens or keys with other ranks: the
             exchange stays outside the graphs, because its sizes are known only at run time.
-        rows_vary: steps have other numbers of rows.
+        sizes_vary: steps have other numbers of rows, or of tokens in a row.
         splits_backward: the pipeline schedule runs backward in two halves.
     """
     compat.let_layers_compile(_MOST_COMPILATIONS)
@@ -31,7 +31,7 @@ def apply(model: Transformer, *, whole_graphs: bool, rows_vary: bool = False, sp
     if splits_backward:
         compat.let_backward_run_twice()
     for layer in (*model.layers.values(), *model.mtp.values()):
-        layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), rows_vary=rows_vary)
+        layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and isinstance(module.dispatcher, AllToAllDispatcher):
                 # It runs after the hook of FSDP2, which makes new tensors.
@@ -45,8 +45,9 @@ def _for_any_number_of_rows(_experts: nn.Module, inputs: tuple[Tensor, ...]) -> 
         compat.let_size_vary(varying, 0)
 
 
-def _for_any_layout(forward: Callable, *, rows_vary: bool) -> Callable:
-    """The forward of a layer, compiled once for any number of documents and of keys, and perhaps of rows."""
+def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
+    """The forward of a layer, compiled once for any number of documents and of keys, and perhaps of rows and
+    tokens."""
 
     def call(*arguments: object):
         for given in arguments:
@@ -55,10 +56,11 @@ def _for_any_layout(forward: Callable, *, rows_vary: bool) -> Callable:
                 compat.let_size_vary(given.cu_seq_k, 0)
                 if isinstance(given.exchange, KeyExchange):
                     compat.let_size_vary(given.exchange.keys, 0)
-            elif rows_vary:
+            elif sizes_vary:
                 for tensor in given if type(given) is tuple else (given,):
                     if isinstance(tensor, Tensor):
-                        compat.let_size_vary(tensor, 0)
+                        for dim in range(2):
+                            compat.let_size_vary(tensor, dim)
         return forward(*arguments)
 
     return call

@@ -45,7 +45,7 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         compile.apply(
             model,
             whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
-            rows_vary=config.rl is not None,
+            sizes_vary=config.rl is not None,
             splits_backward=meshes.pipeline is not None and schedule.splits_backward,
         )
     if config.activation_checkpoint.mode != "none":

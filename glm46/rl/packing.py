@@ -1,7 +1,7 @@
-"""Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks."""
+"""Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -99,6 +99,33 @@ def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]
     ]
 
 
+def join(
+    of_ranks: Sequence[Sequence[Sequence[Sequence[int]]]], items: Sequence[Item], multiple: int, most: int
+) -> tuple[list[list[list[list[int]]]], int]:
+    """Put the rows of each micro-batch behind each other in one row, without the padding at their ends.
+
+    Args:
+        of_ranks: result of `pack`.
+        multiple: of the tokens of a row.
+        most: tokens that a micro-batch may have.
+
+    Returns:
+        The same with one row in each micro-batch, and the tokens of a row: so many that the longest one of all ranks fits,
+        so that micro-batches have equal shapes.
+    """
+    found, longest = [], 1
+    for of_rank in of_ranks:
+        found.append([])
+        for rows in of_rank:
+            of_prompts: dict[int, list[int]] = {}
+            for number in chain(*rows):  # two rows may have samples of one prompt
+                of_prompts.setdefault(items[number].prompt, []).append(number)
+            row = [*chain(*of_prompts.values())]
+            longest = max(longest, sum(end - begin for _, begin, end, _ in _documents(row, items)))
+            found[-1].append([row])
+    return found, min(-(-longest // multiple) * multiple, most)
+
+
 def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
     """Numbers of the samples of each row, those of a prompt together. Prompt by prompt, longest first, each goes
     into the row that has the prompt, or else the fullest one that has room for both."""
@@ -138,15 +165,15 @@ def empty_batch(rows: int, seq_len: int) -> Batch:
 _PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE}
 
 
-def _empty(rows: int, seq_len: int, fill: Mapping[str, int]) -> dict[str, np.ndarray]:
-    return {name: np.full((rows, seq_len), value) for name, value in fill.items()}
+def _empty(rows: int, width: int, fill: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {name: np.full((rows, width), value) for name, value in fill.items()}
 
 
 def build_batch(
-    rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item]
+    rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
 ) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
-    each label in the rollout's tokens, int64 [B, S]; if samples share prompts ``prefix_ids``, int64 [B, S], see
+    each label in the rollout's tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
     `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
     ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
     depth k predicts is drawn, too.
@@ -155,13 +182,14 @@ def build_batch(
         rows: numbers of samples in the step.
         first: number in the rollout of the step's first sample.
         items: of the step.
+        width: tokens of a row: ``shape.seq_len``, or those that `join` says.
     """
     fill = _PADDING | {"sample": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
-    arrays, depths = _empty(len(rows), shape.seq_len, fill), range(1, shape.mtp_depth + 1)
+    arrays, depths = _empty(len(rows), width, fill), range(1, shape.mtp_depth + 1)
     if shape.model is not None:
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
     for name in ("input_ids", "labels") if depths else ():
-        arrays[f"mtp_{name}"] = np.full((len(rows), shape.seq_len, len(depths)), fill[name])
+        arrays[f"mtp_{name}"] = np.full((len(rows), width, len(depths)), fill[name])
     documents = np.array([
         (row, document, sample, begin, end, -1 if prefix is None else prefix)
         for row, samples in enumerate(rows)

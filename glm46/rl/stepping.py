@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.config.float8_layers import FP8_MULTIPLE
 from glm46.config.rl import RL
 from glm46.config.rules_layout import values_of
 from glm46.distributed.collective_errors import read_on_first_rank
@@ -15,7 +16,7 @@ from glm46.model.cross_entropy import HeadForm, summed_loss
 from glm46.planner.plan import Plan
 from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
 from glm46.rl.journal import Writer
-from glm46.rl.packing import PackShape, build_batch, collect, items_of, pack, spread
+from glm46.rl.packing import PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.rl.rollouts import Rollout, read_fields, write_fields
 from glm46.training.network import Batch, Network
 
@@ -50,7 +51,8 @@ class StepBuilder:
         """Columns of metrics of the last rollout."""
         self._unwritten: tuple[Rollout, Steps, dict[str, Tensor]] | None = None
         self._is_on_policy = config.is_on_policy(int(plan.config.training.global_batch_size))
-        is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer
+        is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer, on tensors of one shape
+        self._has_fixed_rows = is_pipeline or cluster.meshes.sequence is not None  # which splits each row evenly
         is_trained = any(values_of(plan.config.mtp.loss_weight))
         self._mtp_depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
 
@@ -86,8 +88,12 @@ class StepBuilder:
         steps = []
         for first, end in self._step_bounds(rollout):
             items = items_of(rollout, range(first, end), shape)
-            mine = pack(items, shape)[self._cluster.dp_rank]
-            steps.append([build_batch(rollout, rows, first, shape, items) for rows in mine])
+            of_ranks, width = pack(items, shape), shape.seq_len
+            if not self._has_fixed_rows:
+                multiple = FP8_MULTIPLE * layout.tp
+                of_ranks, width = join(of_ranks, items, multiple, shape.rows * shape.seq_len)
+            mine = of_ranks[self._cluster.dp_rank]
+            steps.append([build_batch(rollout, rows, first, shape, items, width) for rows in mine])
         return steps
 
     def _step_bounds(self, rollout: Rollout) -> list[tuple[int, int]]:

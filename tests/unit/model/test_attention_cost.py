@@ -56,12 +56,12 @@ def test_short_runs_are_computed_together_with_little_padding():
     queries = torch.cat([torch.full((32, 1), 15), own], 1).flatten()
     keys = torch.cat([torch.full((32, 1), 15), own + 15], 1).flatten()
     ends = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (queries, keys)]
-    blocks = list(attention_runs._blocks(*ends, None, True, 4))
+    blocks = list(attention_runs._blocks(*ends, None, True, 4, 2))
     assert len(blocks) <= 6
     # With the heads of GLM-4.5 a block has fewer runs, so that its scores need no more memory.
-    of_many = list(attention_runs._blocks(*ends, None, True, 96))
+    of_many = list(attention_runs._blocks(*ends, None, True, 96, 8))
     assert max(block.mask.numel() for block in of_many) * 96 <= 2**18
     assert sum(block.mask.numel() for block in blocks) <= 1.25 * int((queries * keys).sum())
-    for index, total in ((0, int(queries.sum())), (1, int(keys.sum()))):
-        tokens = torch.cat([block[index].flatten() for block in blocks])
-        assert torch.equal(tokens[tokens < total].sort().values, torch.arange(total))
+    for index, total in ((0, 4 * int(queries.sum())), (1, 2 * int(keys.sum()))):
+        rows = torch.cat([block[index].rows for block in blocks])
+        assert torch.equal(rows[rows < total].sort().values, torch.arange(total))

@@ -77,19 +77,21 @@ def test_compiled_block_equals_eager_without_break_or_recompilation(
 
 
 @pytest.mark.slow
-def test_rollouts_compile_no_layer_again(tiny_shape, random_model, relative_error, monkeypatch):
-    """Each has other numbers of rows, documents and shared prompts, which `[rl]` first computes without gradient."""
+@pytest.mark.parametrize("sizes", [[(1, 72), (1, 96), (1, 48), (1, 120)], [(3, 24), (5, 24), (2, 24), (4, 24)]])
+def test_rollouts_compile_no_layer_again(sizes, tiny_shape, random_model, relative_error, monkeypatch):
+    """Each has other numbers of tokens or rows, documents and shared prompts, which `[rl]` first computes without
+    gradient."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
     model, compiled = random_model(shape), random_model(shape)
     torch._dynamo.reset()
-    layer_compile.apply(compiled, whole_graphs=True, rows_vary=True)
-    for call, rows in enumerate([3, 5, 2, 4]):
+    layer_compile.apply(compiled, whole_graphs=True, sizes_vary=True)
+    for call, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(call)
-        ids = torch.randint(shape.vocab_size, (rows, 24), generator=generator)
-        documents = torch.randint(3, 6, (rows, 24), generator=generator).sort(1).values - 3
-        documents[0] = torch.arange(3).repeat_interleave(8)
-        layout = attention_layout(documents, (rows, 24), None, prefix_ids=torch.where(documents > 0, 0, -1))
+        ids = torch.randint(shape.vocab_size, size, generator=generator)
+        documents = torch.randint(3, 6, size, generator=generator).sort(1).values - 3
+        documents[0] = torch.arange(3).repeat_interleave(size[1] // 3)
+        layout = attention_layout(documents, size, None, prefix_ids=torch.where(documents > 0, 0, -1))
         given = {"input_ids": ids, "labels": ids, "layout": layout, "is_real": documents < 2}
         with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
             with torch.no_grad():

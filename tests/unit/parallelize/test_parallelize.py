@@ -100,7 +100,7 @@ class TestPlan:
         options = {}
         monkeypatch.setattr(plan.compile, "apply", lambda model, **given: options.update(given))
         self.parallelize(make_config(compile={"enable": True}), **cut)
-        assert options == {"whole_graphs": not cut, "rows_vary": False, "splits_backward": False}
+        assert options == {"whole_graphs": not cut, "sizes_vary": False, "splits_backward": False}
 
 
 def test_compile_takes_every_layer_and_no_other_module(monkeypatch):

@@ -92,7 +92,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
 
     shape = PackShape(256, 1, 1, None, 0)
-    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape))
+    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
     labels = batch["labels"][0, : len(ids) - 1].numpy()
     assert np.array_equal(labels != IGNORE, is_target[1:])
     assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])
@@ -107,7 +107,7 @@ def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tok
     start = int(np.argmax(is_target))
     rollout = rolled_out(asking(Scripted(turns), tokenizer, calculated), Prompt(ids[:start], "?", "73/2"))
     shape = PackShape(256, 1, 1, None, 0)
-    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape))
+    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
     fields = {}
     for name, value in (("advantages", 0.25), ("old_logprobs", -0.5), ("correction", 1.0)):
         fields[name] = torch.full((rollout.tokens,), -torch.inf)  # as for tokens that no rank has computed

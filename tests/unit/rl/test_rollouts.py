@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from glm46.config.errors import UserError
 from glm46.model.cross_entropy import IGNORE
 from glm46.planner.activations import SHARED_KEYS
-from glm46.rl.packing import Item, PackShape, build_batch, collect, items_of, pack, spread
+from glm46.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.rl.rollouts import (
     DrawnSample,
     Rollout,
@@ -78,7 +78,7 @@ def test_fields_of_a_rollout_are_needed_inside_of_it(tmp_path):
 
 
 def batch_of(rollout: Rollout, rows: list[list[int]], shape: PackShape) -> dict:
-    return build_batch(rollout, rows, 0, shape, items_of(rollout, range(len(rollout)), shape))
+    return build_batch(rollout, rows, 0, shape, items_of(rollout, range(len(rollout)), shape), shape.seq_len)
 
 
 def alone(lengths: list[int]) -> list[Item]:
@@ -174,6 +174,43 @@ def test_every_sample_is_in_one_row_and_ranks_have_equally_many_micro_batches(le
     assert padding < ranks * number or not lengths, "one row less in each micro-batch would not do"
     assert sorted(number for row in found for number in row) == list(range(len(lengths)))
     assert all(sum(lengths[number] for number in row) <= 16 for row in found)
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12),
+    ranks=st.sampled_from([1, 2]),
+    rows=st.integers(1, 3),
+)
+def test_joined_rows_have_all_samples_and_only_the_padding_of_the_longest_one(groups, ranks, rows):
+    items = [Item(number, shared, own) for number, (shared, owns) in enumerate(groups) for own in owns]
+    shape = PackShape(seq_len=16, rows=rows, ranks=ranks, micro_batches=None, mtp_depth=0, shares_prompts=True)
+    apart = pack(items, shape)
+    joined, width = join(apart, items, 4, 16 * rows)
+    assert [len(batches) for batches in joined] == [len(batches) for batches in apart]
+    lengths = []
+    for batch, before in zip((b for batches in joined for b in batches), (b for bs in apart for b in bs), strict=True):
+        (row,) = batch
+        assert sorted(row) == sorted(number for one in before for number in one)
+        prompts = [items[number].prompt for number in row]
+        assert len(set(prompts)) == 1 + sum(a != b for a, b in pairwise(prompts)) if row else True
+        shared = sum({items[number].prompt: items[number].shared for number in row}.values())
+        lengths.append(shared + sum(items[number].own for number in row))
+    assert width == max(-(-max(lengths) // 4) * 4, 4)
+
+
+def test_samples_of_one_prompt_in_two_rows_share_it_in_a_joined_row():
+    rollout = rollout_of(*(sample(8, [5, 6, 3], [20 + i, 30 + i, 40 + i], 1.0) for i in range(3)))
+    shape = PackShape(seq_len=9, rows=2, ranks=1, micro_batches=None, mtp_depth=0, shares_prompts=True)
+    items = items_of(rollout, range(3), shape)
+    apart = pack(items, shape)
+    assert [[len(row) for row in batch] for batch in apart[0]] == [[2, 1]]
+    (((row,),),), width = join(apart, items, 4, 18)
+    batch = build_batch(rollout, [row], 0, shape, items, width)
+    assert batch["input_ids"].tolist() == [[5, 6, 3, 20, 30, 3, 21, 31, 3, 22, 32, 0]]
+    assert batch["prefix_ids"].tolist() == [[-1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1]]
+    into = torch.zeros(rollout.tokens)
+    collect(spread(torch.arange(1.0, 10.0), batch), batch, into)
+    assert into.tolist() == list(range(1, 10))
 
 
 def test_rows_are_dealt_so_that_ranks_compute_equally_much():
