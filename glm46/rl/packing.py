@@ -110,7 +110,7 @@ def join(
         most: tokens that a micro-batch may have.
 
     Returns:
-        The same with one row in each micro-batch, and the tokens of a row: so many that the longest one of all ranks fits,
+        The same with one row in each micro-batch, and the tokens of a row: as many as the longest one of all needs,
         so that micro-batches have equal shapes.
     """
     found, longest = [], 1
