@@ -105,7 +105,8 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
         pieces, size = self._pieces, self.vocab_size
-        ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
+        if not isinstance(ids, list):
+            ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
         return b"".join(pieces[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:

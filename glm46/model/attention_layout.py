@@ -204,8 +204,9 @@ def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: 
 
 def _ranges(start: np.ndarray, end: np.ndarray) -> Tensor:
     """The numbers of several ranges behind each other, int64."""
-    ranges = [np.arange(a, b) for a, b in zip(start.tolist(), end.tolist(), strict=True)]
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ranges]))
+    lengths = np.maximum(end - start, 0)
+    before = lengths.cumsum() - lengths
+    return torch.from_numpy(np.arange(lengths.sum()) + (start - before).repeat(lengths))
 
 
 def _exchange(

@@ -121,7 +121,8 @@ def join(
             for number in chain(*rows):  # two rows may have samples of one prompt
                 of_prompts.setdefault(items[number].prompt, []).append(number)
             row = [*chain(*of_prompts.values())]
-            longest = max(longest, sum(end - begin for _, begin, end, _ in _documents(row, items)))
+            shared = sum(items[numbers[0]].shared for numbers in of_prompts.values())
+            longest = max(longest, shared + sum(items[number].own for number in row))
             found[-1].append([row])
     return found, min(-(-longest // multiple) * multiple, most)
 
@@ -137,23 +138,26 @@ def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free, keys = np.zeros(len(items), np.int64), np.full(len(items), _KEYS_OF_ROW * seq_len)
     for numbers in sorted(of_prompts.values(), key=lambda numbers: -sum(items[n].length for n in numbers)):
-        here = -1
+        here, room, keys_left = -1, 0, 0  # of the row of the prompt: reading arrays number by number is slow
         for number in numbers:
-            item = items[number]
-            if here >= 0 and free[here] >= item.own and keys[here] >= item.length:
-                needed = item.own
+            _, shared, own = items[number]
+            length = needed = shared + own
+            if here >= 0 and room >= own and keys_left >= length:
+                needed = own
             else:
-                needed = item.length
-                has_room = (free[: len(rows)] >= needed) & (keys[: len(rows)] >= needed)
+                if here >= 0:
+                    free[here], keys[here] = room, keys_left
+                has_room = (free[: len(rows)] >= length) & (keys[: len(rows)] >= length)
                 if has_room.any():
                     here = int(np.where(has_room, free[: len(rows)], seq_len + 1).argmin())
                 else:
                     here = len(rows)
                     rows.append([])
                     free[here] = seq_len
+                room, keys_left = int(free[here]), int(keys[here])
             rows[here].append(number)
-            free[here] -= needed
-            keys[here] -= item.length
+            room, keys_left = room - needed, keys_left - length
+        free[here], keys[here] = room, keys_left
     return rows
 
 

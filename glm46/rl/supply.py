@@ -71,7 +71,6 @@ class RolloutSupply:
         Raises:
             UserError: its files are damaged or missing, or too many rewards failed.
         """
-        self._journal.writer.finish()
         find = partial(self._journal.read, first, is_inside=is_inside, first_prompt=progress.prompts)
         rollout = read_on_first_rank(find)
         if rollout is not None:

@@ -143,7 +143,8 @@ class Reinforcement:
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
-            self._builder.write_fields()
+            self._writer.finish()
+            self._builder.write_fields()  # while the next rollout is drawn
             self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
             if self._rollout is None:
                 return {}
