@@ -173,9 +173,9 @@ class Reinforcement:
             return StepBatches([], sequences, seq_len, 0.0)
         self._supply.steps_made = progress.step + 1
         batches = self._steps[progress.step - self._rollout.step]
-        rows = self.plan.layout.dp_degree * sum(len(batch["input_ids"]) for batch in batches)
+        tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in batches)
         model_seconds, self._model_seconds = self._model_seconds, 0.0
-        return StepBatches(batches, sequences, seq_len, 0.0, packed_rows=rows, model_seconds=model_seconds)
+        return StepBatches(batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=model_seconds)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it."""

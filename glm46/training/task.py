@@ -36,13 +36,13 @@ class StepBatches(NamedTuple):
     """Message for the log, such as the begin of a stage."""
     model_seconds: float = 0.0
     """Time in which `Task.prepare` drew samples for this step, and computed with networks."""
-    packed_rows: int | None = None
-    """Rows over all ranks, if they are fewer than `sequences`, because a row holds several."""
+    packed_tokens: int | None = None
+    """`computed_tokens`, if rows hold several sequences; None if each is a row."""
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of all rows over all ranks, padding included."""
-        return (self.sequences if self.packed_rows is None else self.packed_rows) * self.seq_len
+        return self.sequences * self.seq_len if self.packed_tokens is None else self.packed_tokens
 
 
 class Objective(Protocol):
