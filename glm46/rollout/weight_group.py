@@ -48,7 +48,7 @@ class WeightGroup:
             seconds: for its whole update.
 
         Raises:
-            CallError: the server does not answer.
+            CallError: the server does not answer, or the store does not start in time.
         """
         parts = urlsplit(url)
         self._wait, self.backend, self._workers = min(seconds, _LONGEST_WAIT), backend, workers
@@ -56,13 +56,13 @@ class WeightGroup:
             with socket.create_connection((parts.hostname, parts.port or 80), timeout=self._wait) as reached:
                 address, family = reached.getsockname()[0], reached.family
             listener = socket.create_server((address, 0), family=family)
-        except OSError as error:
+            port, update = listener.getsockname()[1], secrets.token_hex(8)  # a later update may get this port
+            timeout, descriptor = timedelta(seconds=self._wait), listener.detach()
+            store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+            )
+        except (OSError, dist.DistNetworkError) as error:  # the second: this machine is too busy to answer itself
             raise CallError(f"no connection for weights ({error})") from None
-        port, update = listener.getsockname()[1], secrets.token_hex(8)  # a later update may get this port
-        timeout, descriptor = timedelta(seconds=self._wait), listener.detach()
-        store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
-        )
         self._at = {"address": address, "port": port, "update": update}
         self._store: dist.Store | None = dist.PrefixStore(update, store)
         self._store.set("open", "")

@@ -197,6 +197,23 @@ def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs):
     group.close()
 
 
+def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(stubs, monkeypatch):
+    """As on a machine under load: the client of the trainer's own store waits in vain for its server."""
+    store, failures = weight_group.dist.TCPStore, iter([True])
+
+    def start(*arguments, **keywords):
+        if next(failures, False):
+            os.close(keywords["master_listen_fd"])
+            raise weight_group.dist.DistNetworkError("The client socket has timed out after 500ms")
+        return store(*arguments, **keywords)
+
+    monkeypatch.setattr(weight_group.dist, "TCPStore", start)
+    sent = Sent(stubs[:1], restart=20.0)
+    sent.update(1)
+    assert "timed out after 500ms" in sent.lines[0] and "draws with version 1" in sent.lines[-1]
+    sent.draws()
+
+
 def test_server_that_is_busy_at_the_start_is_waited_for(stubs):
     """As with the broadcast of a run that was killed; it has the extension."""
     stubs[0]._engine.acquire()
