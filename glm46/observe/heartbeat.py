@@ -31,9 +31,9 @@ class Beat:
     moved: float
     """Time of the last step or change of phase."""
     phase: Phase = "start"
-    step: int = 0
-    """Steps since the start of the run, as `tokens`."""
-    tokens: int = 0
+    step: int | None = None
+    """Steps since the start of the run, as `tokens`; None until training begins, because 0 would be a fall."""
+    tokens: int | None = None
     steps_done: int = 0
     """Steps of this process, as the next four."""
     tokens_done: int = 0
@@ -43,11 +43,11 @@ class Beat:
     failed_saves: int = 0
     loss: float | None = None
     """Mean loss of the last step; NaN if it was not finite, None if only rows have it."""
-    saved_step: int = 0
-    """Step of the newest checkpoint; 0 if there is none."""
+    saved_step: int | None = None
+    """Step of the newest checkpoint; 0 if there is none, None until training begins."""
     saved: float | None = None
     """Time of its publication; of a checkpoint that was loaded, of its loading."""
-    tokens_budget: int = 0
+    tokens_budget: int | None = None
     save_interval: int | None = None
     """Steps between two checkpoints; None without checkpoints."""
     info: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Heartbeat:
             loss: mean of the step; None to leave it to the rows.
         """
         beat = self._beat
-        beat.tokens_done += tokens - beat.tokens
+        beat.tokens_done += tokens - (beat.tokens or 0)
         beat.steps_done += 1
         beat.skipped += was_skipped
         beat.not_finite += not is_finite

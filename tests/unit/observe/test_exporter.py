@@ -127,6 +127,16 @@ def test_counters_begin_at_0_with_each_process_and_survive_a_rollback(tmp_path):
     assert [found[name] for name in counts] == [0, 0, 0] and found["training_step"] == 9_900
 
 
+def test_a_process_has_no_position_before_it_begins_to_train(tmp_path):
+    """A step of 0 would look like a run that went back, and keep `LossSpike` silent for eleven minutes."""
+    begin(tmp_path, step=9_900)
+    collector, beat = RunCollector(tmp_path), Heartbeat(tmp_path, is_main=True)
+    positions = {"training_step", "training_tokens", "training_tokens_budget", "training_last_checkpoint_step"}
+    assert not positions & set(values(scrape(collector)))
+    beat.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
+    assert positions <= set(values(scrape(collector)))
+
+
 def test_the_phase_is_that_of_the_trainer_and_of_the_launcher(tmp_path):
     beat, collector = begin(tmp_path), RunCollector(tmp_path)
 
