@@ -96,7 +96,7 @@ class Comm(Section):
     init_timeout_seconds: int = Field(300, ge=1, le=604_800)
     """Timeout for all ranks to join and finish the first step."""
 
-    hang_seconds: float = Field(8.0, ge=0.0)
+    hang_seconds: float = Field(30.0, ge=0.0)
     """A rank without progress in a step for five times the 95th percentile of step times, and for at least this long,
     is a hang: the run writes the stacks of all ranks, names the rank and ends with exit code 76. 0 switches it off."""
 

@@ -114,7 +114,8 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
     }
 
     def begin(name: str):
-        config = make_config(job={"dump_folder": str(tmp_path / name)}, training=training, checkpoint=checkpoint)
+        keys = {"training": training, "checkpoint": checkpoint, "comm": {"hang_seconds": 8.0}}
+        config = make_config(job={"dump_folder": str(tmp_path / name)}, **keys)
         return config, start(config, *HOSTS, options=("--nodes", "4", "--max-restarts", "30"))
 
     def undisturbed(name: str):

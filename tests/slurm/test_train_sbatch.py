@@ -142,7 +142,7 @@ def undisturbed(cluster: SlurmCluster, folder: Path, config: RunConfig, *words: 
 
 @pytest.fixture(scope="module")
 def config(source_folder, tmp_path_factory) -> RunConfig:
-    tables = {"training": {"steps": STEPS}, "checkpoint": {"interval": 20}}
+    tables = {"training": {"steps": STEPS}, "checkpoint": {"interval": 20}, "comm": {"hang_seconds": 8.0}}
     return small_config(source_folder, tmp_path_factory.mktemp("unused"), **tables)
 
 
