@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from glm46.commands.environment import describe_unfit, describe_version, unfit_packages
 from glm46.commands.options import VERBS
 from glm46.config.errors import UserError
-from glm46.reliability.stop import EXIT_BROKEN_PIPE
+from glm46.reliability.stop import EXIT_BROKEN_PIPE, wait_if_ending
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None if the shell closed it: >&-
                 sys.stdout.flush()
     except UserError as error:
+        wait_if_ending()  # it may follow from processes that were just killed
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return error.exit_code

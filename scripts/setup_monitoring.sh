@@ -14,6 +14,8 @@
 # --webhook URL    where Alertmanager sends alerts
 # --folder DIR     configuration, data, logs and targets; outputs/monitoring
 #
+# Ports, address and webhook of the last --start are kept in the folder, until the options state others.
+#
 # A program that is missing is said, with the command that installs it; the others start. Exit codes: 0 done, 1 a program
 # did not start, 2 wrong use or a port in use: nothing was changed.
 set -euo pipefail
@@ -27,6 +29,18 @@ refuse() {
 action='' dry='' bind=127.0.0.1 webhook='' folder=outputs/monitoring
 declare -A port=([prometheus]=9090 [alertmanager]=9093 [grafana]=3000 [node-exporter]=9100 [dcgm-exporter]=9401)
 declare -A seen=()
+words=("$@")
+for ((i = 0; i + 1 < $#; i++)); do
+    if [ "${words[i]}" = --folder ]; then folder=${words[i + 1]}; fi
+done
+# Before the options, which state others. Another call would otherwise write the defaults into files that programs read.
+while read -r name value; do
+    case $name in
+        bind) bind=$value ;;
+        webhook) webhook=$value ;;
+        *) if [ -n "${port[${name:-none}]-}" ]; then port[$name]=$value; fi ;;
+    esac
+done < <(cat "$folder/options" 2>/dev/null)
 while [ $# -gt 0 ]; do
     option=$1
     [ -z "${seen[$option]-}" ] || refuse "$option: given twice; state it once"
@@ -98,6 +112,11 @@ ready() {
     [[ $status == *" 200 "* ]]
 }
 
+keep_pid() {
+    echo "$2" >"$folder/run/$1.pid"
+    readlink -f "/proc/$2/exe" >"$folder/run/$1.exe"
+}
+
 failed=0
 # start NAME ARGUMENTS...: unless it runs; waits until it is ready.
 start() {
@@ -112,17 +131,25 @@ start() {
         return
     fi
     (cd "$folder" && exec setsid "$program" "$@" >"log/$name.log" 2>&1 </dev/null) &
-    local pid=$! _
-    for _ in $(seq 100); do
+    local pid=$! tick
+    # One that answers but is not ready reads its data again, as Prometheus does, for minutes with those of weeks.
+    for tick in $(seq 3000); do
         if (ready "$name") 2>/dev/null; then
-            echo "$pid" >"$folder/run/$name.pid"
-            readlink -f "/proc/$pid/exe" >"$folder/run/$name.exe"
+            keep_pid "$name" "$pid"
             echo "$name: http://$reach:${port[$name]}"
             return
         fi
         kill -0 "$pid" 2>/dev/null || break
+        ((tick < 100)) || answers "${port[$name]}" || break
+        ((tick != 100)) || echo "$name: reads its data, at most 5 minutes are waited; $folder/log/$name.log"
         sleep 0.1
     done
+    if kill -0 "$pid" 2>/dev/null && answers "${port[$name]}"; then
+        keep_pid "$name" "$pid"
+        echo "$name: not ready yet and left to go on; $folder/log/$name.log" >&2
+        failed=1
+        return
+    fi
     kill "$pid" 2>/dev/null || true
     echo "$name: did not start; $folder/log/$name.log ends with: $(tail -n 1 "$folder/log/$name.log")" >&2
     failed=1
@@ -311,6 +338,10 @@ case $action in
             { mkdir -p "$folder" && [ -w "$folder" ]; } 2>/dev/null ||
                 refuse "--folder $folder: cannot be written; state another folder"
             write_files
+            {
+                printf 'bind %s\nwebhook %s\n' "$bind" "$webhook"
+                for one in "${!port[@]}"; do echo "$one ${port[$one]}"; done
+            } >"$folder/options"
         fi
         if [ -z "$dry" ] && runs prometheus; then name_empty_queries; fi
         start_all

@@ -57,8 +57,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
         load(arguments, overrides, nproc * count)  # raises the faults, with their origin
     starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
     starts.nodes.newest_step = known_step()
-    with suppress(OSError):  # on storage that is read only, as _write_state
-        state_file(arguments.hostfile).unlink(missing_ok=True)
+    starts.write_state()  # hosts that an earlier call has lost are forgotten, a checkpoint is not
     try:
         return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
     finally:
@@ -100,7 +99,7 @@ class _Starts:
         training = list(self._places.training)
         times.ends("answers of all nodes")
         self._code = self.nodes.run(times)
-        self._write_state()
+        self.write_state()
         if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):
             return End(code_before_training(self.nodes.signal_number))
         if self._code in (EXIT_FAILED_RANK, EXIT_HANG) and self._arguments.max_restarts:
@@ -166,10 +165,11 @@ class _Starts:
         replaced = counted(before - len(self._places.spares), "spare host")
         print(f"without {names} from now on, {replaced} in place: {why}", file=sys.stderr, flush=True)
         self._lost += [host.name for host in hosts]
-        self._write_state()
+        self.write_state()
 
-    def _write_state(self) -> None:
-        with suppress(OSError):
+    def write_state(self) -> None:
+        """Tell a job script the newest checkpoint and the hosts that are lost."""
+        with suppress(OSError):  # storage that is read only
             write_state(state_file(self._arguments.hostfile), self.nodes.newest_step, self._lost)
 
     def _use_fewer_replicas(self) -> bool:

@@ -13,7 +13,7 @@ from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
 from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector
-from glm46.reliability.stop import EXIT_DIVERGED, EXIT_HANG
+from glm46.reliability.stop import EXIT_DIVERGED, EXIT_HANG, before_exit
 
 _PORT = "9400"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,11 +45,12 @@ class Exporter:
 
 
 @contextlib.contextmanager
-def exporting(config: RunConfig | None) -> Iterator[Exporter]:
+def exporting(config: RunConfig | None, *, is_beside: bool = False) -> Iterator[Exporter]:
     """Serve the metrics of a run, if it has a port, inside of this context.
 
     Args:
         config: None for a process that exports nothing.
+        is_beside: the run is not of this process; else what an earlier run has left is no sign of life of this one.
 
     Raises:
         UserError: see `Endpoint`.
@@ -59,14 +60,18 @@ def exporting(config: RunConfig | None) -> Iterator[Exporter]:
         return
     folder = Path(config.job.dump_folder)
     collector = RunCollector(folder)
+    if not is_beside:
+        collector.restarted(0)
     endpoint = Endpoint(config.metrics, folder, collector, lambda line: print(line, flush=True))
     exporter = Exporter(collector, endpoint)
+    before_exit.append(endpoint.withdraw)  # a signal while no rank runs ends this process at once, as intended
     try:
         yield exporter
     except UserError as error:
         exporter.code = error.exit_code
         raise
     finally:
+        before_exit.remove(endpoint.withdraw)
         endpoint.close(has_failed=exporter.code in (EXIT_FAILED_RANK, EXIT_HANG, EXIT_DIVERGED))
 
 
@@ -92,7 +97,7 @@ def metrics_command(argv: Sequence[str]) -> int:
         config = load_config(file, (*overrides, "--metrics.prometheus_port", _PORT))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # or a thread of the endpoint receives them
     try:
-        with exporting(config) as exporter:
+        with exporting(config, is_beside=True) as exporter:
             exporter.announce()
             signal.sigwait(_ENDS)
             return exporter.ends(0)

@@ -36,6 +36,7 @@ from glm46.reliability.stop import EXIT_SIGNAL, exit_now, started_ranks
 
 SSH_FAILED = 255
 """Exit code of ssh without a connection. Source: ssh(1)."""
+_OUT_OF_MEMORY = 253
 ANSWER_SECONDS = 300.0
 """For connection and checks; many nodes that import from one network disk take minutes."""
 HELD_LINES = 10_000
@@ -80,6 +81,7 @@ class NodeClient:
         self.code: int | None = None
         self.is_connected, self.is_lost = True, False
         self.asked_at: float | None = None
+        self._is_ended = False  # by this process: a signal, or the request to kill the ranks, was sent
         self._test = f"ssh -o BatchMode=yes {host.login} true"
         if connection != "ssh":
             self._test = shlex.join(CONNECTIONS[connection](host, "true"))
@@ -109,6 +111,11 @@ class NodeClient:
     def take(self, event: str | int) -> bool:
         """Keep the exit code or what the launcher says about itself; returns False for lines of other output."""
         if isinstance(event, int):
+            # srun ends with 128 + n if a signal has killed the launcher, and with 253 if memory ran out; ssh with 255.
+            # Source: srun(1), "Return value".
+            is_killed = event > 128 or event == _OUT_OF_MEMORY
+            if is_killed and self.has_answered and not self._is_ended:
+                event = SSH_FAILED
             self.code, self.is_connected = event if self.code is None else self.code, False
         elif not event.startswith(_ANSWER):
             return False
@@ -122,7 +129,7 @@ class NodeClient:
 
     def order(self, **order: Any) -> None:
         """Begin a start on this node."""
-        self.answer, self.code, self.asked_at = {}, None, None
+        self.answer, self.code, self.asked_at, self._is_ended = {}, None, None, False
         self.send(start=order)
 
     @property
@@ -151,6 +158,7 @@ class NodeClient:
 
     def send(self, **message: Any) -> None:
         """Write one line to the launcher, if it still runs."""
+        self._is_ended = self._is_ended or "kill" in message or "signal" in message
         with suppress(OSError):
             os.write(self._client.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
@@ -186,7 +194,7 @@ class Driver:
     """The process that started this launcher on its node, as the launcher sees it: its standard input and output."""
 
     def __init__(self, signals: LauncherSignals):
-        self._signals, self._is_training = signals, False
+        self._signals, self._is_training, self._writing = signals, False, threading.Lock()
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, name="driver", daemon=True).start()
 
@@ -217,7 +225,9 @@ class Driver:
     def report(self, **parts: Any) -> None:
         """Send one line about this node; with ``code`` it is the last one of a start."""
         self._is_training = self._is_training and "code" not in parts
-        print(_ANSWER + json.dumps(parts), flush=True)
+        with self._writing:  # unbuffered, print writes the end of the line apart, and answers come from a thread
+            sys.stdout.write(f"{_ANSWER}{json.dumps(parts)}\n")
+            sys.stdout.flush()
 
     def _listen(self) -> None:
         # Not sys.stdin: a thread in its buffer is an error at the end of the interpreter.

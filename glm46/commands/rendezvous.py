@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from glm46.commands.nodes import LAST_PORT, Nodes
 from glm46.config.errors import UserError
 
+LOCAL_BACKEND = "glm46-local"
+"""Name of `LocalRendezvous` for torchrun."""
 _PREPARE_SECONDS = 3600
 """Longest wait of the other nodes for the first one, which may have data to prepare."""
 _REJOIN_SECONDS = 600
@@ -22,13 +24,14 @@ _RETRY_SECONDS = 0.2
 def rendezvous_options(nodes: Nodes, processes: int, start: int) -> list[str]:
     """Options of torchrun for the n-th start: processes of this node, and the address of the first node.
 
-    The rendezvous is static: after the start no launcher needs the store, which is in the launcher of the first node.
-    The launchers of torchrun's other rendezvous ask it all the time: they end their ranks when the first launcher exits
-    a moment earlier, and wait for as long as nodes may take to join when the network to it is cut.
+    That of one node is `LocalRendezvous`. That of several is static: after the start no launcher needs the store, which
+    is in the launcher of the first node. The launchers of torchrun's other rendezvous ask it all the time: they end
+    their ranks when the first launcher exits a moment earlier, and wait for as long as nodes may take to join when the
+    network to it is cut.
     """
     options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
-        return [*options, "--local-addr=localhost"]
+        return [*options, f"--rdzv-backend={LOCAL_BACKEND}", "--local-addr=localhost"]
     return [
         *options,
         "--rdzv-backend=static",

@@ -121,11 +121,13 @@ def _run_torchrun(options: Sequence[str], command: Sequence[str], signals: Launc
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
+    from glm46.commands.local_rendezvous import register
     from glm46.compat import torchrun_starts
 
     # Torchrun logs screens about the end of its ranks; one line below replaces them, beside the traceback of the rank.
     # Its loggers set their own levels, so logging is disabled for this process, which logs nothing else.
     logging.disable(logging.ERROR)
+    register()
     arguments = get_args_parser().parse_args([*options, "--module", "glm46", *command])
     # Torchrun's signal handlers stay off: they raise in the main thread, which may be in code that no exception
     # interrupts, and a second signal would end it while ranks save.

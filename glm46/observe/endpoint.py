@@ -118,8 +118,12 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         if not has_failed:
-            with contextlib.suppress(OSError):
-                self._found_by.unlink(missing_ok=True)
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """Remove the file by which Prometheus finds the run."""
+        with contextlib.suppress(OSError):
+            self._found_by.unlink(missing_ok=True)
 
 
 def _bind(config: Metrics, app: Callable[..., Iterable[bytes]], report: Callable[[str], None]) -> _Server:

@@ -90,7 +90,7 @@ class RunCollector(Collector):
         self._restarts, self._since = 0, 0.0
 
     def restarted(self, number: int) -> None:
-        """The launcher starts the ranks for the n-th time after the first; older heartbeats do not count."""
+        """The launcher starts the ranks for the n-th time after the first; older heartbeats are not of this start."""
         self._restarts, self._since = number, time.time()
 
     def collect(self) -> Iterator[Metric]:
@@ -104,9 +104,11 @@ class RunCollector(Collector):
             "training_restarts_total", "Starts of the ranks by this launcher after the first.", value=self._restarts
         )
         beat = self._beat
+        if self._since and (beat is None or beat.started < self._since):
+            beat = Beat(started=self._since, moved=self._since)
         if beat is None:
             return
-        yield from _of_heartbeat(beat, "start" if beat.started < self._since else beat.phase)
+        yield from _of_heartbeat(beat)
         columns = dict(self._rows)
         if beat.loss is not None:
             columns["loss"] = beat.loss
@@ -130,7 +132,7 @@ class RunCollector(Collector):
             return
 
 
-def _of_heartbeat(beat: Beat, phase: Phase) -> Iterator[Metric]:
+def _of_heartbeat(beat: Beat) -> Iterator[Metric]:
     for gauge in _GAUGES:
         if (value := getattr(beat, gauge.value)) is not None:
             yield GaugeMetricFamily(gauge.name, gauge.help, value=value)
@@ -138,7 +140,7 @@ def _of_heartbeat(beat: Beat, phase: Phase) -> Iterator[Metric]:
         yield CounterMetricFamily(counter.name, counter.help, value=getattr(beat, counter.value))
     phases = GaugeMetricFamily("training_phase", "1 for the phase of the main rank, else 0.", labels=["phase"])
     for name in Phase.__args__:
-        phases.add_metric([name], float(name == phase))
+        phases.add_metric([name], float(name == beat.phase))
     yield phases
     info = GaugeMetricFamily("training_info", "1; the labels say which run this is.", labels=sorted(beat.info))
     info.add_metric([beat.info[name] for name in sorted(beat.info)], 1.0)

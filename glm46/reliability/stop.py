@@ -29,6 +29,11 @@ EXIT_SIGNAL = 128
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
+before_exit: list[Callable[[], None]] = []
+"""What `exit_now` calls before the end. Each call gets a second, because a disk may not answer."""
+_CLEAN_SECONDS = 1.0
+_is_ending = threading.Event()
+
 REPEAT_SECONDS = 1.0
 """Signals within this time count as one: terminals, `timeout` and job systems may send a signal to a process and
 again to its group."""
@@ -138,15 +143,30 @@ def end_on_signals(code: Callable[[int], int], signals: Sequence[int] = ENDING_S
 
 def exit_now(code: int, reason: str) -> None:
     """End this process and its descendants at once, from any thread, and print the reason."""
-    for process in _descendants(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""  # a progress bar has hidden it
-    # A write to a full pipe without a reader would block.
-    with suppress(OSError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{show_cursor}{reason}\n".encode())
-    os._exit(code)
+    _is_ending.set()
+    try:
+        for process in _descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for clean in before_exit:
+            cleaner = threading.Thread(target=clean, daemon=True)
+            cleaner.start()
+            cleaner.join(_CLEAN_SECONDS)
+        # A progress bar has hidden the cursor.
+        show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
+        # A write to a full pipe without a reader would block.
+        with suppress(OSError):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, f"{show_cursor}{reason}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def wait_if_ending() -> None:
+    """Never return while `exit_now` ends this process: what other threads make of the end of its descendants, such as
+    an error and its exit code, must not be what the process ends with."""
+    while _is_ending.is_set():
+        time.sleep(_CLEAN_SECONDS)
 
 
 def started_ranks(launcher: int | None = None) -> list[int]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,33 @@ def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
         assert [node.returncode for node in nodes] == [0] * count, outputs
         found.append(losses(config))
     assert found[0] == found[1] and len(found[0]) == 4  # bit for bit
+
+
+def test_one_node_listens_on_loopback_only(make_config, start):
+    """Its stores have no password: who sets the key of the alarm there ends the run."""
+    config = make_config(training={"steps": 100_000}, checkpoint={"enable": False})
+    launcher = start.by_fork(config)
+    wait_for_step(config, 2, launcher)
+    found = listening({launcher.pid, *descendants(launcher.pid)})
+    os.kill(launcher.pid, signal.SIGTERM)
+    end(launcher)
+    assert len(found) > 2 and set(found) <= {"0100007F", f"{'0' * 24}01000000"}, found
+
+
+def descendants(process: int) -> set[int]:
+    """Of a process, all of which live."""
+    return {each for child in children_of(process) for each in (child, *descendants(child))}
+
+
+def listening(processes: set[int]) -> list[str]:
+    """The addresses, as in /proc/net/tcp, on which processes listen, one per socket."""
+    sockets = set()
+    for process in processes:
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                sockets.add(os.readlink(link))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(make_config, start):

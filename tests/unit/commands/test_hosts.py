@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -175,6 +176,37 @@ def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, ca
         threading.Timer(0.5, nodes._nodes[1].disconnect).start()
         assert nodes.run(TIMES) == 1
     assert "error: b: the connection was lost; all nodes are stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [128 + signal.SIGKILL, 253])
+def test_a_launcher_that_is_killed_on_its_node_is_a_lost_connection(code, cluster, monkeypatch, capfd):
+    """srun ends with the first code after a signal, with the second one if memory ran out; ssh ends with 255."""
+    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
+    killed = node().replace("driver.report(", f"import os; os._exit({code}); driver.report(")
+    with cluster(killed, node(seconds=100)) as nodes:
+        assert nodes.faults() == {}
+        assert nodes.run(TIMES) == 1
+        assert [host.name for host in nodes.disconnected_hosts()] == ["a"]
+    assert "error: a: the connection was lost; all nodes are stopped" in capfd.readouterr().err
+
+
+def test_messages_of_two_threads_never_share_a_line():
+    """Unbuffered, as srun passes PYTHONUNBUFFERED on: answers come from one thread and reports from another."""
+    program = """
+import threading
+from types import SimpleNamespace
+from glm46.commands.node_client import Driver
+driver = Driver(SimpleNamespace(number=None))
+work = lambda: [driver.report(is_alive=True) for _ in range(2000)]
+threads = [threading.Thread(target=work) for _ in range(2)]
+for step in ("start", "join"):
+    for thread in threads:
+        getattr(thread, step)()
+"""
+    done = subprocess.run(
+        [sys.executable, "-uc", program], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ['glm46-node: {"is_alive": true}'] * 4000, done.stderr
 
 
 def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(cluster, monkeypatch, capfd):

@@ -94,6 +94,27 @@ def test_storage_that_all_hosts_have_lost_ends_with_the_code_for_job_systems(ans
     assert [order["newest_step"] for order in sent] == [40, 40]  # what the hosts wait for
 
 
+def test_a_start_that_finds_no_storage_forgets_no_checkpoint(tmp_path, monkeypatch):
+    """The next one would find no checkpoint in the empty folder, not wait for it, and train from step 0."""
+    state = tmp_path / "hosts.state"
+    state.write_text("newest_step=120\nlost_hosts='b'\n")
+    monkeypatch.setenv("GLM46_STATE", str(state))
+    node = Mock(host=A, answer={"is_stopped": True})
+    node.name = "a"
+    of_all = SimpleNamespace(
+        connect=lambda *_: None, faults=lambda is_restart: {"lost": [node]}, close=lambda: None, newest_step=0
+    )
+    monkeypatch.setattr(launch_hosts, "HostNodes", lambda *_, **__: of_all)
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    arguments = Namespace(
+        connect="ssh", max_restarts=3, config="run.toml", hostfile=tmp_path / "hosts", nproc=1, nodes=0
+    )
+    monkeypatch.setattr(launch_hosts, "check_config", lambda *_, **__: [])
+    with pytest.raises(launch_hosts.StorageLost):
+        launch_hosts.launch_hosts(arguments, (), lambda *_: None)
+    assert state.read_text() == "newest_step=120\nlost_hosts=''\n"
+
+
 @pytest.mark.parametrize(
     ("failures", "trains"),
     [

@@ -94,6 +94,8 @@ CASES = [
         | of_run(training_phase__phase_train=always(0)),
     ),
     Case("PhaseTooLong", FAULT + 3665, of_run(training_phase__phase_prepare=always(1), **STOPS_AT_600)),
+    Case("PhaseTooLong", FAULT + 3665, of_run(**STOPS_AT_600, **TRAINS)),  # in the first step
+    Case("PhaseTooLong", None, of_run(training_step_seconds=always(1), **STOPS_AT_600, **TRAINS)),
     Case("PhaseTooLong", None, of_run(training_phase__phase_stop=always(1), **STOPS_AT_600)),
     Case("TrainingNotFinite", FAULT, of_run(training_not_finite_steps_total=step(0, 1))),
     Case("TrainingNotFinite", FAULT, of_run(training_loss=lambda second: "NaN" if second >= FAULT else 3.0)),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -151,9 +152,13 @@ def test_the_phase_is_that_of_the_trainer_and_of_the_launcher(tmp_path):
         assert phase() == "validate"
     assert phase() == "train"
     assert read_heartbeat(tmp_path).moved > before  # a long validation is not a stall afterwards
+    began = time.time()
     collector.restarted(2)  # the ranks of before are gone, the new ones have not begun
     assert phase() == "start"
-    assert values(scrape(collector))["training_restarts_total"] == 2
+    found = values(scrape(collector))
+    assert found["training_restarts_total"] == 2
+    # Not the age of the last step of before, which may be days, and raise TrainingStalled or PhaseTooLong.
+    assert found["training_last_step_timestamp_seconds"] >= began and "training_step" not in found
     begin(tmp_path).stops()
     assert phase() == "stop"
 

@@ -199,7 +199,7 @@ def test_grafana_and_dcgm_exporter_start_with_these_arguments(tmp_path, grafana)
     try:
         done = setup("--start", *options, folder=state, programs=bin)
         assert done.returncode == 0, done
-        again = setup("--start", *options, folder=state, programs=bin)
+        again = setup("--start", folder=state, programs=bin)
         assert again.stdout.count("runs already") == len([*filter(None, programs)]), again
     finally:
         stopped = setup("--stop", folder=state, programs=bin)
@@ -278,6 +278,26 @@ class Gpus(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
+def test_a_program_that_reads_its_data_for_long_is_not_ended(tmp_path):
+    """Prometheus answers 503 until it has, which takes minutes with the data of weeks."""
+    bin, state, ports = tmp_path / "bin", tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
+    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    late = "import time; self.send_response(200 if time.time() > started + 11.5 else 503)"
+    text = STUB.replace("self.send_response(200)", late).replace(
+        "class Ready", "started = __import__('time').time()\n\nclass Ready"
+    )
+    program(bin, "prometheus", text)
+    for name in ("prometheus-alertmanager", "prometheus-node-exporter"):
+        program(bin, name, STUB)
+    try:
+        done = setup("--start", *options, folder=state, programs=bin)
+        assert done.returncode == 0 and "prometheus: reads its data" in done.stdout, done
+        assert f"prometheus: http://127.0.0.1:{ports['prometheus']}" in done.stdout
+    finally:
+        assert "prometheus: stopped" in setup("--stop", folder=state, programs=bin).stdout
+
+
 @needs_prometheus
 @pytest.mark.slow
 def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
@@ -297,7 +317,8 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         pids = {path.name: path.read_text() for path in (state / "run").glob("*.pid")}
         assert "prometheus.pid" in pids
         (state / "alerts.yml").write_text((state / "alerts.yml").read_text() + "# mine\n")
-        again = setup("--start", *options, folder=state)
+        again = setup("--start", folder=state)  # with the ports of before
+        assert f"127.0.0.1:{ports['alertmanager']}" in (state / "prometheus.yml").read_text()
         assert "alerts.yml: edited by hand" in again.stderr and "# mine" in (state / "alerts.yml").read_text()
         assert again.returncode == 0 and "prometheus: runs already" in again.stdout, again
         assert {path.name: path.read_text() for path in (state / "run").glob("*.pid")} == pids
@@ -324,8 +345,10 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
             "panels": [panel_of("training_step"), panel_of("training_los"), panel_of("rate(up)")]
         }
         (state / "dashboards" / "mine.json").write_text(json.dumps(mine))
-        status = setup("--status", *options, folder=state)
-        assert "prometheus: runs" in status.stdout and len(status.stderr.splitlines()) == 1, status
+        status = setup("--status", folder=state)
+        assert (
+            f"prometheus: runs on port {ports['prometheus']}" in status.stdout and len(status.stderr.splitlines()) == 1
+        ), status
         assert "mine.json: no data now for training_los; rate(up) (" in status.stderr, status
     finally:
         stopped = setup("--stop", folder=state)
