@@ -15,7 +15,15 @@ from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.planner.plan import Plan
 from glm46.reliability.run_lock import writing
 from glm46.rl.modes import steps_per_rollout
-from glm46.rl.rollouts import FOLDER, Rollout, read_rollout, remove_rollout, rollout_steps, write_rollout
+from glm46.rl.rollouts import (
+    FOLDER,
+    Rollout,
+    missing_inside,
+    read_rollout,
+    remove_rollout,
+    rollout_steps,
+    write_rollout,
+)
 
 _NOT_OF_ROLLOUTS = {
     **dict.fromkeys(
@@ -115,11 +123,13 @@ class Journal:
             first_prompt: number of the next prompt.
 
         Raises:
-            UserError: its files are damaged, or it does not fit this run.
+            UserError: its files are damaged, or missing inside of it, or it does not fit this run.
         """
         if self._is_drawn_before:
             return self._of_another_run(step)
         found = read_rollout(self._source, step, None if is_inside else self._identity)
+        if is_inside and found is None:
+            raise missing_inside(self._source / f"step_{step:06d}.json")
         if found is None or is_inside:
             return found
         is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest

@@ -191,8 +191,13 @@ def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
     """
     path = folder / f"step_{step:06d}.fields"
     if not path.is_file():
-        raise UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
+        raise missing_inside(path)
     return {name: torch.from_numpy(values) for name, values in _read(path).items()}
+
+
+def missing_inside(path: Path) -> UserError:
+    """What to raise if a file is missing of a rollout that weights have been trained on."""
+    return UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
 
 
 def remove_rollout(folder: Path, step: int) -> None:

@@ -134,7 +134,7 @@ class StepBuilder:
         batches = [batch for step in steps for batch in step]
         names = [name for name in ("advantages", "correction", "returns") if name in batches[0]]
         if self._is_on_policy and not rollout.is_demonstration:  # pipeline stages without the head do not have them
-            names = [*dict.fromkeys([*names, "correction", "old_logprobs"])]
+            names = sorted({*names, "correction", "old_logprobs"})  # in the same order on all stages
         values = torch.full((len(names), rollout.tokens), -torch.inf)
         for batch in batches:
             for name, row in zip(names, values, strict=True):

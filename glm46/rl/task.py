@@ -90,6 +90,7 @@ class Reinforcement:
         )
         prompts = [one.tokens for some in (self._prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
+        self._progress: Progress | None = None
         self._asking = Asking(
             config=self._config,
             section=plan.config.rollout,
@@ -133,7 +134,7 @@ class Reinforcement:
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
-        self._stop = stop
+        self._stop, self._progress = stop, progress
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
         if self._rollout is None:
@@ -148,10 +149,10 @@ class Reinforcement:
             self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
             if self._rollout is None:
                 return {}
-            progress.prompts = self._rollout.next_prompt
             is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
             self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
             if self._config.mode == "rollout_only":
+                progress.prompts = self._rollout.next_prompt
                 return self._rollout.figures
             self._steps = self._builder.build(self._rollout, is_inside=within > 0)
             self._columns = self._rollout.figures | self._builder.columns
@@ -178,7 +179,9 @@ class Reinforcement:
         return StepBatches(batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=model_seconds)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
-        """See `Task.complete`: `prepare` has done it."""
+        """See `Task.complete`: `prepare` has done it. Only now the rollout's prompts are handed out: at a stop before
+        its first step, the checkpoint must lead to the same rollout again."""
+        self._progress.prompts = self._rollout.next_prompt
         return micro_batches
 
     def fingerprint(self) -> str:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from glm46.config.errors import UserError
 from glm46.planner.plan import resolve_plan
 from glm46.rl.journal import Journal
 from glm46.rl.rollouts import DrawnSample, Rollout, to_arrays
@@ -60,5 +61,7 @@ def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
         journal = journal_of({}, {"max_staleness": staleness})
         assert (journal.read(4, is_inside=False, first_prompt=8) is not None) == is_read
         assert journal.read(4, is_inside=True, first_prompt=8) is not None, "weights have been trained on it"
+    with pytest.raises(UserError, match="step_000008.json: missing, and the run goes on inside of this rollout"):
+        journal_of().read(8, is_inside=True, first_prompt=9)
     journal_of().write(drawn, [])
     assert not other.exists(), "groups of another configuration are taken up by none"

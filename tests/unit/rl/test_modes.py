@@ -11,8 +11,8 @@ from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.commands.rl import rl_command
 from glm46.config.errors import UserError
-from glm46.reliability.stop import Diverged
-from glm46.rl import rollouts
+from glm46.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
+from glm46.rl import rollouts, supply
 from glm46.rl.journal import removable
 from glm46.rl.rollouts import read_rollout, rollout_steps
 from glm46.rl.task import train
@@ -41,6 +41,26 @@ def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, 
     hot = make_run("hot", 1, {"mode": "train_only", "rollouts_folder": str(folder)}, {"temperature": 0.5})
     with pytest.raises(UserError, match=r"step_000000.*temperature, 1\.0.*0\.5"):
         train(hot)
+
+
+@pytest.mark.slow
+def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, monkeypatch):
+    """As while rewards are judged. The run goes on with that rollout, and ends as one that was never stopped."""
+    seldom = {"interval": 10, "keep_latest_k": 2, "async_mode": "disabled"}  # so that the stop saves
+    whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
+    assert train(whole) == 0
+    stop, drawn, draw = StopRequest(), [], supply.draw_rollout
+
+    def draw_then_stop(*arguments):
+        drawn.append(draw(*arguments))
+        if len(drawn) == 2:
+            stop.signal_name = "SIGTERM"
+        return drawn[-1]
+
+    monkeypatch.setattr(supply, "draw_rollout", draw_then_stop)
+    assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
+    assert train(stopped) == 0 and len(drawn) == 3
+    assert contents(stopped, 3) == contents(whole, 3)
 
 
 @pytest.mark.slow
