@@ -32,12 +32,17 @@ class LaunchedServers:
         self._command, self._logs, self._say = command, logs, say
         self._ports = [urlsplit(url).port or 80 for url in urls] if command else []
         self._running: dict[int, subprocess.Popen] = {}
+        self._folders: dict[int, Path] = {}
         atexit.register(self.stop)
 
     @property
     def are_named(self) -> bool:
         """Whether there is any."""
         return bool(self._ports)
+
+    def folder_of(self, url: str) -> Path | None:
+        """That the server at an address was started with."""
+        return self._folders.get(urlsplit(url).port or 80)
 
     def ensure(self, folder: Path) -> None:
         """Start the servers that do not run, with the model of a folder.
@@ -54,6 +59,7 @@ class LaunchedServers:
             word.replace("{folder}", str(folder.absolute())).replace("{port}", str(port)) for word in self._command
         ]
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._folders[port] = folder
         with self._log(port).open("wb") as output:
             self._running[port] = subprocess.Popen(
                 [sys.executable, "-c", _END_WITH_PARENT, *words],

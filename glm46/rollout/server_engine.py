@@ -1,7 +1,7 @@
 """The engine whose completions inference servers draw, with weights that they load from a disk or get by broadcast."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -245,7 +245,8 @@ class ServerEngine:
                 _write_manifest(folder, version)
             self._pool.update(Weights(version, folder, self._probe, expected, self._is_fp8))
             if folder is not None:
-                self._remove(but=folder)  # a server that comes back loads the newest one
+                # A server that comes back loads the newest one, behind the one that it was started with.
+                self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
             return b"" if version == CHANGED else self._has_new()
 
         return self._run(load)
@@ -263,9 +264,9 @@ class ServerEngine:
         if dist.get_rank() == 0:
             self._remove()
 
-    def _remove(self, *, but: Path | None = None) -> None:
+    def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
         for folder in self._folder.glob("version-*"):
-            if folder != but:
+            if folder not in but:
                 shutil.rmtree(folder)
 
 

@@ -96,6 +96,11 @@ class ServerPool:
             self._abort_all()  # nothing, unless an error ends the call
 
     @property
+    def awaited(self) -> list[str]:
+        """Addresses of the servers that do not draw, and may come."""
+        return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
+
+    @property
     def has_new(self) -> bool:
         """Whether a server has drawn nothing since it joined."""
         return any(not state.is_checked for state in self._drawing())
