@@ -183,10 +183,10 @@ class Dispatch:
             self._waiting.appendleft([sent.index])
             self._lose(state, f"drew with version {sorted(drawn_by)} of the weights, not {version}")
             return
-        if isinstance(outcome, RefusedError):
+        if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
         self._waiting.appendleft([sent.index])
-        if isinstance(outcome, ForgottenError):
+        if isinstance(outcome, (RefusedError, ForgottenError)):
             self._lose(state, str(outcome))
             return
         self._failed_on[sent.index].append(state)

@@ -21,7 +21,7 @@ class StatusError(CallError):
 
 
 class RefusedError(StatusError):
-    """The server understood the request and refuses it (4xx): another server would refuse it too."""
+    """The server understood the request and refuses it (4xx): it would refuse it again."""
 
 
 class ForgottenError(CallError):

@@ -114,7 +114,8 @@ def checked(
     """
     if finish not in FINISHES:
         raise CallError(f"finish reason {finish!r}")
-    if len(tokens) != len(logprobs) or not all(math.isfinite(value) and value < 1e-3 for value in logprobs):
+    are_possible = all(isinstance(value, (int, float)) and math.isfinite(value) and value < 1e-3 for value in logprobs)
+    if len(tokens) != len(logprobs) or not are_possible:
         raise CallError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities, {logprobs[:3]} ...")
     if not tokens and finish != "abort" or len(tokens) > request.max_new_tokens:
         raise CallError(f"{len(tokens)} tokens, asked for 1 to {request.max_new_tokens}")

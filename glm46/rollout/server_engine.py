@@ -190,7 +190,7 @@ class ServerEngine:
         new: dict[ServerState, list[Completion]] = {}
 
         def draw() -> bytes:
-            new.update(self._pool.first_draws(self._first))
+            new.update(self._pool.first_draws(self._first, at_start=not self._has_drawn))
             return pack([one for completions in new.values() for one in completions])
 
         completions = unpack(self._run(draw)) if has_new else []

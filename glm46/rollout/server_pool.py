@@ -85,7 +85,7 @@ class ServerPool:
 
         Raises:
             EngineError: no server is left, or one request failed several times.
-            UserError: the servers refuse a request.
+            UserError: all servers refuse a request.
         """
         if not requests:
             return []
@@ -105,11 +105,11 @@ class ServerPool:
         """Whether a server has drawn nothing since it joined."""
         return any(not state.is_checked for state in self._drawing())
 
-    def first_draws(self, requests: Sequence[Request]) -> dict[ServerState, list[Completion]]:
+    def first_draws(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
         """What each server that has drawn nothing since it joined draws of the same requests. One that fails is lost.
 
         Raises:
-            UserError: a server refuses a request.
+            UserError: a server refuses a request, at the start of the run or when no other one draws.
         """
         new = [state for state in self._drawing() if not state.is_checked]
         if not new:
@@ -127,7 +127,7 @@ class ServerPool:
             calls = {state: [threads.submit(draw, state, request) for request in requests] for state in new}
         for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
             error = next((one for one in outcomes if isinstance(one, CallError)), None)
-            if isinstance(error, RefusedError):
+            if isinstance(error, RefusedError) and (at_start or self._drawing() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
             if error is not None or not all(one.tokens for one in outcomes):
                 self.lose(state, str(error or "it was told to abort its first completions"))

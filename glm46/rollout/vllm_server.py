@@ -91,8 +91,9 @@ class VllmServer:
             if [entry["token_id"] for entry in entries] != tokens:
                 raise CallError("log-probabilities of other tokens")
             spans = [Span(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
+            logprobs, finish = [entry["logprob"] for entry in entries], choice["finish_reason"]
             encoded = choice.get("routed_experts")
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
         skipped = self._facts["dense_layers"]  # in vLLM's own routes, whose rows of dense layers are 0
         if rules.routes and encoded is None:
@@ -100,8 +101,7 @@ class VllmServer:
         routes = None
         if encoded is not None:
             routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)[:, skipped:]
-        logprobs = [entry["logprob"] for entry in entries]
-        return checked(request, rules, tokens, logprobs, choice["finish_reason"], spans, routes)
+        return checked(request, rules, tokens, logprobs, finish, spans, routes)
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """See `InferenceServer.ended_by`."""
@@ -203,7 +203,7 @@ class VllmServer:
         reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
         try:
             places = zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
-            return [place[str(token)]["logprob"] for token, place in places]
+            return [float(place[str(token)]["logprob"]) for token, place in places]
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 

@@ -71,8 +71,9 @@ class StubServer:
     """Set the attributes at any time; they hold for the next call.
 
     Attributes:
-        fault: "hang", "aborts", "500", "400 at stop", "500 at stop", "truncated", "other version", "bad logprobs",
-            "restarted"; it holds for generation.
+        fault: "hang", "aborts", "500", "400", "400 at stop", "500 at stop", "truncated", "other version",
+            "bad logprobs", "null logprobs", "no choices", "restarted"; it holds for generation. "null scores": of
+            given tokens.
         model: log-probability of a token by version and token.
         raw: added to the log-probabilities of drawn tokens, not to those of given ones.
         stale: loading answers 200 and changes nothing.
@@ -257,10 +258,13 @@ class StubServer:
     def _model(self, token: int) -> float:
         return self.model(self.version, token) - 0.4 * self.half * (token % 2)
 
+    def _given(self, token: int) -> float | None:
+        return None if self.fault == "null scores" else self._model(token)
+
     def _draw(self, name: str, prompt: list[int], seed: int, length: int):
         """Tokens and finish reason, or the number of an error."""
-        if self.fault == "500":
-            return 500
+        if self.fault in ("400", "500"):
+            return int(self.fault)
         with self._lock:
             self.drawn.append((tuple(prompt), seed))
             if self.dies_after is not None and len(self.drawn) > self.dies_after:
@@ -278,7 +282,8 @@ class StubServer:
 
     def _reported(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of drawn tokens."""
-        return [float("nan") if self.fault == "bad logprobs" else self._model(token) + self.raw for token in tokens]
+        wrong = {"bad logprobs": float("nan"), "null logprobs": None}
+        return [wrong.get(self.fault, self._model(token) + self.raw) for token in tokens]
 
     def _named(self) -> str:
         """The version that a reply names."""
@@ -297,7 +302,7 @@ class StubServer:
         if "model" in body and body["model"] not in self.adapters:
             return 404
         if "prompt_logprobs" in sampling:
-            places = [{str(token): {"logprob": self._model(token)}} for token in prompt[1:]]
+            places = [{str(token): {"logprob": self._given(token)}} for token in prompt[1:]]
             return {"prompt_logprobs": [None, *places], "choices": []}
         if len(prompt) >= self.context:
             return 400
@@ -316,12 +321,12 @@ class StubServer:
             file = io.BytesIO()
             np.save(file, self.routes)
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-        return {"choices": [choice | {"weight_versions": [span]}]}
+        return {"choices": [] if self.fault == "no choices" else [choice | {"weight_versions": [span]}]}
 
     def _generate(self, body):
         prompt, sampling = body["input_ids"], body["sampling_params"]
         if "logprob_start_len" in body:
-            places = [[None, prompt[0], None], *([self._model(token), token, None] for token in prompt[1:])]
+            places = [[None, prompt[0], None], *([self._given(token), token, None] for token in prompt[1:])]
             return {"meta_info": {"input_token_logprobs": places}}
         if forced := self.forced(sampling, "max_new_tokens"):
             places = [[0.0, token, None] for token in forced[0]]
@@ -332,6 +337,7 @@ class StubServer:
         tokens, finish = drawn
         places = [[value, token, None] for value, token in zip(self._reported(tokens), tokens, strict=True)]
         meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self._named()}
+        meta = {} if self.fault == "no choices" else meta
         return {"meta_info": meta}
 
 

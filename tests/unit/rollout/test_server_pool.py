@@ -198,6 +198,15 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
 
 
 @both_kinds
+def test_server_that_says_nothing_of_given_tokens_is_left_out(make_pool, weights, stubs, lines, kind):
+    stubs[1].fault = "null scores"
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    assert [line for line in lines if "left out" in line and stubs[1].url in line]
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+
+
+@both_kinds
 def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines, kind):
     """Rounding in BF16 is larger than a small step: old weights show by bits that are the same as before."""
 
@@ -329,13 +338,13 @@ def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_
     pool = make_pool(kind)
     pool.update(weights(1))
     assert pool.has_new
-    found = pool.first_draws(REQUESTS)
+    found = pool.first_draws(REQUESTS, at_start=True)
     assert [state.server.url for state in found] == [stub.url for stub in stubs]
     for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
         check(completions, REQUESTS, 1)
         pool.judge(state, "it differs", is_right=is_right)
     assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is left out: it differs" in lines[-1]
-    assert not pool.has_new and not pool.first_draws(REQUESTS)
+    assert not pool.has_new and not pool.first_draws(REQUESTS, at_start=False)
     asked = len(stubs[1].calls)
     pool.update(weights(2))
     stubs[0].stop()
@@ -347,6 +356,45 @@ def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_
         pool.join_again()
         assert pool.has_new, "it was started again, perhaps with other options"
         back.fault = "500"
-        assert not pool.first_draws(REQUESTS) and "is left out" in lines[-1]
+        assert not pool.first_draws(REQUESTS, at_start=False) and "is left out" in lines[-1]
     finally:
         back.stop()
+
+
+@pytest.mark.parametrize("fault", ["400", "no choices", "null logprobs"])
+@both_kinds
+def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    for state in pool.first_draws(REQUESTS, at_start=True):
+        pool.judge(state, "as the policy", is_right=True)
+    stubs[1].stop()
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    back = StubServer(port=stubs[1].port)
+    back.fault = fault
+    try:
+        pool.join_again()
+        assert not pool.first_draws(REQUESTS, at_start=False)
+        assert f"{back.url} is left out" in lines[-1]
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
+        assert f"{back.url} is left out" in lines[-1]
+    finally:
+        back.stop()
+
+
+@both_kinds
+def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start_end_the_run(
+    make_pool, weights, stubs, lines, kind
+):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    stubs[1].fault = "400"
+    with pytest.raises(UserError, match=f"{stubs[1].url} refuses a request"):
+        pool.first_draws(REQUESTS, at_start=True)
+    assert not lines[2:]
+    stubs[0].fault = "400"
+    with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
+        pool.generate(REQUESTS, RULES)
+    assert not isinstance(error.value, EngineError) and len([line for line in lines if "is left out" in line]) == 1
+    with pytest.raises(UserError, match="refuses a request"):
+        pool.first_draws(REQUESTS, at_start=False)
