@@ -133,8 +133,14 @@ class Scorer:
         while waiting or busy:
             while waiting and len(busy) < self._most:
                 connection, process = self._idle.pop() if self._idle else self._start()
-                task = waiting.popleft()
-                connection.send((0, (task.rule, answers[task.answer])))
+                task = waiting[0]
+                try:
+                    connection.send((0, (task.rule, answers[task.answer])))
+                except OSError:  # it has ended while it was idle
+                    process.kill()
+                    process.join()
+                    continue
+                waiting.popleft()
                 busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds)
             first = min(deadline for _, _, deadline in busy.values())
             for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):

@@ -201,6 +201,19 @@ def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(fun
     assert time.monotonic() - began < 20
 
 
+def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
+    scorer = Scorer([RewardRule("math")], processes=1)
+    try:
+        for _ in range(2):
+            assert scorer.score([answer("\\boxed{3}", "3")])[0].total == 1.0
+            ((_, process),) = scorer._idle
+            process.kill()
+            process.join()
+        assert scorer.score([answer("\\boxed{3}", "3")])[0].total == 1.0
+    finally:
+        scorer.close()
+
+
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{BAD}:no_such_function"])
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
