@@ -189,6 +189,8 @@ def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> floa
         if rule.is_environment:
             is_reply = value is None or isinstance(value, str)
             return Reply(value) if is_reply else f"gave {value!r:.60}, which is not a text"
+        if hasattr(value, "item"):  # of NumPy or torch
+            value = value.item()
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             return f"gave {value!r:.60}, which is not a finite number"
         return float(value)

@@ -8,7 +8,9 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from glm46.config.errors import UserError
 from glm46.rewards.answer import Answer, RewardRule
@@ -17,7 +19,7 @@ from glm46.rewards.code import code
 from glm46.rewards.environment import Environment
 from glm46.rewards.maths import maths
 from glm46.rewards.remote import remote
-from glm46.rewards.scorer import Reply, Scorer
+from glm46.rewards.scorer import Reply, Scorer, _value
 from glm46.rewards.text import choice, exact, repetition, well_formed
 
 BAD = "tests.unit.rewards.bad_rewards"
@@ -218,6 +220,23 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
         Scorer([RewardRule(name)])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.std([0.0, 1.0]) > 0.01, 1.0), (np.std([1.0, 1.0]) > 0.01, 0.0), (np.float32(0.5), 0.5), (np.ones(1), 1.0),
+        (torch.tensor(True), 1.0), (torch.tensor(0.25), 0.25),
+    ],
+)  # fmt: skip
+def test_a_reward_or_filter_may_give_a_scalar_of_numpy_or_torch(value, expected):
+    found = _value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a"))
+    assert found == expected and type(found) is float
+
+
+@pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), np.float32("nan"), np.str_("1")])
+def test_other_values_of_numpy_and_torch_are_faults(value):
+    assert isinstance(_value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a")), str)
 
 
 def test_an_environment_replies_and_its_faults_are_named():
