@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.files.durable import replace_durably
+from glm46.reliability.run_lock import writing
 from glm46.rollout.first_rank import pack, unpack
 from glm46.rollout.records import Completion, Request, SamplingRules, Span, appended_routes
 
@@ -119,7 +120,7 @@ class BackgroundDrawing:
             due: numbers of groups that must be among them, at most `count`.
 
         Raises:
-            UserError: no server is left, or one refuses a request.
+            UserError: no server is left, all refuse a request, or a group cannot be written.
         """
 
         def ready() -> list[Group]:
@@ -147,10 +148,10 @@ class BackgroundDrawing:
             group, i = places[index]
             with self._changed:
                 group.completions[i] = continued(group.completions[i], completion)
+                if len(group.finished) + 1 == len(group.requests):
+                    self._write(group)  # before `take` sees it, which would hide an error
                 group.finished.add(i)
-                if group.is_finished:
-                    self._write(group)
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
         try:
             requests = [rest(group.requests[i], group.completions[i]) for group, i in places]
@@ -175,8 +176,9 @@ class BackgroundDrawing:
                 raise
 
     def _write(self, group: Group) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_durably(self._path(group.number), [pack(group.completions)])
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_durably(self._path(group.number), [pack(group.completions)])
 
     def _path(self, number: int) -> Path:
         return self._folder / f"prompt_{number:08d}.npz"

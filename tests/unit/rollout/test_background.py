@@ -1,12 +1,15 @@
 """Groups that are drawn in the background: through updates of the weights, a stop and a kill, against a stub."""
 
+import errno
 import json
+import os
 import time
 
 import numpy as np
 import pytest
 
-from glm46.rollout import dispatch
+from glm46.config.errors import UserError
+from glm46.rollout import background, dispatch
 from glm46.rollout.background import BackgroundDrawing, continued, rest
 from glm46.rollout.records import Completion, Request, SamplingRules, Span
 from glm46.rollout.server_pool import ServerPool
@@ -156,6 +159,18 @@ def test_an_error_reaches_the_one_who_waits(pool, stub, tmp_path):
     stub.stop()
     drawing.start()
     with pytest.raises(EngineError, match="no server is left"):
+        drawing.take(1, set(), never)
+
+
+def test_a_full_disk_is_a_mistake_of_the_user_whose_folder_is_named(pool, tmp_path, monkeypatch):
+    def fail(path, blocks):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(background, "replace_durably", fail)
+    drawing = BackgroundDrawing(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
+    drawing.add(0, LONG, 0)
+    drawing.start()
+    with pytest.raises(UserError, match=r"ahead.*No space left on device"):
         drawing.take(1, set(), never)
 
 
