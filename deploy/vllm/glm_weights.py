@@ -8,9 +8,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +31,38 @@ def checksum(block: torch.Tensor) -> torch.Tensor:
     return (words * torch.arange(1, 2 * len(words), 2, device=block.device)).sum(0, keepdim=True)
 
 
+_Found = TypeVar("_Found")
+
+
+def _within(seconds: float, ask: Callable[[], _Found]) -> _Found:
+    """What calls of the store give, in a thread that is left behind after some seconds: a process that is stopped or
+    stuck answers nothing, and TCPStore waits for its answer without a bound, whatever its timeout.
+
+    Raises:
+        RuntimeError: no answer came.
+    """
+    found: futures.Future[_Found] = futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(ask())
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return found.result(seconds)
+    except futures.TimeoutError:
+        raise RuntimeError(f"the trainer does not answer within {seconds:g} s") from None
+
+
 class Receiver:
     """One worker in the process group of one update, as a context; iterate over the names and tensors of the policy.
 
     The trainer keeps the store open as long as it takes part. When it has closed it, for whatever reason, each wait
-    here ends with an error after `_LOOK_SECONDS`, so that the server is free for the next update. A worker that fails
-    says so in the store and leaves the group, so that the trainer does not wait for it. A tensor is a part of its
-    bucket, which is not used again.
+    here ends with an error after `_LOOK_SECONDS`, so that the server is free for the next update; when it is stopped or
+    stuck, after the seconds for each wait. A worker that fails says so in the store and leaves the group, so that the
+    trainer does not wait for it. A tensor is a part of its bucket, which is not used again.
     """
 
     def __init__(self, invitation: str, worker: int, device: torch.device):
@@ -56,22 +84,39 @@ class Receiver:
         self._device = device if self._is_nccl else torch.device("cpu")
         place = (said["address"], said["port"])
         socket.create_connection(place, _QUICK.total_seconds()).close()  # where none listens, TCPStore tries on
-        store = dist.TCPStore(*place, is_master=False, timeout=_QUICK)
-        self._store = dist.PrefixStore(said["update"], store)
-        if not self._store.check(["open"]):
+
+        def find() -> tuple[dist.Store, bool]:
+            store = dist.PrefixStore(said["update"], dist.TCPStore(*place, is_master=False, timeout=_QUICK))
+            return store, store.check(["open"])
+
+        self._store, is_open = _within(_QUICK.total_seconds(), find)
+        if not is_open:
             raise RuntimeError(f"version {self.version}: the trainer has ended this update")
         self._group: list[dist.Backend] = []
 
     def __enter__(self) -> "Receiver":
-        wait = timedelta(seconds=self._seconds)
+        store, wait = self._store, timedelta(seconds=self._seconds)
+
+        def join() -> dist.Backend:
+            store.set_timeout(wait)
+            store.set(f"worker {self._worker}", "")
+            return self._form(dist.PrefixStore("group", store), wait)
+
         try:
-            self._store.set_timeout(wait)
-            self._store.set(f"worker {self._worker}", "")
-            self._group = [self._form(dist.PrefixStore("group", self._store), wait)]
+            self._group = [_within(self._seconds + _QUICK.total_seconds(), join)]
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+        self._watch = threading.Thread(target=self._await_end, daemon=True)
+        self._watch.start()
         return self
+
+    def _await_end(self) -> None:
+        """Return when the trainer has ended the update, or this worker has."""
+        with suppress(RuntimeError):
+            while (store := self._store) is not None:
+                store.wait(["open"], _QUICK)
+                time.sleep(_LOOK_SECONDS)
 
     def _form(self, store: dist.Store, wait: timedelta) -> dist.Backend:
         kind = dist.ProcessGroupNCCL if self._is_nccl else dist.ProcessGroupGloo
@@ -80,7 +125,7 @@ class Receiver:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             with suppress(RuntimeError):  # the trainer may have gone
-                self._store.set("left", "")
+                _within(_QUICK.total_seconds(), partial(self._store.set, "left", ""))
         if self._group:
             (self._group[0].shutdown if error is None else self._group[0].abort)()
             # Gloo has no abort: the last reference waits for the end of a broadcast, by its timeout.
@@ -100,21 +145,12 @@ class Receiver:
 
     def _next(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(size, dtype=dtype, device=self._device)
-        work, now = self._group[0].broadcast(values, 0), time.monotonic()
-        end, look = now + self._seconds, now + _LOOK_SECONDS
+        work, end = self._group[0].broadcast(values, 0), time.monotonic() + self._seconds
         while not work.is_completed():
             time.sleep(_TICK_SECONDS)
-            now = time.monotonic()
-            if now > end:
+            if time.monotonic() > end:
                 raise RuntimeError(f"version {self.version}: no weights came within {self._seconds:g} s")
-            if now > look:
-                self._require_trainer()
-                look = time.monotonic() + _LOOK_SECONDS
+            if not self._watch.is_alive():
+                raise RuntimeError(f"version {self.version}: the trainer has ended this update")
         work.wait()
         return values
-
-    def _require_trainer(self) -> None:
-        try:
-            self._store.wait(["open"], _QUICK)
-        except RuntimeError:
-            raise RuntimeError(f"version {self.version}: the trainer has ended this update") from None

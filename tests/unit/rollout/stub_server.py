@@ -55,7 +55,7 @@ def digest(tensors: list[tuple[str, torch.Tensor]]) -> str:
     return found.hexdigest()
 
 
-class _JoinedReceiver(glm_weights.Receiver):
+class JoinedReceiver(glm_weights.Receiver):
     """Breaks between its word that it joins and the group."""
 
     def __init__(self, breaks, *arguments):
@@ -192,7 +192,7 @@ class StubServer:
             try:
                 breaks("called")
                 found = []
-                with _JoinedReceiver(breaks, invitation, worker, torch.device("cpu")) as tensors:
+                with JoinedReceiver(breaks, invitation, worker, torch.device("cpu")) as tensors:
                     breaks(0)
                     for pair in tensors:
                         found.append(pair)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from glm46.rollout.server_pool import ServerPool
 from glm46.rollout.server_state import EngineError, Weights
 from glm46.rollout.vllm_server import VllmServer
 from glm46.rollout.weight_group import WeightGroup, WeightSender
-from tests.unit.rollout.stub_server import STOP, StubServer, digest, draw, glm_weights, scores
+from tests.unit.rollout.stub_server import STOP, JoinedReceiver, StubServer, digest, draw, glm_weights, scores
 
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
@@ -195,6 +196,46 @@ def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs):
         glm_weights.Receiver(json.dumps(stale), 0, torch.device("cpu"))
     assert time.monotonic() - began < 1 and not group._store.check(["worker 0"])
     group.close()
+
+
+TRAINER = """
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+update, wait = dist.PrefixStore("update", store), timedelta(seconds=60)
+update.set("open", "")
+print(store.port, flush=True)
+group = dist.ProcessGroupGloo(dist.PrefixStore("group", update), 0, 2, wait)
+input()
+"""
+
+
+@pytest.mark.parametrize("where", ["called", "joined", "bucket"])
+def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where):
+    monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=1))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    trainer, ends = subprocess.Popen([sys.executable, "-c", TRAINER], text=True, **pipes), []
+    at = {"address": "127.0.0.1", "port": int(trainer.stdout.readline()), "update": "update", "size": 2}
+    invitation = json.dumps({**at, "seconds": 2, "backend": "gloo", "version": 1})
+
+    def stop(now: str) -> None:
+        if now == where:
+            os.kill(trainer.pid, signal.SIGSTOP)
+
+    def receive() -> None:
+        try:
+            stop("called")
+            with JoinedReceiver(stop, invitation, 0, torch.device("cpu")) as tensors:
+                stop("bucket")
+                next(iter(tensors))
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=receive, daemon=True)  # it would wait as long as the trainer is there
+    thread.start()
+    thread.join(8)
+    trainer.kill()
+    assert len(ends) == 1 and ("does not answer" in ends[0] or "no weights came" in ends[0]), ends
 
 
 def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(stubs, monkeypatch):
