@@ -141,10 +141,10 @@ class ServerState:
             work()
         except CallError as error:
             return str(error)
-        except UserError as error:
+        except (UserError, LookupError, TypeError, AttributeError, ValueError) as error:
             if self.lost == NEVER_JOINED:  # at the start, before work is done
                 raise
-            return str(error)
+            return str(error) if isinstance(error, UserError) else f"a reply has an unknown form: {error!r}"
         return None
 
     def _wrong_scores(self, weights: Weights, scores: list[list[float]]) -> str | None:

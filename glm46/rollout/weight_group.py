@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -158,7 +159,7 @@ class WeightGroup:
         """
         try:
             found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
-        except TimeoutError:
+        except FutureTimeoutError:  # not the builtin one before Python 3.11
             raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
         except CallError as error:
             raise CallError(f"{self.fault}; {error}" if self.fault else str(error)) from None

@@ -31,12 +31,12 @@ LAYERS = {
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
 # the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
 LINE_BUDGETS = {
-    "": 25, "__main__": 25, "ablation": 440, "benchmark": 940, "checkpoint": 2350, "cli": 105,
-    "commands": 7060, "compat": 402, "config": 4840, "data": 2860,
+    "": 25, "__main__": 26, "ablation": 440, "benchmark": 940, "checkpoint": 2350, "cli": 105,
+    "commands": 7100, "compat": 402, "config": 4840, "data": 2860,
     "distributed": 1195, "evaluation": 1450, "files": 645, "finetune": 375, "huggingface": 2845, "inference": 1685,
     "model": 2650, "observe": 2220, "optim": 1790, "parallelize": 1350,
-    "planner": 5076, "preflight": 1800, "prepare": 2040, "pretrain": 835, "reliability": 1040,
-    "rewards": 523, "rl": 3155, "rollout": 2731, "serving": 550,
+    "planner": 5076, "preflight": 1800, "prepare": 2040, "pretrain": 835, "reliability": 1055,
+    "rewards": 523, "rl": 3175, "rollout": 2735, "serving": 550,
     "training": 2610,
 }  # fmt: skip
 LINE_GOAL = 17_500
