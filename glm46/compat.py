@@ -264,6 +264,11 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
+def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+    """Euclidean norm of each tensor, in few kernels on a GPU. `get_total_norm` rounds to the type of the tensors."""
+    return torch._foreach_norm(tensors, 2, dtype=torch.float32)
+
+
 class _Waited(threading.local):
     """Time in seconds that a thread has waited for other ranks."""
 

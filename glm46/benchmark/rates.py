@@ -52,7 +52,7 @@ def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: t
         D, F, A = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
         linear = Linear(D, shape.num_attention_heads * shape.head_dim, bias=False).to(dtype)
         x = torch.randn(tokens, D, dtype=dtype, requires_grad=True)
-        products = _best(lambda: linear(x), device)
+        products = _best(lambda: linear(x), [x, linear.weight], device)
 
         experts = Experts(shape).to(dtype)
         for weight in experts.parameters():
@@ -61,8 +61,8 @@ def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: t
         hidden = torch.randn(tokens * A, F, dtype=dtype, requires_grad=True)
         ends = torch.arange(1, shape.n_routed_experts + 1) * (tokens * A) // shape.n_routed_experts
         offsets = ends.to(torch.int32)
-        grouped = _best(lambda: experts.product(rows, experts.gate_up, offsets), device)
-        grouped += _best(lambda: experts.product(hidden, experts.down, offsets), device)
+        grouped = _best(lambda: experts.product(rows, experts.gate_up, offsets), [rows, experts.gate_up], device)
+        grouped += _best(lambda: experts.product(hidden, experts.down, offsets), [hidden, experts.down], device)
 
         heads = (
             (shape.num_attention_heads, True),
@@ -74,10 +74,10 @@ def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: t
         )
         layout = attention_layout(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"), (1, tokens), None)
         layout = layout.to(device)
-        attention = _best(lambda: attend(q, k, v, layout), device)
+        attention = _best(lambda: attend(q, k, v, layout), [q, k, v], device)
 
         gate, up = (torch.randn(tokens, shape.intermediate_size, dtype=dtype, requires_grad=True) for _ in range(2))
-        moving = _best(lambda: swiglu(gate, up), device)
+        moving = _best(lambda: swiglu(gate, up), [gate, up], device)
     moved = sum(MOVED[str(dtype).removeprefix("torch."), False].inner) * gate.numel()
     return Rates(
         products=6 * tokens * linear.weight.numel() / products,
@@ -96,21 +96,21 @@ def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype)
         block = TransformerBlock(small, is_dense=True).to(dtype)
         x = torch.randn(1, _TINY_TOKENS, 64, dtype=dtype, requires_grad=True)
         rope = rotary_tables(torch.arange(_TINY_TOKENS).unsqueeze(0), small, dtype)
-        seconds = _best(lambda: block(x, rope, None, None, RoutingOptions())[0], device)
+        seconds = _best(lambda: block(x, rope, None, None, RoutingOptions())[0], [x, *block.parameters()], device)
     kernels = MOVED[str(dtype).removeprefix("torch."), False].kernels
     parts = ["dense", *(["head_norms"] if small.use_qk_norm else [])]
     return seconds / sum(sum(kernels[part]) for part in parts)
 
 
-def _best(forward: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of forward and backward."""
+def _best(forward: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
+    """Seconds of forward and of the gradients of ``leaves``."""
     grad, times = None, []
     for _ in range(_ROUNDS + 1):  # the first one compiles kernels and allocates
         _wait(device)
         started = time.perf_counter()
         y = forward()
         grad = torch.ones_like(y) if grad is None else grad
-        y.backward(grad)
+        torch.autograd.grad(y, leaves, grad)  # `backward` would add to the gradients of the round before
         _wait(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])

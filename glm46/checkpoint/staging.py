@@ -1,23 +1,20 @@
 """A copy of a rank's tensors in host memory, which a save reads while training changes the originals."""
 
-import weakref
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from glm46.distributed.host_memory import host_bytes
 from glm46.distributed.local_tensor import local_tensor
 
 _ALIGNMENT_BYTES = 64
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
 
 
 class Staging:
     """Host memory for one copy of this rank's tensors, reused by every save because allocating it is slow.
 
-    It is one allocation of exactly the bytes needed; torch's pinned allocator rounds each tensor up to a power of two.
-    It is pinned when any tensor is on a GPU, so that copies run at the speed of the bus.
+    It is one allocation, pinned when any tensor is on a GPU.
     """
 
     def __init__(self) -> None:
@@ -51,9 +48,7 @@ def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in local.items():
         starts[name] = end
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    slab = np.empty(end, dtype=np.uint8)
-    if end and any(tensor.is_cuda for tensor in local.values()):
-        _pin(slab)
+    slab = host_bytes(end, pin=any(tensor.is_cuda for tensor in local.values()))
     copies = {}
     for name, tensor in local.items():
         if tensor.nbytes == 0:
@@ -63,13 +58,3 @@ def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         part = slab[starts[name] : starts[name] + tensor.nbytes]
         copies[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
     return copies
-
-
-def _pin(slab: np.ndarray) -> None:
-    runtime = torch.cuda.cudart()
-    address = slab.ctypes.data
-    error = int(runtime.cudaHostRegister(address, slab.nbytes, _PORTABLE))
-    if error:
-        raise MemoryError(f"CUDA cannot pin {slab.nbytes} bytes of host memory (error {error}); see ulimit -l")
-    # Memory that is freed while registered would stay pinned, and its address could not be registered again.
-    weakref.finalize(slab, runtime.cudaHostUnregister, address)

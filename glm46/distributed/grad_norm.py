@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from glm46.compat import norms_in_fp32
 from glm46.distributed.local_tensor import local_tensor
 
 
@@ -38,7 +39,7 @@ def global_grad_norm(
             squares.setdefault(key, []).append(gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
     for (mesh, axes), gradients in squares.items():
-        square = torch.nn.utils.get_total_norm(gradients).float().square().to(device)
+        square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
         for axis in axes:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square

@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     or two, ``momentum_buffer.codes`` and ``.scales``, for 8 bits. They exist from the start, so that a checkpoint can
     be read into them before the first step. A parameter without a gradient is skipped; all ranks must agree on which
     these are. A zero gradient and momentum give a zero update. Non-finite gradients are the caller's to catch.
-    Construction and ``step`` are collective over the ranks that share a parameter.
+    ``step`` is collective over the ranks that share a parameter, construction over all ranks, also those without one.
 
     Raises:
         ValueError: an option out of range, or a parameter that has no rows and columns.

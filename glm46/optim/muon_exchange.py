@@ -17,14 +17,15 @@ from glm46.planner.muon_plan import Bucket, Unit
 def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
     """A process group for each set of ascending ranks; groups in ``known`` are reused.
 
-    Collective over the ranks of each set only. Small sets come first on every rank, so that no two wait for each other.
+    Collective over all ranks, also those that need no group: with NCCL torch splits each group off the communicator of
+    all ranks, in which every rank must take part. So each makes the groups of all, in one order.
     """
+    if not dist.is_initialized():
+        return {}
     groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
-    for ranks in sorted(set(rank_sets), key=lambda ranks: (len(ranks), ranks)):
-        if ranks not in groups:
-            # Other pipeline stages do not make this call, so only the members take part.
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return {ranks: groups[ranks] for ranks in rank_sets}
+    missing: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(missing, set(rank_sets) - groups.keys())
+    return groups | {ranks: dist.new_group(list(ranks)) for ranks in sorted(set().union(*missing))}
 
 
 class BucketExchange:

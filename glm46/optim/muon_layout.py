@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46.compat import StridedShard, wrap_local
+from glm46.distributed.host_memory import host_tensor
 from glm46.distributed.local_tensor import local_tensor
 from glm46.planner.muon_plan import Cut, Holding, TensorLayout, mesh_layout, whole_layout
 
@@ -96,7 +97,7 @@ def zeros_on_device(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tens
 
 def zeros_in_host_memory(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
     """`Zeros` in host memory, pinned beside a GPU, where parameters in host memory are pinned too."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=like.is_cuda or like.is_pinned())
+    return host_tensor(shape, dtype, pin=like.is_cuda or like.is_pinned()).zero_()
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, zeros: Zeros = zeros_on_device) -> Tensor:

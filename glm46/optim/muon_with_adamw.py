@@ -16,7 +16,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     ``param_groups``: first those of Muon, one for each division into row blocks, then those of AdamW, with and without
     decay; empty ones are left out. A learning-rate scheduler changes their ``lr``. All states exist from the start.
-    Parameters may be DTensors, as after ``fully_shard``; construction and ``step`` are then collective.
+    Parameters may be DTensors, as after ``fully_shard``; ``step`` is then collective. Construction is collective over
+    all ranks of the process group, if there is one.
 
     Args:
         model: its trainable parameters are taken once, here. Roles: see `roles.module_roles`.

@@ -72,7 +72,7 @@ def build_optimizers(
     device: torch.device | None = None,
     b_lr_ratio: float = 1.0,
 ) -> OptimizerGroup:
-    """The optimizers that [optimizer] asks for. Collective over the ranks that share parameters.
+    """The optimizers that [optimizer] asks for. Collective over all ranks.
 
     Args:
         device: computes the updates of Muon; absent: that of the parameters. AdamW updates parameters where they are.

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from glm46.distributed.host_memory import host_tensor
 from glm46.optim.compact_state import State, copy_states, views_like
 
 RING_SLOTS = 3
@@ -30,7 +31,7 @@ class StateRing:
     def __init__(self, items: Sequence[Sequence[State]], slot_bytes: int, *, pin: bool):
         """``items`` are views of the states in the file, disjoint."""
         self._items = items
-        self._slots = torch.empty(RING_SLOTS, slot_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._slots = host_tensor((RING_SLOTS, slot_bytes), torch.uint8, pin=pin)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="optimizer-states")
         self._reads: dict[int, Future[None]] = {}
         self._writes: list[Future[None]] = []

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from glm46.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
@@ -34,13 +34,14 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
     """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
     place."""
     group, key_heads = mesh.get_group(), model.shape.num_key_value_heads
+    sharing = mesh.size() // key_heads
+    ranks = _ranks_of_head(group, sharing, mesh.device_type) if sharing > 1 else None
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | FeedForward):
             module.forward = _on_whole_sequences(module.forward, group)
-            if isinstance(module, Attention) and mesh.size() > key_heads:
-                ranks = _ranks_of_head(group, mesh.size() // key_heads)
+            if isinstance(module, Attention) and ranks is not None:
                 for projection in (module.k_proj, module.v_proj):
                     projection.forward = _of_whole_head(projection.forward, ranks)
         elif isinstance(module, MoE):
@@ -64,11 +65,10 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
 
 
 @lru_cache(maxsize=1)  # one for all layers and networks of a job
-def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """The consecutive ranks of a tensor-parallel group that share this rank's key head. Collective over them."""
-    first = dist.get_rank(group) // size * size
-    ranks = dist.get_process_group_ranks(group)[first : first + size]
-    return dist.new_group(ranks, use_local_synchronization=True)
+def _ranks_of_head(group: dist.ProcessGroup, size: int, device_type: str) -> dist.ProcessGroup:
+    """The ranks of a tensor-parallel group, which are consecutive, that share this rank's key head. Collective over all
+    ranks: with NCCL torch splits the groups off the communicator of all, a mesh all at once."""
+    return init_device_mesh(device_type, (dist.get_world_size() // size, size)).get_group(1)
 
 
 # The following functions take the forward of a module and return its replacement. The collectives stay outside of

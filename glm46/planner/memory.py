@@ -144,7 +144,10 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
         text = _text(plan, stage_index)
         plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
     elif plan.config.training.parameter_offload:
-        plans = [_offloaded(memory, *step.gradients_of(of_rank)) for memory, of_rank in zip(plans, parts, strict=True)]
+        plans = [
+            _offloaded(memory, *step.gradients_of(of_rank), step.pinned_rounding(of_rank))
+            for memory, of_rank in zip(plans, parts, strict=True)
+        ]
     has_probe = plan.config.comm.bandwidth_interval and plan.layout.world_size > 1
     own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
     of_attention = [step.attention_backward(of_rank) if device == "gpu" else 0.0 for of_rank in parts]
@@ -168,11 +171,11 @@ def _text(plan: Plan, stage_index: int) -> float:
     return rows * plan.text_stages[stage_index].seq_len * numbers
 
 
-def _offloaded(memory: MemoryPlan, held: float, whole: float) -> MemoryPlan:
+def _offloaded(memory: MemoryPlan, held: float, whole: float, rounding: float) -> MemoryPlan:
     """With weights and gradients in host memory; Muon copies gradients to the device item by item, and those of whole
     weights, which a pipeline sums until the last micro-batch, stay on it."""
-    copies = min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES)
-    return replace(memory, weights=0.0, gradients=max(copies, whole), host=memory.host + memory.weights + held)
+    copies, host = min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES), memory.host + memory.weights + held + rounding
+    return replace(memory, weights=0.0, gradients=max(copies, whole), host=host)
 
 
 def _by_layer(units: list[FsdpUnit], size: Callable[[FsdpUnit], float]) -> Counter[str]:
@@ -248,6 +251,16 @@ class _Step:
         units = [unit for part in parts for unit in fsdp_units(part, shape, layout)] if layout.pp > 1 else []
         whole = sum(unit.whole(shape, layout, trained=True) for unit in units)
         return held * self._master, whole * self._reduce
+
+    def pinned_rounding(self, parts: list[StagePart]) -> float:
+        """What torch's pinned allocator adds to offloaded weights and gradients of this rank: it rounds the shard of
+        each parameter up to a power of two."""
+        rounding = 0
+        for row in (row for part in parts for row in part.rows(self._shape) if row.optimizer is not None):
+            width = self._master if row.is_trained else row.stored_bytes or self._width
+            size = held_elements(row, self._shape, self._layout) * width
+            rounding += (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
+        return rounding
 
     def _state_bytes(self, row: Parameter) -> int:
         """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""

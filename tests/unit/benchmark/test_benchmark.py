@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from glm46.benchmark import rates
 from glm46.benchmark.finetune_speed import RECOMPUTED, TRAINED, FineTuning
 from glm46.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
 from glm46.benchmark.rounds import timed_rounds
@@ -17,6 +19,7 @@ from glm46.cli import main
 from glm46.commands.benchmark import benchmark_command
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
+from glm46.config.presets import PRESETS
 from glm46.model.router import RoutingOptions
 from glm46.planner.target_cluster import Efficiencies
 
@@ -41,6 +44,22 @@ def test_contestants_have_the_same_weights_in_bf16_and_the_peer_rotates_in_fp32(
     wider = {name for name, parameter in peer.named_parameters() if parameter.dtype != torch.bfloat16}
     assert compiled is not ours and wider <= {"model.layers.1.mlp.gate.weight"}  # FP32 in transformers 5.24
     assert peer.model.rotary_emb.inv_freq.dtype == torch.float32 == torch.get_default_dtype()
+
+
+def test_a_timed_round_adds_to_no_gradient_of_the_round_before(monkeypatch):
+    class Adds(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            added[-1] += operator is torch.ops.aten.add_.Tensor
+            return operator(*arguments, **(options or {}))
+
+    added = [0]
+    # It begins and ends each round.
+    monkeypatch.setattr(rates, "_wait", lambda device: added.append(0))
+    monkeypatch.setattr(rates, "_ROUNDS", 1)
+    with Adds():
+        rates.measure_rates(PRESETS["debug"], 16, torch.device("cpu"), torch.float32)
+    first, second = added[1::4], added[3::4]
+    assert first == second and len(first) == 6
 
 
 def test_torchtitans_layer_computes_what_ours_does(monkeypatch):
