@@ -20,6 +20,7 @@ from glm46.config.loader import dump_config
 from glm46.observe import endpoint as endpoint_module
 from glm46.observe.endpoint import Endpoint
 from glm46.observe.exporter import RunCollector
+from glm46.reliability.stop import before_exit
 from tests.unit.observe.test_exporter import begin
 
 
@@ -165,6 +166,17 @@ def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_signal_while_no_rank_runs_leaves_no_target_behind(make_config, tmp_path):
+    """It ends the launcher by `exit_now`, behind which no context is left. A missing target would raise TrainingDown."""
+    keys = {"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")}
+    with exporting(make_config(metrics=keys)) as exporter:
+        exporter.announce()
+        assert len(targets(tmp_path)) == len(before_exit) == 1
+        before_exit[0]()
+        assert not targets(tmp_path)
+    assert not before_exit
+
+
 def test_metrics_shows_a_run_that_somebody_else_has_started(make_config, tmp_path):
     config = make_config(metrics={"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")})
     folder = tmp_path / "out"
