@@ -165,9 +165,8 @@ def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, 
     assert f"127.0.0.1:{port}/metrics" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_signal_while_no_rank_runs_leaves_no_target_behind(make_config, tmp_path):
-    """It ends the launcher by `exit_now`, behind which no context is left. A missing target would raise TrainingDown."""
+    """It ends the launcher by `exit_now`, which leaves no context; the missing target would raise TrainingDown."""
     keys = {"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")}
     with exporting(make_config(metrics=keys)) as exporter:
         exporter.announce()
@@ -177,6 +176,7 @@ def test_a_signal_while_no_rank_runs_leaves_no_target_behind(make_config, tmp_pa
     assert not before_exit
 
 
+@pytest.mark.slow
 def test_metrics_shows_a_run_that_somebody_else_has_started(make_config, tmp_path):
     config = make_config(metrics={"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")})
     folder = tmp_path / "out"
