@@ -132,17 +132,20 @@ class Scorer:
         busy: dict[Connection, tuple[Process, _Task, float]] = {}
         while waiting or busy:
             while waiting and len(busy) < self._most:
-                connection, process = self._idle.pop() if self._idle else self._start()
-                task = waiting[0]
+                is_new, task = not self._idle, waiting.popleft()
+                connection, process = self._start() if is_new else self._idle.pop()
                 try:
                     connection.send((0, (task.rule, answers[task.answer])))
-                except OSError:  # it has ended while it was idle
+                except OSError:  # it has ended
                     process.kill()
                     process.join()
+                    if is_new:
+                        found[task] = f"its process ended with code {process.exitcode}"
+                    else:
+                        waiting.appendleft(task)
                     continue
-                waiting.popleft()
                 busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds)
-            first = min(deadline for _, _, deadline in busy.values())
+            first = min((deadline for _, _, deadline in busy.values()), default=0.0)
             for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):
                 process, task, _ = busy.pop(connection)
                 try:

@@ -36,7 +36,7 @@ LINE_BUDGETS = {
     "distributed": 1240, "evaluation": 1450, "files": 645, "finetune": 375, "huggingface": 2845, "inference": 1685,
     "model": 2650, "observe": 2220, "optim": 1790, "parallelize": 1350,
     "planner": 5100, "preflight": 1800, "prepare": 2040, "pretrain": 835, "reliability": 1055,
-    "rewards": 523, "rl": 3175, "rollout": 2735, "serving": 550,
+    "rewards": 526, "rl": 3175, "rollout": 2735, "serving": 550,
     "training": 2610,
 }  # fmt: skip
 LINE_GOAL = 17_500

@@ -216,6 +216,28 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
         scorer.close()
 
 
+def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
+    """It would be replaced for ever."""
+    scorer = Scorer([RewardRule("math")], processes=1)
+    start, started = scorer._start, []
+
+    def start_and_kill():
+        connection, process = start()
+        process.kill()
+        process.join()
+        started.append(process)
+        return connection, process
+
+    monkeypatch.setattr(scorer, "_start", start_and_kill)
+    scorer._idle[0][1].kill()
+    scorer._idle[0][1].join()
+    try:
+        (score,) = scorer.score([answer("\\boxed{3}", "3")])
+    finally:
+        scorer.close()
+    assert score.total is None and "ended with code -9" in score.fault and len(started) == 1
+
+
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{BAD}:no_such_function"])
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
