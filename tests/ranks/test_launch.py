@@ -50,8 +50,9 @@ class Start:
         return process
 
     def _arguments(self, config, options: tuple[str, ...], keys: dict) -> list[str]:
-        config_file = self._folder / "run.toml"
-        config_file.write_text(dump_config(config))
+        config_file, draft = self._folder / "run.toml", self._folder / "draft.toml"
+        draft.write_text(dump_config(config))
+        os.replace(draft, config_file)  # the launcher of another node may be reading it
         overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
         return ["--config", str(config_file), *(options or ("--nproc", "2")), *overrides]
 

@@ -7,6 +7,10 @@ from tests.ranks.reinforcement import KILLED, RUNS
 # FP32 sums in another order, over three rollouts that are drawn from the weights of the steps before. Losses are
 # differences of terms near the advantages, which are of order 1.
 BOUND = 1e-5
+# The critic's values agree to 2e-6 after four steps of AdamW, which divides small gradients by their own size, and
+# PPO's advantages are divided by their deviation of 0.15: 1.8e-5 between the kernels of two devices on a CPU with
+# AVX-512, 1.2e-6 between one rank and two.
+BOUND_OF_WHITENED = 5e-5
 
 
 def test_ranks_agree_and_kills_lose_nothing(server):
@@ -15,9 +19,9 @@ def test_ranks_agree_and_kills_lose_nothing(server):
     found = {name: row["rows"] for name, row in by_name.items()}
     assert found.keys() == RUNS.keys() and all(len(rows) == 6 for rows in found.values())
     for name, rows in found.items():
-        expected = found[f"{name.split()[0]} 1"]
+        expected, bound = found[f"{name.split()[0]} 1"], BOUND_OF_WHITENED if "ppo" in name else BOUND
         for row, one in zip(rows, expected, strict=True):
-            assert row == pytest.approx(one, rel=1e-4, abs=BOUND), name
+            assert row == pytest.approx(one, rel=1e-4, abs=bound), name
             assert (row["mismatch_kl"] < 1e-8) == (name != "live 1"), "the engine has other selection biases"
     assert len({row["reward"] for row in found["gspo 1"]}) == 3
     assert any(row["loss"] != 0 for row in found["gspo 1"])
