@@ -50,7 +50,7 @@ def exporting(config: RunConfig | None, *, is_beside: bool = False) -> Iterator[
 
     Args:
         config: None for a process that exports nothing.
-        is_beside: the run is not of this process; else what an earlier run has left is no sign of life of this one.
+        is_beside: another process trains. Otherwise the heartbeat of an earlier run in the folder is ignored.
 
     Raises:
         UserError: see `Endpoint`.

@@ -217,7 +217,7 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
 
 
 def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
-    """It would be replaced for ever."""
+    """Without this rule, new processes are started without end."""
     scorer = Scorer([RewardRule("math")], processes=1)
     start, started = scorer._start, []
 
