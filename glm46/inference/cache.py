@@ -5,6 +5,7 @@ wrong keys in slots after the end of a row. No token reads them: a token reads o
 each slot is overwritten by its own token first.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -14,38 +15,63 @@ from torch import Tensor
 
 from glm46.distributed.local_tensor import local_tensor
 from glm46.model.attention import Attention, attend
-from glm46.model.attention_layout import AttentionLayout, attention_layout
+from glm46.model.attention_layout import AttentionLayout, attention_layout, layout_of_runs, rounded_length
+from glm46.model.attention_runs import attend_in_runs
+
+_FEW_TOKENS = 16
+"""Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
+because a mask for them would grow with queries times keys."""
+
+_LEAST_SLOTS = 256
+"""Fewest slots that a mask covers."""
 
 
 class Slots:
-    """Slots of the tokens of one call, which are of the first rows, and the mask over all slots; one for all layers.
+    """Slots of the tokens of one call, which are of the first rows, and who sees them; one for all layers.
 
     Args:
         starts: position of each row's first token.
         length: tokens of each row in this call.
+        max_length: slots of a row.
         sliding_window: as in the model's shape.
     """
 
     layout: AttentionLayout | None = None
 
-    def __init__(self, starts: Sequence[int], length: int, device: torch.device, sliding_window: int | None):
+    def __init__(
+        self, starts: Sequence[int], length: int, max_length: int, device: torch.device, sliding_window: int | None
+    ):
         self.rows, self.length = len(starts), length
         self.first, self.last = min(starts), max(starts) + length  # all positions of the call: [first, last)
         self.is_even = self.first == max(starts)
         self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
         """[rows, length]."""
-        self.mask: Tensor | None = None
-        self.is_causal = False
-        sees_all = length == 1 and self.is_even
-        if sliding_window is None and self.is_even and (sees_all or self.first == 0):
-            self.is_causal = not sees_all
+        self.is_first = self.is_even and self.first == 0 and sliding_window is None
+        """The tokens see only each other: they need no key of the cache."""
+        self.runs: AttentionLayout | None = None
+        self._mask: Tensor | None = None
+        if self.is_first:
             return
-        slots = torch.arange(self.last, device=device)
-        distance = self.positions.unsqueeze(-1) - slots
-        mask = distance >= 0
+        if length > _FEW_TOKENS:
+            self.ends = [start + length for start in starts]
+            self.runs = layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
+            return
+        self.slots = min(rounded_length(self.last, _LEAST_SLOTS), max_length)
+        """Slots that are read, the same number for many calls: kernels that are planned for each shape meet few."""
+        distance = self.positions.unsqueeze(-1) - torch.arange(self.slots, device=device)
+        is_seen = distance >= 0
         if sliding_window is not None:
-            mask = mask & (distance < sliding_window)
-        self.mask = mask.unsqueeze(1)
+            is_seen &= distance < sliding_window
+        self._is_seen, self._mask = is_seen.unsqueeze(1), None
+
+    def mask(self, groups: int, dtype: torch.dtype) -> Tensor:
+        """Zero or -inf, added to the scores, [rows, 1, length * groups, slots]: each token has ``groups`` queries. All
+        layers ask for the same."""
+        if self._mask is None:
+            mask = torch.zeros(self._is_seen.shape, dtype=dtype, device=self._is_seen.device)
+            mask.masked_fill_(~self._is_seen, -math.inf)
+            self._mask = mask.repeat_interleave(groups, 2) if self.length > 1 else mask.expand(-1, -1, groups, -1)
+        return self._mask
 
 
 class Packed:
@@ -115,24 +141,25 @@ class CachedCore:
                     cache[row, :, : end - start] = new[0, start:end].transpose(0, 1)
             return attend(q_BSHC, k_BSKC, v_BSKC, layout)
         assert isinstance(place, Slots) and layout is None
-        size = q_BSHC.shape
-        q_BSHC, k_BSKC, v_BSKC = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, k_BSKC, v_BSKC))
-        self._write(self.keys, k_BSKC, place)
-        self._write(self.values, v_BSKC, place)
-        keys, values = self.keys[: place.rows, :, : place.last], self.values[: place.rows, :, : place.last]
-        if q_BSHC.shape[1] == 1:
-            # One token: the query heads that share a key become queries of one head, so each key is read once.
-            grouped = q_BSHC.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=place.mask).reshape(size)
-        out_BHSC = F.scaled_dot_product_attention(
-            q_BSHC.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=place.mask,
-            is_causal=place.is_causal,
-            enable_gqa=True,
-        )
-        return out_BHSC.transpose(1, 2).reshape(size)
+        q_RSHC, k_RSKC, v_RSKC = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, k_BSKC, v_BSKC))
+        self._write(self.keys, k_RSKC, place)
+        self._write(self.values, v_RSKC, place)
+        if place.is_first:
+            return attend(q_RSHC, k_RSKC, v_RSKC, None).reshape(q_BSHC.shape)
+        if place.runs is not None:
+            keys, values = (
+                torch.cat([cache[row, :, :end].transpose(0, 1) for row, end in enumerate(place.ends)])
+                for cache in (self.keys, self.values)
+            )
+            return attend_in_runs(q_BSHC[0], keys, values, place.runs).unsqueeze(0)
+        keys, values = (cache[: place.rows, :, : place.slots] for cache in (self.keys, self.values))
+        # The query heads that share a key become queries of one head, so each key is read once, and kernels that take a
+        # mask need not take heads in groups: on a GPU none does both but the plain one, which repeats the keys.
+        B, K, C = keys.shape[0], keys.shape[1], keys.shape[3]
+        q_BKGC = q_BSHC.view(B, place.length, K, -1, C).transpose(1, 2).reshape(B, K, -1, C)
+        groups = q_BKGC.shape[2] // place.length
+        out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=place.mask(groups, q_BKGC.dtype))
+        return out.view(B, K, place.length, groups, C).transpose(1, 2).reshape(q_BSHC.shape)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first slots of rows to other rows, all at once: targets may be sources."""

@@ -1,10 +1,12 @@
 """The model with a cache: hidden states of new tokens from the cached keys and values of earlier ones."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm46.distributed.local_tensor import local_tensor
 from glm46.inference import few_tokens
@@ -18,6 +20,11 @@ from glm46.model.transformer import Transformer
 
 PREFILL_TOKENS = 4096
 """Most tokens of several prompts that are computed in one call; a longer prompt has its own."""
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention kernels of a decoder: the first one that serves a call. Flash attention takes no mask, so on a GPU a
+decoding step takes memory-efficient attention. cuDNN is excluded: it makes a plan for each new length of a prompt, and
+that takes longer than a layer."""
 
 
 class Decoder:
@@ -56,6 +63,7 @@ class Decoder:
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, object]] = []
+        self._kernels: AbstractContextManager = nullcontext()
         weight = local_tensor(next(model.parameters()))
         self.device, self._dtype = weight.device, weight.dtype
         size = (batch, max_length)
@@ -81,9 +89,12 @@ class Decoder:
         for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
             self._plain.append((block.self_attn, block.self_attn.core))
             block.self_attn.core = core
+        self._kernels = sdpa_kernel(KERNELS)
+        self._kernels.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._kernels.__exit__(None, None, None)
         for attention, core in self._plain:
             attention.core = core
         self._plain.clear()
@@ -163,7 +174,7 @@ class Decoder:
         return found.view(*hidden.shape[:-1], -1).float()
 
     def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
-        return Slots(starts, tokens.shape[1], tokens.device, self.model.shape.sliding_window)
+        return Slots(starts, tokens.shape[1], self.max_length, tokens.device, self.model.shape.sliding_window)
 
     def _through_layers(self, tokens: Tensor, place: Place) -> Tensor | None:
         """Hidden states [B, S, D] of tokens [B, S] on the last stage of a pipeline, None on others."""

@@ -1,12 +1,14 @@
 """Who sees whom in a batch, in memory that grows with the number of documents: no mask of queries and keys exists."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from glm46.planner.activations import kernel_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +154,12 @@ def attention_layout(
     return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, exchange)
 
 
+def layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
+    """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
+    counts = [np.array(lengths, np.int64) for lengths in (queries, keys)]
+    return AttentionLayout(*map(_cumulative, counts), *map(_longest, counts), window)
+
+
 def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First token and end of each run of queries at these places, and its first key, in tokens of the whole batch."""
     S = ids_BS.shape[1]
@@ -225,16 +233,23 @@ def _exchange(
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+    """int32 [runs + 1], with empty runs at the end (`kernel_runs`)."""
+    ends = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return torch.from_numpy(np.pad(ends, (0, kernel_runs(len(lengths)) - len(lengths)), mode="edge"))
+
+
+def rounded_length(length: int, least: int) -> int:
+    """At least ``length``, by 25 % more at most, and at least ``least``: one of four numbers per power of two."""
+    length = max(length, least)
+    step = 1 << max((length - 1).bit_length() - 3, 0)
+    return -(-length // step) * step
 
 
 def _longest(lengths: np.ndarray) -> int:
-    """At least the largest length, by 25 % more at most above 128: one of four numbers per power of two.
+    """The next power of two after the largest length, at least 256.
 
-    Kernels only take their number of blocks from it, and skip blocks without tokens. cuDNN, which `varlen_attn` of
-    torch 2.15 calls, makes a plan for each number that it meets, and that takes longer than a layer. 160 at least:
-    `varlen_attn` asks whether it is above 128, and a compiled layer would be compiled for both answers.
+    Kernels only take their number of blocks from it, and skip blocks without tokens. cuDNN makes a plan for each number
+    that it meets. 256 at least: `varlen_attn` asks whether it is above 128, and a compiled layer would be compiled for
+    both answers.
     """
-    longest = max(int(lengths.max(initial=0)), 129)
-    step = 1 << (longest.bit_length() - 3)
-    return -(-longest // step) * step
+    return max(256, 1 << (int(lengths.max(initial=1)) - 1).bit_length())

@@ -5,6 +5,7 @@ Letters as in the model: D hidden, H and K query and key heads, C head width, F 
 token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 """
 
+import math
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
@@ -54,6 +55,13 @@ def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen |
     total += (queries + 2 * keys) * width  # rotated queries and keys, and values
     total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
     return total
+
+
+def kernel_runs(runs: float) -> int:
+    """Runs that attention kernels are given, the last ones empty: a power of two, at least 8. cuDNN, which
+    `varlen_attn` of torch 2.15 prefers for whole documents, makes a plan for each number of runs, and that takes longer
+    than a layer."""
+    return max(8, 1 << (math.ceil(runs) - 1).bit_length())
 
 
 def attention_backward_bytes(

@@ -22,6 +22,7 @@ from glm46.planner.activations import (
     freed_before_attention,
     gathered_key_bytes,
     head_bytes,
+    kernel_runs,
     keys_travel,
     layer_bytes,
     output_gradient_bytes,
@@ -393,7 +394,7 @@ class _Step:
         elif not keys_travel(shape, self._width, **row):
             keys = self._rows * attended_keys(shape.sliding_window, self._length, layout.cp)[0]
         # A rank of context parallelism has two chunks of each row.
-        runs = max(self._rows * min(layout.cp, 2), queries / self._document_tokens)
+        runs = kernel_runs(max(self._rows * min(layout.cp, 2), queries / self._document_tokens))
         needed = attention_backward_bytes(shape, self._width, queries=queries, keys=keys, runs=runs, tp=layout.tp)
         # Weights get their gradients later where backward is split, so that what they need is not free yet.
         return max(needed - self._tokens * max(freed) * (not splits), 0.0)

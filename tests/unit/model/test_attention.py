@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,18 +224,36 @@ def test_flash_gets_runs_and_no_tensor_of_pairs_exists(ranks, window, compiled):
     assert largest <= max(q.numel(), k.numel()) and keys <= 1.25 * length
     # What the kernel is told: every run within its document, and one tensor where queries and keys are the same.
     assert (layout.cu_seq_q is layout.cu_seq_k) == (ranks == 1)
-    assert layout.max_k <= length // 16 and layout.max_q <= length // 16 and layout.window == window
+    longest = 16_384  # the power of two after length // 16
+    assert layout.max_k <= longest and layout.max_q <= longest and layout.window == window
 
 
-def test_the_bound_of_the_longest_run_takes_few_values():
+def test_runs_and_the_longest_of_them_take_few_values():
     """Plans of cuDNN and code of compiled layers are kept for each of them."""
     bounds = set()
     for longest in [*range(1, 2100), 196_607, 196_608]:
         documents = torch.tensor([[0] * longest + [1]])
         layout = attention_layout(documents, documents.shape, None)
-        assert layout.max_k == layout.max_q and longest <= layout.max_q <= max(160, 1.25 * longest)
+        assert layout.max_k == layout.max_q and longest <= layout.max_q <= max(256, 2 * longest)
         bounds.add(layout.max_q)
-    assert len(bounds) == 18 and min(bounds) > 128
+    assert bounds == {256, 512, 1024, 2048, 4096, 2**18}
+    for runs in range(1, 40):
+        layout = attention_layout(torch.arange(runs).unsqueeze(0), (1, runs), None)
+        given = len(layout.cu_seq_q) - 1
+        assert given in (8, 16, 32, 64) and runs <= given <= max(8, 2 * runs)
+        assert layout.cu_seq_q.tolist() == [*range(runs), *[runs] * (given - runs + 1)]
+
+
+@pytest.mark.parametrize(("rows", "S", "mean"), [(1, 2048, 1000), (1, 4096, 1000), (2, 8192, 2000), (1, 32768, 2000)])
+def test_packed_micro_batches_meet_few_plans(rows, S, mean):
+    """2,000 micro-batches of documents of exponential lengths: the kernel's keys are the number of runs and max_q."""
+    rng, plans = np.random.default_rng(0), set()
+    for _ in range(2000):
+        ends = rng.exponential(mean, (rows, 4 * S // mean + 50)).astype(int).cumsum(1)
+        documents = np.stack([np.searchsorted(of_row, np.arange(S), side="right") for of_row in ends])
+        layout = attention_layout(torch.from_numpy(documents), (rows, S), None)
+        plans.add((len(layout.cu_seq_q), layout.max_q))
+    assert 2 <= len(plans) <= 12
 
 
 def test_without_documents_or_window_a_row_is_plainly_causal():
