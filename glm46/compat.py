@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
+
+set_group_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""(timeout, group): of all later operations of a process group, on all its backends. Public since torch 2.14."""
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a process group, which torch does not tell."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
 
 StridedShard = _StridedShard
 """Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a

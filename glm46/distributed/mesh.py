@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from glm46.distributed.groups import group_of_partition
 from glm46.distributed.process import Process
 from glm46.distributed.sequence import SequenceShard
 from glm46.planner.layout import Layout
@@ -68,10 +70,22 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
     Axes are ordered by traffic. Pipeline stages are outermost: they send one tensor per micro-batch. Replicas
     communicate once per step, shards in every layer. Tensor and expert parallelism are innermost, so that they stay
     within a node: they communicate several times per layer.
+
+    Each process group is made once, and only those that are used: on a GPU each has a communicator of its own.
     """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(ranks: Tensor, axis: int) -> dist.ProcessGroup:
+        parts = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
+        key = (ranks.shape[axis], *parts.flatten().tolist())
+        if key not in groups:
+            groups[key] = group_of_partition(parts)
+        return groups[key]
 
     def make_mesh(**axes: int) -> DeviceMesh:
-        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        ranks = torch.arange(layout.world_size).view(*axes.values())
+        found = [group(ranks, axis) for axis in range(len(axes))]
+        return DeviceMesh.from_group(found, device_type, ranks, mesh_dim_names=tuple(axes))
 
     stages = {"pp": layout.pp} if layout.pp > 1 else {}
     replicas = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
@@ -79,9 +93,8 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
     ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **split)
     sequence = None
     if layout.cp > 1:
-        outer = layout.world_size // (layout.cp * layout.tp)
-        context = make_mesh(outer=outer, cp=layout.cp, inner=layout.tp)["cp"]
-        sequence = SequenceShard(context.get_group(), layout.cp, context.get_local_rank())
+        context = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
+        sequence = SequenceShard(context, layout.cp, context.rank())
     dense = _submesh(ranks, *replicas, "shard")
     expert_shard, expert = dense, None
     if layout.ep > 1 or layout.tp > 1:

@@ -160,10 +160,15 @@ class Router(nn.Module):
 
     def _within_capacity(self, experts_TA: Tensor, kept_TA: Tensor, factor: float) -> Tensor:
         """Mask of the kept assignments that are among the first `capacity` of their expert in token order."""
-        capacity = (kept_TA.sum() * factor / self.shape.n_routed_experts).ceil()
-        chosen = F.one_hot(experts_TA.flatten(), self.shape.n_routed_experts) * kept_TA.flatten().unsqueeze(1)
-        place = (chosen.cumsum(0) * chosen).sum(1)  # 1 for an expert's first token, 2 for its second, ...
-        return kept_TA & (place <= capacity).view_as(kept_TA)
+        E = self.shape.n_routed_experts
+        capacity = (kept_TA.sum() * factor / E).ceil()
+        # Sorted by expert, an assignment's place among those of its expert is its place less the expert's first one. A
+        # running sum over [T * A, E] would give the same, in T * A steps one after another on a GPU.
+        expert_N = experts_TA.masked_fill(~kept_TA, E).flatten()  # what is not kept takes no place
+        sorted_N, order_N = expert_N.to(torch.int16).sort(stable=True)
+        first_N = torch.searchsorted(sorted_N, sorted_N)
+        is_within_N = torch.arange(len(expert_N), device=expert_N.device) - first_N < capacity
+        return kept_TA & torch.empty_like(is_within_N).scatter_(0, order_N, is_within_N).view_as(kept_TA)
 
     def _aux_losses(
         self,

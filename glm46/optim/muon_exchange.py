@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.distributed.groups import new_group
 from glm46.optim.muon_update import Orthogonalizer, Piece
 from glm46.planner.muon_plan import Bucket, Unit
 
@@ -25,7 +26,7 @@ def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.Proce
     groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
     missing: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(missing, set(rank_sets) - groups.keys())
-    return groups | {ranks: dist.new_group(list(ranks)) for ranks in sorted(set().union(*missing))}
+    return groups | {ranks: new_group(ranks) for ranks in sorted(set().union(*missing))}
 
 
 class BucketExchange:

@@ -16,10 +16,11 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from glm46.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
+from glm46.distributed.groups import group_of_partition
 from glm46.model.attention import Attention
 from glm46.model.experts import Experts
 from glm46.model.layers import FeedForward
@@ -35,7 +36,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
     place."""
     group, key_heads = mesh.get_group(), model.shape.num_key_value_heads
     sharing = mesh.size() // key_heads
-    ranks = _ranks_of_head(group, sharing, mesh.device_type) if sharing > 1 else None
+    ranks = _ranks_of_head(group, sharing) if sharing > 1 else None
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
@@ -65,10 +66,10 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
 
 
 @lru_cache(maxsize=1)  # one for all layers and networks of a job
-def _ranks_of_head(group: dist.ProcessGroup, size: int, device_type: str) -> dist.ProcessGroup:
+def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """The ranks of a tensor-parallel group, which are consecutive, that share this rank's key head. Collective over all
-    ranks: with NCCL torch splits the groups off the communicator of all, a mesh all at once."""
-    return init_device_mesh(device_type, (dist.get_world_size() // size, size)).get_group(1)
+    ranks."""
+    return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
 
 
 # The following functions take the forward of a module and return its replacement. The collectives stay outside of

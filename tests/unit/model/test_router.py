@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from glm46.model.router import Router, RoutingOptions
 
@@ -119,6 +121,23 @@ def test_capacity_keeps_the_first_tokens_of_each_expert_and_counts_the_rest(fact
     assert limited.statistics.overflow == lost
     assert (lost > 0) == (factor < 2.0)
     assert sum(held) + lost == 2 * sum(real) == dropless.statistics.tokens_per_expert.sum()
+
+
+def test_capacity_holds_no_tensor_of_tokens_times_experts(router_and_input):
+    """On the meta device. A one-hot tensor of the assignments and its running sum have E numbers for each of them."""
+    router, sizes = router_and_input()[0].to("meta"), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            assert "cumsum" not in str(operator)
+            found = operator(*arguments, **(options or {}))
+            sizes.extend(x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor))
+            return found
+
+    experts = torch.empty(400, 2, dtype=torch.int64, device="meta")
+    with Sizes():
+        router._within_capacity(experts, experts > 0, 1.0)
+    assert max(sizes) == experts.numel()
 
 
 def slow_aux_losses(router, x, is_real):

@@ -1,0 +1,37 @@
+"""Process groups with the timeout of the group of all ranks; without one, torch gives a new group its own default."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46 import compat
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
+    timeout = compat.group_timeout(dist.group.WORLD)
+    group = dist.new_group(list(ranks), timeout=timeout)
+    if dist.get_rank() in ranks:
+        compat.set_group_timeout(timeout, group)
+    return group
+
+
+def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
+    """This rank's group of a division of all ranks into groups of one size. Collective over all ranks.
+
+    A part that is all ranks is the group of all ranks. NCCL splits the parts off its communicator, all at once.
+
+    Args:
+        parts: integers [groups, size].
+    """
+    if len(parts) == 1:
+        return dist.group.WORLD
+    timeout, me = compat.group_timeout(dist.group.WORLD), dist.get_rank()
+    if dist.group.WORLD.bound_device_id is not None:
+        mine = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
+    else:
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
+        mine = groups[int((parts == me).any(1).nonzero())]
+    compat.set_group_timeout(timeout, mine)
+    return mine
