@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 import torch
 from torch import Tensor
 
@@ -20,27 +19,14 @@ from glm46.checkpoint.publish import open_draft, publish
 from glm46.checkpoint.save import Snapshot, encode_meta
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.errors import UserError
-from glm46.config.model import Model, ModelShape
-from glm46.config.presets import resolve_shape
 from glm46.distributed.ranks import ALONE, Ranks
+from glm46.planner.function import NetworkFunction, function_of_meta
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 MODEL_PREFIX = "model."
 """The trainer's prefix for the names of parameters and buffers."""
-
-
-SHAPE_KEY = "shape"
-"""Key of a checkpoint's meta: the shape of its model, with the window and RoPE scaling of the last step."""
-
-
-def shape_of_meta(meta: Mapping[str, Any]) -> ModelShape:
-    """The shape of a checkpoint's model, with the window and RoPE scaling of its last step. Checkpoints of earlier
-    versions, and imported ones, have those of [model]."""
-    if SHAPE_KEY in meta:
-        return ModelShape.model_validate(meta[SHAPE_KEY])
-    return resolve_shape(Model.model_validate(tomli.loads(meta["config"])["model"]))
 
 
 class StepTensors(Mapping[str, Tensor]):
@@ -68,9 +54,9 @@ class StepTensors(Mapping[str, Tensor]):
         self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
 
     @property
-    def shape(self) -> ModelShape:
-        """See `shape_of_meta`."""
-        return shape_of_meta(self.meta)
+    def function(self) -> NetworkFunction:
+        """See `function_of_meta`."""
+        return function_of_meta(self.meta)
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.stored(name)

@@ -35,6 +35,7 @@ from glm46.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
+from glm46.planner.function import capacity_lines, moe_of_meta
 from glm46.training.resume import BASES_KEY
 
 _HF_CONFIG = "hf_config"
@@ -103,7 +104,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.max_file_gb < inf:
         raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     tensors = StepTensors(arguments.checkpoint)
-    config_table, shape = tomli.loads(tensors.meta["config"]), tensors.shape
+    config_table, (shape, temperature) = tomli.loads(tensors.meta["config"]), tensors.function
     table = config_table["model"]
     if "adapter" in config_table:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
@@ -124,6 +125,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
         scheme=SCHEMES.get(arguments.dtype),
         repeat_shared=arguments.mtp_copies,
+        router_temperature=temperature,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
@@ -134,6 +136,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
+    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
+        _report(line)
+    if temperature != 1.0:
+        print(f"router temperature of its last step: {temperature:g}; the gates are divided by it")
     if shape.rope_scaling is not None:
         print(f"RoPE scaling of its last step: {describe_attention(shape)[1]}; config.json has it")
     if options.scheme is not None:
@@ -176,7 +182,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     with bytes_progress("writing adapters", total, _report) as report:
         size = export_adapter(
             arguments.output,
-            tensors.shape,
+            tensors.function.shape,
             stored,
             scale=adapter.scale,
             base=base,

@@ -155,6 +155,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity = {"text": _digest(text), "dtype": dtype}
+    if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
+        identity["router_temperature"] = model.router_temperature
     results = _open_results(arguments, identity, keeps=mesh.rank == 0)
     return _Work(loaded, other, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
 

@@ -30,11 +30,13 @@ class MoE(Section):
     """Weight of the router z-loss: mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
 
     router_temperature: Schedule = 1.0
-    """Divisor of the router logits while training; a schedule warms it up. 1 is off."""
+    """Divisor of the router logits; a schedule warms it up. 1 is off. It is part of what the network computes: see
+    docs/model.md. [adapter] takes a constant alone."""
 
     capacity_factor: float | None = Field(None, gt=0.0)
     """Largest number of tokens that an expert takes from one micro-batch, relative to an even share; tokens above it
-    skip that expert and are counted as overflow. Absent: no token is dropped, as GLM trains."""
+    skip that expert and are counted as overflow. Absent: no token is dropped, as GLM trains. Only training drops:
+    validation and exports warn of it, and [rl] refuses it."""
 
 
 class MTP(Section):

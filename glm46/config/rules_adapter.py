@@ -45,6 +45,13 @@ def base_stays_as_it_is(config: RunConfig, adapter: Adapter, shape: ModelShape) 
         if any(values_of(value) if values is None else values):
             yield Fault((key, "adapter"), f"{key} = {show(value)}: must be 0 under [adapter], which freezes the "
                         f"routers; {remedy}")  # fmt: skip
+    temperatures = values_of(moe.router_temperature)
+    if len(set(temperatures)) > 1:
+        yield Fault(
+            ("moe.router_temperature", "adapter"),
+            f"moe.router_temperature = {show(moe.router_temperature)}: cannot change under [adapter], which "
+            f"leaves the routers of the base as they are; set it to {temperatures[-1]:g}",
+        )
     if shape.num_nextn_predict_layers:
         yield Fault(
             ("model.num_nextn_predict_layers", "adapter"),

@@ -28,6 +28,8 @@ class ExportOptions:
     """Quantise projections so. One process only: a scale needs its whole block or group."""
     repeat_shared: bool = False
     """Repeat embedding and head in the prediction layers, as GLM-4.5 and GLM-4.5-Air do; GLM-4.6 does not."""
+    router_temperature: float = 1.0
+    """Of the function to export, see `NetworkFunction`: gates are divided by it in FP32, and then rounded once."""
     max_file_bytes: int = 5_000_000_000
     """Most bytes of tensors in one file; a larger tensor has its own file."""
     other_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -69,8 +71,9 @@ def export_weights(
     contents = {CONFIG: json_bytes(config), **options.other_files}
     with drafted_folder(folder, sum(file.nbytes for file in files), ranks) as draft:
         return write_tensors(
-            draft, names.entries, files, tensors, ranks, contents, scheme=options.scheme, report=report
-        )
+            draft, names.entries, files, tensors, ranks, contents,
+            scheme=options.scheme, router_temperature=options.router_temperature, report=report,
+        )  # fmt: skip
 
 
 def _lay_out_files(names: HFNames, options: ExportOptions) -> list[OutputFile]:

@@ -25,6 +25,7 @@ from glm46.huggingface.boxes import Interval, intervals_of, overlaps
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, ReportBytes
 from glm46.huggingface.names import HFEntry, raise_if
 from glm46.huggingface.schemes import ERRORS_FILE, Scheme, error_of
+from glm46.model.router import folded
 
 Source = Tensor | StoredTensor
 """Source of a tensor's values: a plain tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
@@ -83,6 +84,7 @@ def write_tensors(
     contents: Mapping[str, bytes],
     *,
     scheme: Scheme | None = None,
+    router_temperature: float = 1.0,
     report: ReportBytes | None = None,
 ) -> int:
     """Write the parts of all ranks into the files of a draft, and the small files beside them. Collective.
@@ -106,7 +108,7 @@ def write_tensors(
                 (draft / file.name).write_bytes(file.header)
     with ranks.stage(f"writing {draft}") as stage:
         with ExitStack() as opened:
-            writer = _FolderWriter(draft, files, opened, scheme)
+            writer = _FolderWriter(draft, files, opened, scheme, router_temperature)
             writer.write([entries[name] for name in mine], tensors, report)
         stage.value = writer.elements  # after closing the files, which syncs them to the disk
     with ranks.stage(f"completing {draft}"):
@@ -162,8 +164,10 @@ class _FolderWriter:
         errors: Hugging Face name -> `error_of` of each quantised weight.
     """
 
-    def __init__(self, draft: Path, files: Sequence[OutputFile], opened: ExitStack, scheme: Scheme | None):
-        self._draft, self._opened, self._scheme = draft, opened, scheme
+    def __init__(
+        self, draft: Path, files: Sequence[OutputFile], opened: ExitStack, scheme: Scheme | None, temperature: float
+    ):
+        self._draft, self._opened, self._scheme, self._temperature = draft, opened, scheme, temperature
         self.errors: dict[str, dict[str, float]] = {}
         self._file_of = {hf_name: file for file in files for hf_name in file.records}
         if scheme is not None:  # a quantised weight is in the file of what stores it
@@ -202,7 +206,7 @@ class _FolderWriter:
                 continue
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             for overlap in overlaps(part, intervals):
-                values = local[overlap.local].to(dtype).cpu().contiguous()
+                values = folded(entry.name, local[overlap.local], self._temperature).to(dtype).cpu().contiguous()
                 self._require_finite(part.hf_name, values)
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()

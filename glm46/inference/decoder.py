@@ -249,13 +249,13 @@ class Decoder:
         is_real: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states after a layer, and, if they are recorded, the experts that its tokens chose."""
-        core.place = place
+        core.place, options = place, self.model.routing(_OPTIONS if self._routes is None else _RECORD)
         if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
             if core not in self._few:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[core]) is not None:
-                return layer(x, rope, core)
-        x, statistics = block(x, rope, place.layout, is_real, _OPTIONS if self._routes is None else _RECORD)
+                return layer(x, rope, core, options)
+        x, statistics = block(x, rope, place.layout, is_real, options)
         return x, statistics and statistics.routes
 
 

@@ -78,10 +78,13 @@ class Layer:
         self._middle_norm = _Norm(block.post_attention_layernorm)
         self._network = _FeedForward(block.mlp) if block.is_dense else _Mixture(block.mlp)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore) -> tuple[Tensor, Tensor | None]:
-        """Map [B, S, D] to [B, S, D]; also return the experts that each token chose, int64 [B * S, A], or None."""
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore, options: RoutingOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map [B, S, D] to [B, S, D]; also return the experts that each token chose, int64 [B * S, A], or None. Of the
+        options only the temperature counts."""
         x = x + self._attention(self._input_norm(x), rope, core)
-        y, chosen = self._network(self._middle_norm(x).view(-1, x.shape[-1]))
+        y, chosen = self._network(self._middle_norm(x).view(-1, x.shape[-1]), options.temperature)
         return x + y.view_as(x), chosen
 
 
@@ -131,7 +134,7 @@ class _FeedForward:
         self._gate_up = Product(network.gate_proj.weight, network.up_proj.weight)
         self._down = Product(network.down_proj.weight)
 
-    def __call__(self, rows: Tensor) -> tuple[Tensor, None]:
+    def __call__(self, rows: Tensor, _: Tensor | None = None) -> tuple[Tensor, None]:
         gate, up = self._gate_up(rows).chunk(2, 1)
         return self._down(F.silu(gate).mul_(up)), None
 
@@ -144,9 +147,9 @@ class _Mixture:
         self._shared = None if moe.shared_experts is None else _FeedForward(moe.shared_experts)
         self._gate_up, self._down = _Experts(moe.experts.gate_up), _Experts(moe.experts.down)
 
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
         y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)[0]
-        weights, chosen, _ = self._router(rows.unsqueeze(0), None, RoutingOptions(statistics=False))
+        weights, chosen, _ = self._router(rows.unsqueeze(0), None, RoutingOptions(temperature, statistics=False))
         uses_of: dict[int, list[int]] = {}
         for use, expert in enumerate(chosen.flatten().tolist()):
             uses_of.setdefault(expert, []).append(use)

@@ -97,14 +97,14 @@ def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
 @torch.no_grad()
 def _from_step(folder: Path, empty: _Empty) -> _Filled:
     tensors = StepTensors(folder, Ranks.of_this_run())
-    config, shape = tomli.loads(tensors.meta["config"]), tensors.shape
+    config, function = tomli.loads(tensors.meta["config"]), tensors.function
     if "adapter" in config:
         raise UserError(
             f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
             "with adapter-to-hf, then give the base, and the new folder with --adapter"
         )
     table = config["model"]
-    model, mesh = empty(shape)
+    model, mesh = empty(function.shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
     for name, tensor in own.items():
@@ -112,6 +112,7 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
         local_tensor(tensor).copy_(tensors.stored(name)[held])
     if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
+    model.compute_as(function, local_tensor(next(model.parameters())).device)
     return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
 
 

@@ -17,6 +17,7 @@ from glm46 import compat
 from glm46.config.model import ModelShape
 from glm46.model.layers import local_weight
 from glm46.model.routes import replay, route_type
+from glm46.planner.function import is_gate
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RoutingOptions:
     """Additions of training to GLM's routing. The defaults are GLM's inference behaviour."""
 
     temperature: Tensor | None = None
-    """FP32 scalar that divides the logits; a tensor, so that a schedule does not trigger recompilation. None is 1."""
+    """FP32 scalar that divides the logits; a tensor, so that a schedule does not trigger recompilation. None is 1.
+    `Transformer.routing` sets it."""
     capacity_factor: float | None = None
     """Most tokens of an expert per call, relative to an even share. None: no limit."""
     balance_loss: bool = False
@@ -89,6 +91,11 @@ def fp32_linear(x_TD: Tensor, weight: Tensor) -> Tensor:
     if x_TD.dtype == weight.dtype == torch.bfloat16:
         return _BF16Linear.apply(x_TD, weight)
     return F.linear(x_TD.float(), weight.float())
+
+
+def folded(name: str, weight: Tensor, temperature: float) -> Tensor:
+    """A weight for readers that know no router temperature: a gate divided by it, in FP32, and any other as it is."""
+    return weight.float() / temperature if is_gate(name) and temperature != 1.0 else weight
 
 
 class Router(nn.Module):

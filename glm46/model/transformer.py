@@ -1,5 +1,6 @@
 """The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from glm46.model.layers import Linear, RMSNorm, local_weight
 from glm46.model.mtp import MTPLayer
 from glm46.model.rope import rotary_tables
 from glm46.model.router import RoutingOptions, RoutingStatistics
+from glm46.planner.function import NetworkFunction
 
 
 class LossSums(NamedTuple):
@@ -119,6 +121,9 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
+        self.router_temperature = 1.0
+        """See `NetworkFunction`; `compute_as` sets it."""
+        self._temperature: Tensor | None = None
         self.mtp_alone = False
         """The losses of the prediction layers have gradients for these layers alone, and none for what they share with
         the main model: hidden states, embedding and head."""
@@ -129,6 +134,26 @@ class Transformer(nn.Module):
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
+
+    def compute_as(self, function: NetworkFunction, device: torch.device, *, is_scheduled: bool = False) -> None:
+        """Take the sliding window, the RoPE scaling and the router temperature of a function from the next call on.
+        Weights and compiled layers stay: layers get the rotary tables, the layout of attention and the temperature as
+        arguments.
+
+        Args:
+            device: of the weights.
+            is_scheduled: the temperature may change, so compiled layers get one of 1 too.
+        """
+        own = {name: getattr(function.shape, name) for name in ("sliding_window", "rope_scaling")}
+        self.shape = self.shape.model_copy(update=own)
+        self.router_temperature = function.router_temperature
+        has_one = is_scheduled or function.router_temperature != 1.0
+        # Filled on the device, which copies nothing.
+        self._temperature = torch.full((), function.router_temperature, device=device) if has_one else None
+
+    def routing(self, options: RoutingOptions) -> RoutingOptions:
+        """Options of a call with the model's own temperature."""
+        return options if self._temperature is None else replace(options, temperature=self._temperature)
 
     def keep_layers(self, layers: range) -> None:
         """Keep only these layers, in place. The embedding stays with the first layer; norm, head and multi-token
@@ -174,7 +199,7 @@ class Transformer(nn.Module):
                 not run.
             routes: [B, S, L, A] of `route_type`, of the whole model: experts to use instead of the routers' choice, see
                 `model/routes.py`. A part takes those of its layers.
-            options: additions of training to the routing.
+            options: additions of training to the routing; the temperature is the model's.
             form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
 
         Returns:
@@ -188,7 +213,7 @@ class Transformer(nn.Module):
             is_real = document_ids >= 0
         layout = layout or self._layout(document_ids, positions)
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
-        context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, options
+        context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
         statistics: list[RoutingStatistics] = []
         for i, layer in self.layers.items():
             place = int(i) - self.shape.first_k_dense_replace

@@ -18,6 +18,7 @@ from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.mesh import Cluster
 from glm46.inference.generation import continue_tokens
 from glm46.planner.curriculum import stage_at
+from glm46.planner.function import capacity_lines
 from glm46.planner.plan import Plan
 from glm46.pretrain.data_stream import DataStream, rows_read
 from glm46.pretrain.next_token import NextToken
@@ -94,7 +95,9 @@ class Pretraining:
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""
-        return describe_sources(self.plan, self.manifests)
+        moe = self.plan.config.moe
+        lines = capacity_lines(moe, "validation") if self.plan.config.validation.enable else []
+        return [*describe_sources(self.plan, self.manifests), *lines]
 
     def load_exported(self, folder: Path) -> None:
         """See `Task.load_exported`."""

@@ -19,6 +19,7 @@ from glm46.huggingface.merge_adapter import merge_adapter
 from glm46.huggingface.names import HFNames
 from glm46.huggingface.peft_export import export_adapter
 from glm46.huggingface.schemes import quantised_names
+from glm46.model.router import folded
 from glm46.planner.parameters import named_rows
 from glm46.rollout.weights import whole_weights
 from glm46.training.hf_weights import export_options, write_weights
@@ -28,11 +29,11 @@ from glm46.training.network import Network
 def served_tensors(policy: Network, scheme: Fp8 | None) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face name and value of each tensor of the policy, adapters merged, in the types of `whole_weights`, or
     with projections in FP8 as an export of this scheme stores them. Collective: all ranks iterate to the end."""
-    names = HFNames(policy.shape, repeat_shared=False)
+    names, temperature = HFNames(policy.shape, repeat_shared=False), policy.function.router_temperature
     quantised = quantised_names(names, scheme)
     for name, whole in whole_weights(policy, policy.shape):
         for part in names.entries[name].parts:
-            value = whole[part.index()]
+            value = folded(name, whole[part.index()], temperature).to(whole.dtype)
             stored = scheme.quantise(value.float()) if part.hf_name in quantised else {"": value}
             yield from ((part.hf_name + suffix, tensor) for suffix, tensor in stored.items())
 

@@ -17,6 +17,7 @@ from glm46.distributed.mesh import Cluster
 from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.planner.plan import Plan
+from glm46.planner.schedule import schedule_value
 from glm46.reliability.stop import StopRequest
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.environment import Environment
@@ -145,6 +146,9 @@ class Reinforcement:
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
             self._writer.finish()
+            temperature = schedule_value(self.plan.config.moe.router_temperature, progress.curriculum_tokens)
+            for name in self.objectives:  # samples are of the function that the first step on them learns with
+                self.networks[name].route_at(temperature)
             self._builder.write_fields()  # while the next rollout is drawn
             self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
             if self._rollout is None:

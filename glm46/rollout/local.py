@@ -67,10 +67,7 @@ class LocalEngine:
             self._model.to_empty(device=self._policy.cluster.device)
         if self._has_copies:  # else the model has the policy's own memory, which the optimizer writes into
             self._take_weights()
-        now = self._policy.shape  # the window and the RoPE scaling in force
-        self._model.shape = self._model.shape.model_copy(
-            update={"sliding_window": now.sliding_window, "rope_scaling": now.rope_scaling}
-        )
+        self._model.compute_as(self._policy.function, self._policy.cluster.device)
         if self._decoder is None:
             drafts = self._model.shape.num_nextn_predict_layers + 1 if self._speculative else 0
             self._decoder = Decoder(

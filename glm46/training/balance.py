@@ -13,13 +13,9 @@ from glm46.model.transformer import Transformer, router_names
 from glm46.planner.schedule import schedule_value
 
 
-def routing_options(moe: MoE, clock: int, device: torch.device) -> RoutingOptions:
-    """Routing options of [moe] at this point of the curriculum."""
-    temperature = None
-    if moe.router_temperature != 1.0:
-        temperature = torch.full((), schedule_value(moe.router_temperature, clock), device=device)  # copies nothing
+def routing_options(moe: MoE) -> RoutingOptions:
+    """What training adds to the routing by [moe]."""
     return RoutingOptions(
-        temperature=temperature,
         capacity_factor=moe.capacity_factor,
         # Throughout the run if any weight of the schedule is above 0: these flags are constants of compiled layers.
         balance_loss=any(values_of(moe.sequence_aux_loss_weight)),

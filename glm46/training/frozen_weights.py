@@ -45,9 +45,10 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
     else:
         meta = checkpoints.load_from(folder, {}, ignored=("",))  # verifies all files; nothing is loaded yet
         with ranks.stage(f"reading {folder}") as stage:
-            stage.value = _fill_from_step(folder, network.pretrained())
+            stage.value = _fill_from_step(folder, tensors := network.pretrained())
         faults = sorted({fault for faults in stage.values for fault in faults})
         raise_if(faults[:_FAULTS_SHOWN])
+        network.take_gates(meta, tensors)
         files = [folder / MANIFEST]  # it has the hashes of the others
     network.frozen_files.update(hash_files(files, ranks))
     return meta

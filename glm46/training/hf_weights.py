@@ -18,6 +18,7 @@ from glm46.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.huggingface.peft_import import import_adapter
 from glm46.huggingface.schemes import CONFIG_KEY, Scheme, config_of_scheme
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.planner.function import capacity_lines
 from glm46.training.network import Network
 from glm46.training.state import Progress
 
@@ -29,12 +30,13 @@ def load_weights(network: Network, folder: Path) -> None:
         UserError: the folder is corrupt or belongs to another model.
     """
     tensors, shape = network.pretrained(), network.plan.shape
-    if not network.cluster.process.is_main:
+    if network.cluster.process.is_main:
+        total = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+        with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
+            import_weights(folder, shape, tensors, report=report)
+    else:
         import_weights(folder, shape, tensors)
-        return
-    total = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
-    with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
-        import_weights(folder, shape, tensors, report=report)
+    network.take_gates(None, tensors)
 
 
 def load_adapters(network: Network) -> None:
@@ -73,7 +75,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
         merged = folder.with_name(f"{folder.name}-merged")
         return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
     write_weights(network, tokenizer, folder, torch.bfloat16)
-    return str(folder)
+    return "\n".join([str(folder), *capacity_lines(config.moe, "what reads this folder")])
 
 
 def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
@@ -103,4 +105,5 @@ def export_options(
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
     if scheme is not None:
         config_json[CONFIG_KEY] = config_of_scheme(scheme, HFNames(shape, repeat_shared=repeat_shared))
-    return config_json, ExportOptions(dtype, scheme, repeat_shared, other_files=files)
+    temperature = network.function.router_temperature
+    return config_json, ExportOptions(dtype, scheme, repeat_shared, temperature, other_files=files)

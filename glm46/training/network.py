@@ -1,6 +1,6 @@
 """One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from glm46.compat import named_range
 from glm46.config.model import ModelShape
-from glm46.distributed.local_tensor import copy_to_device
+from glm46.distributed.local_tensor import copy_to_device, local_tensor
 from glm46.distributed.mesh import Cluster
 from glm46.model.adapters import without_adapters
 from glm46.model.cross_entropy import HeadForm, summed_loss
@@ -23,7 +23,9 @@ from glm46.parallelize.fsdp import release_gathered
 from glm46.parallelize.magnitudes import Magnitudes
 from glm46.parallelize.pipeline import Pipeline
 from glm46.parallelize.plan import parallelize
+from glm46.planner.function import NetworkFunction, gate_factor, is_gate
 from glm46.planner.plan import Plan
+from glm46.planner.schedule import schedule_value
 from glm46.training.balance import ExpertBalance
 
 Batch = dict[str, Any]
@@ -59,16 +61,41 @@ class Network:
     """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
 
     @property
+    def function(self) -> NetworkFunction:
+        """The function that the models compute."""
+        return NetworkFunction(self.models[0].shape, self.models[0].router_temperature)
+
+    @property
     def shape(self) -> ModelShape:
         """The shape that the models compute with: the plan's, with the window and RoPE scaling in force."""
-        return self.models[0].shape
+        return self.function.shape
 
     def attend_as(self, shape: ModelShape) -> None:
-        """Take the sliding window and the RoPE scaling of a shape from the next batch on. Weights and compiled layers
-        stay: layers get the rotary tables and the layout of attention as arguments."""
+        """Take the sliding window and the RoPE scaling of a shape from the next batch on."""
+        self._compute_as(self.function._replace(shape=shape))
+
+    def route_at(self, temperature: float) -> None:
+        """Take a router temperature from the next batch on. A network begins at that of the start of its run; each
+        step takes that of the schedule."""
+        self._compute_as(self.function._replace(router_temperature=temperature))
+
+    @torch.no_grad()
+    def take_gates(self, meta: Mapping[str, Any] | None, names: Container[str]) -> None:
+        """Scale gates that were read from a checkpoint with this meta, or from a Hugging Face folder (None), for the
+        temperature that the network begins at; see `gate_factor`.
+
+        Args:
+            names: of the weights that were read.
+        """
+        if (factor := gate_factor(meta, self.function.router_temperature)) != 1.0:
+            for name, tensor in self.weights().items():
+                if is_gate(name) and name in names:
+                    local_tensor(tensor).mul_(factor)
+
+    def _compute_as(self, function: NetworkFunction) -> None:
+        is_scheduled = self.plan.config.moe.router_temperature != 1.0
         for model in self.models:
-            own = {"sliding_window": shape.sliding_window, "rope_scaling": shape.rope_scaling}
-            model.shape = model.shape.model_copy(update=own)
+            model.compute_as(function, self.cluster.device, is_scheduled=is_scheduled)
 
     @property
     def is_adapted(self) -> bool:
@@ -226,7 +253,7 @@ def build_network(
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    return Network(
+    network = Network(
         plan=plan,
         cluster=cluster,
         models=models,
@@ -248,3 +275,5 @@ def build_network(
         ),
         balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
     )
+    network.route_at(schedule_value(plan.config.moe.router_temperature, plan.config.lr_scheduler.start_tokens))
+    return network

@@ -13,13 +13,13 @@ from torch import Tensor
 from glm46.checkpoint.integrity import step_folder, step_of
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
-from glm46.checkpoint.step_tensors import SHAPE_KEY
 from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
 from glm46.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.distributed.process import Process
+from glm46.planner.function import function_of_meta
 from glm46.reliability.stop import Diverged
 from glm46.training.frozen_weights import base_fault, load_frozen
 from glm46.training.hf_weights import load_adapters
@@ -52,10 +52,11 @@ def _rng_states(process: Process) -> dict[str, Tensor]:
 
 def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
     """JSON content of a checkpoint besides the tensors."""
+    main = next(iter(task.networks.values()))
     return {
         "progress": asdict(progress),
         "config": dump_config(task.plan.config),
-        SHAPE_KEY: task.plan.stage_after(progress.samples).shape.model_dump(),
+        **main.function._replace(shape=task.plan.stage_after(progress.samples).shape).meta(),
         "stream": task.fingerprint(),
         "validation": validation,
         BASES_KEY: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},
@@ -86,7 +87,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
         if source is None and config.load_path is not None:
             source = Path(config.load_path).resolve()
         if source is not None:
-            meta = _load(task, checkpoints, source)
+            meta = _resume(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
             for name, network in based.items():
                 if (fault := base_fault(network, folder, meta[BASES_KEY].get(name, {}))) is not None:
@@ -104,7 +105,10 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.initial_load_in_hf:
         run_on_all_ranks(lambda: task.load_exported(path))
         return fresh, None
-    meta = _load(task, checkpoints, path.resolve(), ignored=_names_not_loaded(task, path.resolve()))
+    ignored = _names_not_loaded(task, path.resolve())
+    meta = _load(task, checkpoints, path.resolve(), ignored=ignored)
+    main = next(iter(task.networks.values()))
+    main.take_gates(meta, {name for name in main.weights() if f"model.{name}" not in ignored})
     if not config.initial_load_model_only:
         # Text that the earlier phase has read is not read again.
         fresh.read_before = meta.get("read", [])
@@ -143,7 +147,7 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
         )
-    meta = _load(task, checkpoints, source)
+    meta = _resume(task, checkpoints, source)
     earlier = Progress(**meta["progress"])
     first_bad_sample = earlier.samples if non_finite else progress.bad_since_sample
     return progress.rolled_back_to(earlier, first_bad_sample), meta
@@ -200,6 +204,14 @@ def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     if task.plan.config.preference is not None:  # the prediction layers of its start are left as they are
         left |= {name for name in theirs if name.startswith("model.mtp.")}
     return names_not_loaded(ours - left, theirs - left, task.plan.config.checkpoint) | left
+
+
+def _resume(task: Task, checkpoints: CheckpointManager, source: int | Path) -> dict[str, Any]:
+    """`_load` of all tensors, and the router temperature of the last step. Collective."""
+    meta = _load(task, checkpoints, source)
+    for name in task.objectives:
+        task.networks[name].route_at(function_of_meta(meta).router_temperature)
+    return meta
 
 
 def _load(

@@ -140,8 +140,9 @@ def compute_gradients(
         return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)
 
     network.optimizer.zero_grad()
+    network.route_at(schedule_value(moe.router_temperature, clock))
     batches = [network.to_device(batch, objective.fields) for batch in micro_batches]
-    arguments = {"options": routing_options(moe, clock, network.cluster.device), "form": objective.form}
+    arguments = {"options": routing_options(moe), "form": objective.form}
     of_objective = [name for name in objective.fields if name != "routes"]  # the model takes those
     return network.forward_backward(batches, arguments, whole, auxiliary, of_objective)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from glm46.checkpoint.step_tensors import shape_of_meta
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
@@ -19,6 +18,7 @@ from glm46.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.observe.metrics import METRICS, SPREAD
 from glm46.observe.throughput import ThroughputMeter
 from glm46.optim.roles import format_role_table
+from glm46.planner.function import function_of_meta, gate_factor
 from glm46.planner.parameters import count_parameters
 from glm46.planner.plan import Plan
 from glm46.planner.schedule import learning_rate_factor, schedule_value
@@ -153,8 +153,13 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
         path = config.checkpoint.initial_load_path
         lines.append(f"start        from {path or 'initial weights'}")
         if path is not None:
-            before = stored_shape(Path(path)) if meta is None else shape_of_meta(meta)
+            before = stored_shape(Path(path)) if meta is None else function_of_meta(meta).shape
             lines += _position_changes(before, plan.stage_after(0).shape)
+            start = schedule_value(config.moe.router_temperature, scheduler.start_tokens)
+            if (factor := gate_factor(meta, start)) != 1.0:
+                lines.append(
+                    f"gates        times {factor:g}: at moe.router_temperature = {start:g} they compute the same"
+                )
         patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
         lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
     return "\n".join(lines)
