@@ -57,6 +57,7 @@ _MARKERS = frozenset(
     (*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, CALL, END_CALL, _RESPONSE)
     + (_END_RESPONSE, KEY, END_KEY, VALUE, END_VALUE)
 )
+_AS_TEXT = re.compile("|".join(map(re.escape, _MARKERS - {_NO_THINK})))
 _TAGS = re.compile(f"({'|'.join(map(re.escape, (CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)))})")
 
 
@@ -88,7 +89,8 @@ class Rendered(NamedTuple):
     documents: list[ChatDocument]
     """Each has a target; empty if no turn of the conversation is one."""
     counts: Counter
-    """Number by what: trailing messages left out, turns of weight 0, turns without a stop token, no target."""
+    """Number by what: trailing messages left out, turns of weight 0, turns without a stop token, no target, markers of
+    the format that are text."""
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
@@ -104,16 +106,21 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
     thinks = [reasoned or options.no_reasoning != "nothink" for reasoned in has_reasoning]
     last = len(spans) - 1
-    if options.history == "expand":
+    # Each document is the last user turn in it, and the turns that are targets.
+    groups: list[tuple[int, list[int]]] = [(last, list(range(last + 1)) if options.history == "all" else [last])]
+    if options.history == "all":
+        thinks[last] = any(thinks)
+    elif options.history == "expand":
         # Turns without reasoning read the same in every later document of their mode, so they share one.
-        closing = [k for k in range(last + 1) if k == last or has_reasoning[k] or thinks[k + 1] != thinks[k]]
-        groups = [(before + 1, k) for before, k in zip([-1, *closing[:-1]], closing, strict=True)]
-    else:
-        groups = [(0 if options.history == "all" else last, last)]
-        thinks[last] = any(thinks) if options.history == "all" else thinks[last]
+        groups, open_ = [], {True: [], False: []}
+        for k in range(last + 1):
+            open_[thinks[k]].append(k)
+            if has_reasoning[k] or thinks[k] not in thinks[k + 1 :]:
+                groups.append((k, open_[thinks[k]]))
+                open_[thinks[k]] = []
     documents = []
-    for first, k in groups:
-        trained = range(spans[first][0], spans[k][1])
+    for k, turns in groups:
+        trained = [index for turn in turns for index in range(*spans[turn])]
         document = _document(conversation, trained, tokenizer, thinks[k], options.no_reasoning == "train")
         if document.is_target.any():
             documents.append(document)
@@ -139,14 +146,14 @@ def render_pair(
 
 
 def _document(
-    conversation: Conversation, trained: range, tokenizer: Tokenizer, thinks: bool, train_empty_thought: bool
+    conversation: Conversation, trained: Sequence[int], tokenizer: Tokenizer, thinks: bool, train_empty_thought: bool
 ) -> ChatDocument:
-    """The document that ends with the last of the ``trained`` messages."""
-    messages = conversation.messages[: trained.stop]
+    """The document that ends with the last of the ``trained`` messages, which are in their order."""
+    messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
     pieces = _pieces(messages, conversation.tools, thinks, targets, train_empty_thought)
     stop = _OBSERVATION if messages[-1].tool_calls else _USER
-    return _encode([*pieces, (stop, trained.stop - 1 in targets)], tokenizer)
+    return _encode([*pieces, (stop, trained[-1] in targets)], tokenizer)
 
 
 def chat_prompt(
@@ -301,5 +308,8 @@ def _counts(conversation: Conversation, documents: list[ChatDocument]) -> Counte
             turn.role == "assistant" and turn.is_trained and after.role == "system" for turn, after in followed
         ),
         "no target": not documents,
+        "conversations with markers of the format as text": any(
+            _AS_TEXT.search(text) for message in conversation.messages for text in (message.content, message.reasoning)
+        ),
     })  # fmt: skip
     return +counts

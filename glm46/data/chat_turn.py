@@ -44,7 +44,8 @@ class TurnReader:
                 self._ids.append(token)
                 return None
             return self._end_call()
-        if name in (THINK, END_THINK, CALL):
+        # A call inside a thought is a draft.
+        if name in (THINK, END_THINK) or (name == CALL and self._kind == "answer"):
             part = self._flush()
             if name == THINK:
                 self._texts["answer"] = ""  # GLM's template leaves out what is before a thought

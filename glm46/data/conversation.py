@@ -5,7 +5,8 @@ LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford 
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 ROLES = {
@@ -24,6 +25,28 @@ _MAY_FOLLOW = {
     "tool": {"assistant", "tool"},
 }
 """Roles directly before a role; None: the conversation begins with it."""
+
+
+OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT = (
+    "thought that never ends, or with tags of its own", "tool call as text", "control token of a chat as text"
+)  # fmt: skip
+FORMAT_AS_TEXT = frozenset((OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT))
+"""Reasons of turns of the assistant that hold a chat format as characters, in the form of GLM or of another model. A
+model would learn to sample characters where servers read special tokens."""
+
+_CODE = re.compile(r"(```|~~~).*?(?:\1|\Z)|`[^`\n]*`", re.DOTALL)
+"""Code and quoted words of Markdown, which show a marker and do not use it."""
+_CONTROL = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_turn>"
+_FORMAT = {
+    OPEN_THOUGHT: r"^[ \t]*(?:</?think>|\u25c1think\u25b7|<\|begin_of_thought\|>)",
+    # A tag at the begin of a line, or before a call.
+    CALL_AS_TEXT: r"^[ \t]*<(?:/?tool_calls?>|/?function_calls?>|/?tool_response>|\|(?:python_tag|tool_call))"
+    r"|<tool_calls?>\s*(?:[\[{]|[\w.-]+\s*<arg_key>)|<function=[\w.-]+>|<invoke name="
+    r"|\[TOOL_CALLS\]\s*(?:[\[{]|\w+\s*[\[{])",
+    MARKER_AS_TEXT: rf"^[ \t]*(?:{_CONTROL})|(?:{_CONTROL})[ \t]*$",
+}
+"""The form of each reason outside of code. A marker inside a sentence is a word of it."""
+_FORMS = {reason: re.compile(form, re.MULTILINE) for reason, form in _FORMAT.items()}
 
 
 class BadConversation(ValueError):
@@ -77,7 +100,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
     """Read one line of a chat file.
 
     Args:
-        record: the line as Python values, such as `json.loads` or pyarrow's ``to_pylist`` give them.
+        record: the line as Python values, such as `json.loads` or `glm46.data.parquet_rows` give them.
         format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
 
     Raises:
@@ -85,11 +108,34 @@ def parse_conversation(record: object, format: str) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    rows = _ROWS[format](record)
+    messages = _joined(_ROWS[format](record))
+    end = max((i for i, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    if not end:
+        raise BadConversation("no assistant")
+    _raise_for_order(messages[:end])
+    tools = parse_tools(record.get("tools"))
+    _raise_for_bare_calls(messages[:end], tools)
+    return Conversation(tuple(messages[:end]), tools, len(messages) - end)
+
+
+def parse_prompt(value: object) -> tuple[Message, ...]:
+    """Read what an assistant is asked to answer: a text of the user, or a list of messages as in ``messages``.
+
+    Raises:
+        BadConversation: it is neither, or the last message is neither the user's nor a tool's.
+    """
+    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else _list(value))
+    if messages[-1].role not in ("user", "tool"):
+        raise BadConversation("the last message is neither the user's nor a tool's", messages[-1].role)
+    _raise_for_order(messages)
+    return tuple(messages)
+
+
+def _joined(rows: Sequence[object]) -> list[Message]:
+    """The messages of rows. LLaMA-Factory and ms-swift write each call as a message of its own: it joins the turn."""
     messages: list[Message] = []
     for index, row in enumerate(rows):
         message = _message(row, index)
-        # LLaMA-Factory and ms-swift write each call as a message of its own.
         if message.role == "call" and messages and messages[-1].role == "assistant":
             turn = messages.pop()
             calls = turn.tool_calls + message.tool_calls
@@ -98,11 +144,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
         elif message.role == "call":
             message = replace(message, role="assistant")
         messages.append(message)
-    end = max((i for i, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
-    if not end:
-        raise BadConversation("no assistant")
-    _raise_for_order(messages[:end])
-    return Conversation(tuple(messages[:end]), parse_tools(record.get("tools")), len(messages) - end)
+    return messages
 
 
 def split_thinking(content: str) -> tuple[str, str]:
@@ -183,6 +225,7 @@ def _message(row: object, index: int) -> Message:
     if role == "call":
         value = row.get("content")
         reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
+        _raise_for_format(reasoning, index)
         return Message(role, "", reasoning, _calls(_decoded(value, "tool call is not JSON")), trained)
     content = _text(row.get("content"), role)
     if role != "assistant":
@@ -192,11 +235,38 @@ def _message(row: object, index: int) -> Message:
     if any(not isinstance(reasoning, str) for reasoning in given):
         raise BadConversation("reasoning is not text", f"message {index}")
     reasoning, content = (given[0], content) if given else split_thinking(content)
+    for text in (reasoning, content):
+        _raise_for_format(text, index)
     old_form = row.get("function_call")
     calls = _calls(row.get("tool_calls") or ([old_form] if old_form else []))
     if not content.strip() and not calls:
         raise BadConversation("assistant with neither content nor call", f"message {index}")
     return Message(role, content, reasoning, calls, trained)
+
+
+def _raise_for_format(text: str, index: int) -> None:
+    """Raise BadConversation if a text of the assistant holds a chat format as characters."""
+    prose = _CODE.sub("", text)
+    for reason, form in _FORMS.items():
+        if found := form.search(prose):
+            raise BadConversation(reason, f"{found[0].strip()!r}, message {index}")
+
+
+def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    """Raise BadConversation where a whole answer is the JSON of calls of the tools, as Llama 3 writes them."""
+    functions = [tool.get("function") or tool for tool in tools]
+    names = [one["name"] for one in functions if isinstance(one, Mapping) and one.get("name")]
+    for index, message in enumerate(messages):
+        if not names or message.role != "assistant" or message.content.lstrip()[:1] not in ("{", "["):
+            continue
+        try:
+            found = json.loads(message.content)
+        except (ValueError, RecursionError):
+            continue
+        calls = found if isinstance(found, list) else [found]
+        calls = [one for one in calls if isinstance(one, Mapping) and {"arguments", "parameters"} & {*one}]
+        if any(one.get("name") in names for one in calls):
+            raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")
 
 
 def _text(content: object, role: str) -> str:

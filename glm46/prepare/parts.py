@@ -14,6 +14,7 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.chat import ChatOptions, render, render_pair
+from glm46.data.conversation import FORMAT_AS_TEXT
 from glm46.data.pairs import EQUAL_HALVES
 from glm46.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -110,8 +111,9 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
             documents, size, tally = [], 0, Tally()
         if isinstance(document, BadDocument):
             reason, place = document.args
-            # Empty files and ties are common and harmless; unreadable documents may be a mistake in the recipe.
-            tally.count(tally.filtered if reason in (EMPTY, EQUAL_HALVES) else tally.bad, reason, [place])
+            # Empty files, ties and cut answers are common; unreadable documents may be a mistake in the recipe.
+            is_usual = reason in (EMPTY, EQUAL_HALVES, *FORMAT_AS_TEXT)
+            tally.count(tally.filtered if is_usual else tally.bad, reason, [place])
             continue
         documents.append(document)
         size += len(document.text) + DOCUMENT_BYTES

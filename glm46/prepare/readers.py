@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.data.parquet_rows import parquet_rows
 from glm46.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
 # Target size of a part, the unit of parallel work.
@@ -221,10 +222,7 @@ def _rows(file: str, fields: Fields) -> Iterator[Document | BadDocument]:
                 if column not in table.schema_arrow.names:
                     names = ", ".join(table.schema_arrow.names[:8])
                     raise UserError(f"{file}: no column '{column}'; its columns are {names}; set {key}")
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=list(columns.values()) if is_text else None):
-                for row in batch.to_pylist():
-                    yield read_row(row, f"{file} row {number}", fields)
-                    number += 1
+        for number, row in enumerate(parquet_rows(file, list(columns.values()) if is_text else None)):
+            yield read_row(row, f"{file} row {number}", fields)
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: damaged Parquet file ({error}); remove it, or download it again") from error

@@ -11,8 +11,9 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.rl_data import Prompts
 from glm46.data.chat import chat_prompt
-from glm46.data.conversation import Message
+from glm46.data.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.data.mixing import permute
+from glm46.data.parquet_rows import parquet_rows
 from glm46.data.tokenizer import Tokenizer
 from glm46.rewards.answer import Answer
 from glm46.rewards.scorer import Scorer
@@ -20,7 +21,6 @@ from glm46.rewards.scorer import Scorer
 _FAULTS_SHOWN = 5
 _COMPARED = {"exact": "{}", "choice": "({})", "math": "\\boxed{{{}}}"}
 """Rewards that compare texts, and how an answer states its result."""
-_ROLES = ("system", "user", "assistant")
 
 
 class Prompt(NamedTuple):
@@ -129,11 +129,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
     if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.ParquetFile(file)
-        rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
-        yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, start=1))
+        yield from ((f"{file} row {number}", row) for number, row in enumerate(parquet_rows(file), start=1))
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -156,21 +152,16 @@ def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool)
     found, label = _at(row, keys.prompt_key), _at(row, keys.label_key)
     if needs_label and label is None:
         raise ValueError(f"no '{keys.label_key}' (rl.prompts.label_key), which rl.rewards compare answers with")
-    if isinstance(found, str):
-        found = [{"role": "user", "content": found}]
-    if not isinstance(found, list) or not found:
+    if not isinstance(found, str | list) or not found:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key) is neither a text nor a list of messages")
-    messages = []
-    for message in found:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in _ROLES or not isinstance(content, str):
-            raise ValueError(f"message {len(messages) + 1}: needs a role of {', '.join(_ROLES)} and a text as content")
-        messages.append(Message(role, content))
-    if messages[-1].role != "user":
-        raise ValueError("the last message is not the user's")
-    tools = _at(row, keys.tools_key) or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key) is not a list of JSON objects")
+    try:
+        messages = parse_prompt(found)
+    except BadConversation as error:
+        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
+    try:
+        tools = parse_tools(_at(row, keys.tools_key))
+    except BadConversation as error:
+        raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key): {error}") from error
     tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking)
     return Prompt(tokens, messages[-1].content, label)
 

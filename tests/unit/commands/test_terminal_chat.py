@@ -86,6 +86,24 @@ def test_a_call_that_is_not_in_the_format_is_text(text, want):
     assert reader.end()[1] == Message("assistant", want)
 
 
+def test_calls_are_made_behind_the_thought_only():
+    reader = TurnReader(TOKENIZER)
+    drafted = "<tool_call>later\n</tool_call>"
+    for part in (
+        "<think>",
+        "<tool_call>",
+        "later\n",
+        "</tool_call>",
+        "</think>",
+        "<tool_call>",
+        "now\n",
+        "</tool_call>",
+    ):
+        for token in [TOKENIZER.special[part]] if part in TOKENIZER.special else TOKENIZER.encode(part).tolist():
+            reader.read(token)
+    assert reader.end()[1] == Message("assistant", "", drafted, (ToolCall("now"),))
+
+
 def talk(lines, turns, monkeypatch, **options):
     """Run a chat with typed lines against turns that were written before; returns the prompts."""
     typed, written, prompts = iter(lines), iter(turns), []

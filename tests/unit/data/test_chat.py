@@ -134,6 +134,17 @@ def test_turns_without_reasoning_share_the_next_document_of_their_mode():
     )
 
 
+def test_turns_without_reasoning_share_one_document_over_reasoned_ones():
+    alternating = [user("0"), assistant("z"), *THREE, user("4"), assistant("d"), user("5"), assistant("e", "y")]
+    found = marked(*alternating)
+    assert [text.count("[[") for text in found] == [1, 1, 3, 1]
+    alone = [marked(*alternating[:end], history="last")[0] for end in (2, 6, 10)]
+    shared = found[2].replace("[[", "").replace("]]", "")
+    for text in alone:  # each turn is a target behind the tokens that its own document would have
+        prompt, target = text.replace("]]", "").split("[[")
+        assert shared.startswith(prompt + target) and f"[[{target}]]" in found[2]
+
+
 def test_steps_of_one_tool_loop_keep_their_reasoning_in_one_document():
     loop = user(), assistant("", "x", [("f", {})]), tool(), assistant("", "y", [("g", {})]), tool(), assistant("a", "z")
     (text,) = marked(*loop)
@@ -192,6 +203,7 @@ def test_several_user_messages_are_one_user_turn():
 @pytest.mark.parametrize("bad", ["".join(TOKENIZER.special), "</arg_value>"])
 @pytest.mark.parametrize("where", ["user", "system", "content", "thought", "argument", "key", "name", "result"])
 def test_markers_inside_messages_are_text(where, bad):
+    bad = f"of {bad} words"
     text = {name: bad if name == where else "x" for name in ("user", "system", "content", "thought", "result")}
     key, value, name = (bad if where == other else "k" for other in ("key", "argument", "name"))
     messages = (
@@ -201,6 +213,10 @@ def test_markers_inside_messages_are_text(where, bad):
     ids = rendered(*messages).documents[0].ids
     assert bad in TOKENIZER.decode(ids)
     clean = rendered(system("x"), user("x"), assistant("x", "x", [("k", {"k": "k"})]), tool("x"), assistant("end"))
+    counted = {"conversations with markers of the format as text": 1}
+    assert rendered(*messages).counts == (
+        counted if where in ("user", "system", "content", "thought", "result") else {}
+    )
     special = list(TOKENIZER.special.values())
     assert [i for i in ids if i in special] == [i for i in clean.documents[0].ids if i in special]
 

@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from glm46.config.text_recipe import CHAT_FORMATS
 from glm46.data.chat import ChatOptions, render
 from glm46.data.conversation import (
+    CALL_AS_TEXT,
+    MARKER_AS_TEXT,
+    OPEN_THOUGHT,
     BadConversation,
     Conversation,
     Message,
     ToolCall,
     parse_conversation,
+    parse_prompt,
 )
 from glm46.data.tokenizer import load_tokenizer
 
@@ -117,14 +121,17 @@ def test_a_turn_is_trained_if_none_of_its_messages_says_no(off):
         ("<think>\nwhy</think>\n\nSo", "why", "So"),
         ("lost <think>why</think>lost</think>So", "why", "So"),
         ("why</think>So", "why", "So"),
-        ("<think>open", "", "<think>open"),
     ],
 )
 def test_thinking_inside_the_content(content, reasoning, answer):
     assert parse(USER, ANSWER | {"content": content}).messages[-1] == Message("assistant", answer, reasoning)
-    # Reasoning of its own, empty too, leaves the content alone.
-    kept = parse(USER, ANSWER | {"content": content, "reasoning_content": ""}).messages[-1]
-    assert kept == Message("assistant", content)
+    # Reasoning of its own, empty too, leaves the content alone, which then may not begin with a tag.
+    beside = ANSWER | {"content": content, "reasoning_content": ""}
+    if not content.startswith("<think>"):
+        assert parse(USER, beside).messages[-1] == Message("assistant", content)
+        return
+    with pytest.raises(BadConversation, match="thought"):
+        parse(USER, beside)
 
 
 def test_old_function_calls_and_names_of_reasoning():
@@ -194,6 +201,64 @@ def test_bad_lines_are_refused_with_their_reason(reason, messages):
     with pytest.raises(BadConversation) as refused:
         parse(*messages)
     assert refused.value.reason == reason
+
+
+HERMES = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+GLM = "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>now<\uff5ctool\u2581calls\u2581end\uff5c>"
+
+
+@pytest.mark.parametrize("before", ["", "I look it up.\n", "```python\nx = 1\n```\n", "`a` and "])
+@pytest.mark.parametrize("reason, text", [
+    (OPEN_THOUGHT, "\n<think>never closed, cut at the limit"), (OPEN_THOUGHT, "\n\u25c1think\u25b7let me see"),
+    (CALL_AS_TEXT, HERMES), (CALL_AS_TEXT, GLM), (CALL_AS_TEXT, "<tool_call>" + HERMES[12:-12]),
+    (CALL_AS_TEXT, '<function=now>{"zone": 1}</function>'), (CALL_AS_TEXT, '[TOOL_CALLS] [{"name": "now"}]'),
+    (CALL_AS_TEXT, '[TOOL_CALLS]now{"zone": 1}'), (CALL_AS_TEXT, "\n<|python_tag|>now.call()"),
+    (CALL_AS_TEXT, '<function_calls>\n<invoke name="now">\n</invoke>'), (CALL_AS_TEXT, "\n<tool_call>\nnow"),
+    (CALL_AS_TEXT, "\n<|tool_calls_section_begin|><|tool_call_begin|>now"), (MARKER_AS_TEXT, DEEPSEEK),
+    (MARKER_AS_TEXT, "Done.<|user|>"), (MARKER_AS_TEXT, "Done.<|im_end|>"), (MARKER_AS_TEXT, "\n<|user|>\nAnd you?"),
+    (MARKER_AS_TEXT, "\n[INST] And you?"), (MARKER_AS_TEXT, "<|begin_of_box|>42<|end_of_box|>"),
+])  # fmt: skip
+def test_a_format_that_the_assistant_writes_as_text_is_refused_by_cause(before, reason, text):
+    for turn in (
+        {"content": before + text},
+        {"content": before + text, "weight": 0},
+        {"content": [{"type": "text", "text": before}, text]},
+        {"content": f"<think>{before}{text}</think>So." if reason != OPEN_THOUGHT else f"why</think>{before}{text}"},
+        {"content": "So.", "reasoning_content": before + text},
+    ):
+        with pytest.raises(BadConversation) as refused:
+            parse(USER, {"role": "assistant"} | turn, USER)
+        assert refused.value.reason == reason and "message 1" in refused.value.detail
+    with pytest.raises(BadConversation, match=reason):
+        parse_prompt([USER, ANSWER | {"content": before + text}, USER])
+
+
+@pytest.mark.parametrize("content", [
+    '{"name": "weather", "parameters": {"city": "Rome"}}', '[{"name": "weather", "arguments": {}}]',
+])  # fmt: skip
+def test_an_answer_that_is_the_json_of_a_call_is_refused_where_the_tool_is_known(content):
+    with pytest.raises(BadConversation, match=CALL_AS_TEXT):
+        parse(USER, ANSWER | {"content": content}, tools=[TOOL])
+    for kept in ([], [{"name": "now"}]):
+        assert parse(USER, ANSWER | {"content": content}, tools=kept).messages[-1].content == content
+
+
+@pytest.mark.parametrize("text", [
+    HERMES, "<think>open", "What does <|user|> mean?", DEEPSEEK, "Done.<|im_end|>", "</tool_response>",
+])  # fmt: skip
+def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_of_them(text):
+    told = [
+        f"In code:\n```xml\n{text}\n```\nSo.",
+        f"~~~\n{text}",
+        "A `<think>` and a <think> tag, <|user|> too.",
+        "a<b>c",
+    ]
+    result = {"role": "tool", "content": text}
+    for answer in told:
+        got = parse({"role": "system", "content": text}, {"role": "user", "content": text}, CALL, result, {
+            "role": "assistant", "content": answer})  # fmt: skip
+        assert got.messages[-1].content == answer and got.messages[1].content == text == got.messages[3].content
 
 
 @pytest.mark.parametrize(
