@@ -21,8 +21,10 @@ class Recipe(Section):
     recipe on the same text gives the same bytes."""
 
     input: tuple[DataFile, ...] = Field(min_length=1)
-    """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .parquet, .json that has rows with ``text_key``,
-    and any other file as one text; each may be compressed as .gz or .zst. Hidden files of a folder are skipped.
+    """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .ndjson and .json hold rows of JSON (one per line, an
+    array, or over several lines), .parquet rows, any other file is one text; all but .parquet may be compressed as
+    .gz, .zst, .bz2 or .xz. With verify = "json" a .json file whose first row lacks ``text_key`` is one text. Links are
+    followed; hidden files of a folder are skipped.
     ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs.
     ``hf://datasets/owner/name``, with a path or glob behind it, is a data set of the hub."""
 

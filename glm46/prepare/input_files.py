@@ -8,6 +8,7 @@ for the packages that glm46 depends on.
 import glob
 import hashlib
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from glm46.config.errors import UserError
 # Prefix of an embedded source among the input patterns.
 BUILTIN = "builtin:"
 
-_PYARROW_SUFFIXES = (".zst", ".parquet")
+_READERS = {".zst": "zstandard", ".parquet": "pyarrow"}
+"""Packages that read files of an ending."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,16 @@ _MIN_FILE_BYTES, _MAX_FILE_BYTES = 200, 400_000
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return the files that names, folders and globs match, each once, sorted. Hidden files of a folder are skipped.
+    """Return the files that names, folders and globs match, each once, sorted. Links are followed; hidden files of a
+    folder are skipped.
 
     Args:
         patterns: as the user wrote them; ``builtin:NAME`` is an embedded source.
         key: the setting that holds them, for messages.
 
     Raises:
-        UserError: a pattern matches no file, or a file needs a package that is not installed.
+        UserError: a pattern matches no file, a link leads nowhere, a folder cannot be read, or a file needs a package
+            that is not installed.
     """
     found: dict[Path, Path] = {}
     faults = []
@@ -72,6 +76,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             continue
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         files = [f for name in names for f in (_visible(Path(name)) if Path(name).is_dir() else [Path(name)])]
+        faults += [f"{key}: {file}: a link to nothing; mend or remove it" for file in files if _is_missing(file)]
         files = [file for file in files if file.is_file()]
         if not files:
             hint = "; hidden files of a folder are skipped" if Path(pattern).is_dir() else ""
@@ -81,18 +86,38 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
         for file in files:
             real = file.resolve()
             found[real] = real if real.suffix or not file.suffix else file.absolute()
-    for suffix in _PYARROW_SUFFIXES:
+    for suffix, package in _READERS.items():
         needs = [file for file in found.values() if file.suffix.lower() == suffix]
-        if needs and importlib.util.find_spec("pyarrow") is None:
-            faults.append(f"{needs[0]}: reading {suffix} needs pyarrow; pip install 'glm46[data]'")
+        if needs and importlib.util.find_spec(package) is None:
+            faults.append(f"{needs[0]}: reading {suffix} needs {package}; pip install 'glm46[data]'")
     if faults:
         raise UserError(*faults)
     return sorted(found.values())
 
 
+def _is_missing(file: Path) -> bool:
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a glob goes around a loop of links until the system stops it
+        return False
+    return False
+
+
 def _visible(folder: Path) -> list[Path]:
-    entries = sorted(folder.rglob("*"))
-    return [path for path in entries if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
+    """The files under a folder that are not hidden. A glob follows links to folders too; a loop of them ends here."""
+    found, seen = [], set()
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        real = os.path.realpath(here)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        found += [] if real in seen else [Path(here, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+    return sorted(found)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise UserError(f"{error.filename}: cannot be read: {error.strerror}; grant access, or leave it out") from error
 
 
 def embedded_files(source: str) -> list[Path]:

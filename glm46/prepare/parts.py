@@ -240,6 +240,14 @@ def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
         return evaluation_ngrams([])
     fields = Fields(recipe.text_key)
     parts = parts_of(find_files(recipe.decontaminate, "decontaminate"), fields)
-    documents = [document for part in parts for document in read_part(part, fields)]
-    texts = [normalize(d.text, recipe.normalize) for d in documents if isinstance(d, Document)]
+    texts = []
+    for document in (document for part in parts for document in read_part(part, fields)):
+        if isinstance(document, Document):
+            texts.append(normalize(document.text, recipe.normalize))
+        elif document.args[0] != EMPTY:
+            reason, place = document.args
+            raise UserError(
+                f"decontaminate: {with_line(place)}: {reason}, so that no document would be compared with it; correct "
+                f"or remove it (text_key = '{recipe.text_key}' names the field of evaluation text, too)"
+            )
     return evaluation_ngrams([tokenizer.encode(text) for text in texts])

@@ -1,29 +1,26 @@
 """Readers: cut input files into parts for the worker processes, and read the documents of one part.
 
-Formats: JSON lines, JSON arrays of rows, Parquet and plain text; all but Parquet may be compressed with gzip or zstd.
+Formats: rows of JSON, one per line, in an array or over several lines; Parquet; plain text. All but Parquet may be
+compressed.
 """
 
-import codecs
-import gzip
-import io
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from json import dumps, loads
 from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.data.parquet_rows import parquet_rows
+from glm46.prepare.archives import HEAD_BYTES, format_of, is_compressed, opened, refuse_other_format, suffix_in
+from glm46.prepare.json_rows import JsonText
 from glm46.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
 # Target size of a part, the unit of parallel work.
 PART_BYTES = 4_000_000
 
-_LINES = {".jsonl", ".ndjson"}
-_COMPRESSED = {".gz", ".zst"}
-
-# Bytes read of a .json file to detect whether it holds rows.
-_HEAD_BYTES = 1 << 20
+_JSON = {".jsonl", ".ndjson", ".json"}
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,15 @@ def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
     """Cut files into parts of about `PART_BYTES`, in the order of the files.
 
     Args:
-        fields: a .json file that has the field of the text is read as rows.
+        fields: those of the rows.
 
     Raises:
-        UserError: a file does not hold rows, and conversations are read.
+        UserError: a file is not what its ending says, or holds no rows, and conversations are read.
     """
     parts, texts, size = [], [], 0
     for file in files:
         file_size = file.stat().st_size
-        kind = _kind(file, fields.text)
+        kind = _kind(file, fields)
         if kind == "text" and fields.format != "text":
             raise UserError(
                 f"{file}: does not hold rows with '{fields.text}'; format = '{fields.format}' reads .jsonl, .json and "
@@ -64,7 +61,7 @@ def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
         if texts and (kind != "text" or size >= PART_BYTES):
             parts.append(InputPart("text", tuple(texts), 0, 0, size))
             texts, size = [], 0
-        if kind == "lines" and _suffix(file) not in _COMPRESSED:
+        if kind == "lines" and not is_compressed(file):
             for start in range(0, file_size, PART_BYTES):
                 stop = min(start + PART_BYTES, file_size)
                 parts.append(InputPart(kind, (str(file),), start, stop, stop - start))
@@ -77,50 +74,69 @@ def read_part(part: InputPart, fields: Fields) -> Iterator[Document | BadDocumen
     """Yield the documents of a part in order, and a `BadDocument` in the place of each one that cannot be read.
 
     Raises:
-        UserError: the whole file is unusable: a damaged archive, or a Parquet file without the column.
+        UserError: the whole file is unusable: damaged, in another format, or Parquet without the column.
     """
     if part.kind == "text":
         for file in part.files:
-            yield _text(_read_whole(Path(file)), file)
+            yield _text(Path(file), fields)
     elif part.kind == "lines":
         yield from _lines(part, fields)
-    elif part.kind == "array":
-        yield from _array(Path(part.files[0]), fields)
+    elif part.kind == "values":
+        yield from _values(Path(part.files[0]), fields)
     else:
         yield from _rows(part.files[0], fields)
 
 
-def _suffix(file: Path) -> str:
-    return file.suffix.lower()
+def _kind(file: Path, fields: Fields) -> str:
+    suffix = suffix_in(file)
+    if suffix == ".parquet":
+        if is_compressed(file):
+            raise UserError(f"{file}: Parquet is compressed inside; unpack the file, and give what is in it")
+        with file.open("rb") as raw:
+            refuse_other_format(file, raw.read(HEAD_BYTES), "Parquet")
+        return "parquet"
+    return _json_kind(file, fields) if suffix in _JSON else "text"
 
 
-def _kind(file: Path, text_key: str) -> str:
-    suffix = _suffix(Path(file.stem)) if _suffix(file) in _COMPRESSED else _suffix(file)
-    if suffix == ".json":
-        return _json_kind(file, text_key)
-    return "lines" if suffix in _LINES else "parquet" if suffix == ".parquet" else "text"
+def _json_kind(file: Path, fields: Fields) -> str:
+    """Return "lines" if a file has a row on each line, "values" if it has an array or rows over several lines; "text"
+    if it is JSON without rows, and JSON is the text to learn.
+
+    A first row that cannot be read leaves the others of lines readable.
+    """
+    with opened(file) as stream:
+        refuse_other_format(file, stream.peek(HEAD_BYTES), "JSON")
+        text = JsonText(stream)
+        is_array = text.take("[") and text.peek() in ("{", "]", "")
+        try:
+            row = text.value()
+        except ValueError:
+            return "values" if is_array else "lines"
+        has_key = isinstance(row, dict) and fields.text in row
+        if fields.json_is_text and suffix_in(file) == ".json" and not has_key:
+            return "text"
+        if is_array:
+            return "values"
+        is_line = text.ended_on_its_line()
+        if isinstance(row, dict) and not has_key and not text.peek():
+            _refuse_object_of_rows(file, row, fields.text)
+        return "lines" if is_line else "values"
 
 
-def _json_kind(file: Path, text_key: str) -> str:
-    """Return "array" or "lines" if the first row of a .json file has the field of the text, else "text"."""
-    try:
-        with _open(file) as handle:
-            head = handle.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    except _archive_errors(file):
-        return "text"  # reading it raises the error
-    if re.match(rb"\[\s*\{", head):
-        return "array" if re.search(re.escape(json.dumps(text_key).encode()) + rb"\s*:", head) else "text"
-    try:
-        row = json.loads(head.partition(b"\n")[0])
-    except (ValueError, RecursionError):
-        return "text"
-    return "lines" if isinstance(row, dict) and text_key in row else "text"
+def _refuse_object_of_rows(file: Path, value: dict, text_key: str) -> None:
+    """Raise UserError if the only value of a file is an object that holds rows under a key of its own."""
+    for key, rows in value.items():
+        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+            raise UserError(
+                f"{file}: one object without '{text_key}', with {len(rows):,} rows under '{key}'; write the rows one "
+                f"per line: jq -c '.[{dumps(key)}][]' '{file}' > FILE.jsonl"
+            )
 
 
 def with_line(place: str) -> str:
     """Replace the byte offset in the place of a bad document by its line number, unless the file is compressed."""
     found = re.fullmatch(r"(.*) byte (\d+)( \(.*\))?", place, re.DOTALL)
-    if not found or _suffix(Path(found[1])) in _COMPRESSED:
+    if not found or is_compressed(Path(found[1])):
         return place
     file, byte, detail = found.groups(default="")
     with open(file, "rb") as handle:
@@ -130,65 +146,57 @@ def with_line(place: str) -> str:
     return f"{file} line {line}{detail}"
 
 
-def _open(file: Path):
-    if _suffix(file) == ".gz":
-        return gzip.open(file, "rb")
-    if _suffix(file) == ".zst":
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), 1 << 20)
-    return file.open("rb")
-
-
-def _archive_errors(file: Path) -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading a damaged archive raises."""
-    # zlib.error has no other public base; pyarrow raises a plain OSError.
-    errors = {".gz": (gzip.BadGzipFile, EOFError, gzip.zlib.error), ".zst": (OSError,)}
-    return errors.get(_suffix(file), ())
-
-
-def _read_whole(file: Path) -> bytes:
-    try:
-        with _open(file) as handle:
-            return handle.read()
-    except _archive_errors(file) as error:
-        raise UserError(f"{file}: damaged archive ({error}); remove it, or download it again") from error
-
-
-def _text(data: bytes, place: str) -> Document | BadDocument:
+def _text(file: Path, fields: Fields) -> Document | BadDocument:
+    with opened(file) as stream:
+        data = stream.read()
+    found = format_of(data[:HEAD_BYTES])
+    if found is not None and found.remedy is not None:
+        refuse_other_format(file, data[:HEAD_BYTES], "text")
+    place = str(file)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadDocument("not UTF-8", f"{place} line {data.count(bytes([10]), 0, error.start) + 1}")
+        line = data.count(bytes([10]), 0, error.start) + 1
+        return BadDocument(f"not UTF-8 but {found.name}" if found else "not UTF-8", f"{place} line {line}")
+    if "\0" in text:
+        return BadDocument(f"not text but {found.name if found else 'binary, or UTF-16'}", place)
+    if text.lstrip()[:1] in ("{", "["):
+        _refuse_rows(file, data, fields.text)
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
+
+
+def _refuse_rows(file: Path, data: bytes, text_key: str) -> None:
+    """Raise UserError if a text is rows, which another ending would have told."""
+    try:
+        row = next(JsonText(BytesIO(data)).rows(), None)
+    except ValueError:
+        return
+    if isinstance(row, dict) and isinstance(row.get(text_key), str):
+        ending = "".join([".json", file.suffix if is_compressed(file) else ""])
+        raise UserError(f"{file}: holds rows of JSON with '{text_key}', not a text; give it the ending {ending}")
 
 
 def _lines(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
     file = Path(part.files[0])
     position, number = 0, 0
-    try:
-        with _open(file) as handle:
-            if part.start:
-                # The line that holds the byte before the range belongs to the previous part, unless it ends there.
-                handle.seek(part.start - 1)
-                position = part.start - 1 + len(handle.readline())
-            while position < part.stop and (line := handle.readline()):
-                number += 1
-                # The line number is unknown inside a range; `with_line` finds it when it is shown.
-                place = f"{file} byte {position}" if part.start else f"{file} line {number}"
-                yield from _json_line(line, place, fields)
-                position += len(line)
-    except _archive_errors(file) as error:
-        raise UserError(
-            f"{file}: damaged archive near text byte {position} ({error}); remove it, or download it again"
-        ) from error
+    with opened(file) as handle:
+        if part.start:
+            # The line that holds the byte before the range belongs to the previous part, unless it ends there.
+            handle.seek(part.start - 1)
+            position = part.start - 1 + len(handle.readline())
+        while position < part.stop and (line := handle.readline()):
+            number += 1
+            # The line number is unknown inside a range; `with_line` finds it when it is shown.
+            place = f"{file} byte {position}" if part.start else f"{file} line {number}"
+            yield from _json_line(line, place, fields)
+            position += len(line)
 
 
 def _json_line(line: bytes, place: str, fields: Fields) -> Iterator[Document | BadDocument]:
     if not line.strip():
         return
     try:
-        row = json.loads(line)
+        row = loads(line)
     except UnicodeDecodeError:
         yield BadDocument("not UTF-8", place)
     except (ValueError, RecursionError):
@@ -197,16 +205,21 @@ def _json_line(line: bytes, place: str, fields: Fields) -> Iterator[Document | B
         yield read_row(row, place, fields)
 
 
-def _array(file: Path, fields: Fields) -> Iterator[Document | BadDocument]:
-    data = _read_whole(file)
-    try:
-        rows = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file}: damaged array of rows ({error}); fix it, or write one row per line as .jsonl"
-        ) from error
-    for number, row in enumerate(rows):
-        yield read_row(row, f"{file} row {number}", fields)
+def _values(file: Path, fields: Fields) -> Iterator[Document | BadDocument]:
+    number = 0
+    with opened(file) as stream:
+        rows = JsonText(stream).rows()
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except ValueError as error:
+                raise UserError(
+                    f"{file}: damaged JSON behind row {number} ({error}); fix it, or write one row per line as .jsonl"
+                ) from error
+            yield read_row(row, f"{file} row {number}", fields)
+            number += 1
 
 
 def _rows(file: str, fields: Fields) -> Iterator[Document | BadDocument]:
@@ -224,5 +237,17 @@ def _rows(file: str, fields: Fields) -> Iterator[Document | BadDocument]:
                     raise UserError(f"{file}: no column '{column}'; its columns are {names}; set {key}")
         for number, row in enumerate(parquet_rows(file, list(columns.values()) if is_text else None)):
             yield read_row(row, f"{file} row {number}", fields)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: damaged Parquet file ({error}); remove it, or download it again") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        raise UserError(f"{file}: {_parquet_fault(error)}") from error
+
+
+def _parquet_fault(error: Exception) -> str:
+    """What an error of pyarrow says of a file, by its words: its classes do not tell damage from a missing codec."""
+    words = str(error).lower()
+    if "crypt" in words:
+        return f"encrypted Parquet ({error}); write it without encryption"
+    if isinstance(error, NotImplementedError) or re.search(r"not (currently )?supported|support for codec", words):
+        return f"Parquet that this pyarrow does not read ({error}); write it anew with compression zstd"
+    return f"damaged Parquet file ({error}); remove it, or download it again"

@@ -55,13 +55,16 @@ class Fields(NamedTuple):
     """That of the known result. A row without it, and a text file, give no result."""
     format: str = "text"
     """As `Recipe.format`."""
+    json_is_text: bool = False
+    """Whether a .json file without rows is one text."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Fields":
         """The fields of a recipe's input."""
         if recipe.is_chat:
             return cls(_CHAT_FIELDS[recipe.format], None, recipe.format)
-        return cls(recipe.text_key, recipe.answer_key if recipe.verify in ("maths", "steps") else None)
+        answer = recipe.answer_key if recipe.verify in ("maths", "steps") else None
+        return cls(recipe.text_key, answer, json_is_text=recipe.verify == "json")
 
 
 def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:

@@ -234,6 +234,26 @@ def test_every_rule_filters_and_counts_its_documents(folder, tmp_path):
     assert len(kept) == len(good) + 4 - sum(manifest.dropped.values())
 
 
+def test_evaluation_text_behind_a_linked_folder_is_compared_with(folder, tmp_path):
+    exam = " ".join(f"word{i}" for i in range(40))
+    write_lines(folder / "a.jsonl", ["other text " * 20, "before " + exam])
+    (tmp_path / "away").mkdir()
+    write_lines(tmp_path / "away" / "exam.jsonl", [exam])
+    (tmp_path / "exams").mkdir()
+    (tmp_path / "exams" / "link").symlink_to(tmp_path / "away")
+    manifest = prepare(tmp_path, decontaminate=(str(tmp_path / "exams"),))
+    assert manifest.dropped == {"holds evaluation text": 1}
+
+
+@pytest.mark.parametrize("name", ["exam.jsonl", "exam.json"])
+def test_evaluation_text_without_the_field_stops_the_work(folder, tmp_path, name):
+    """Otherwise nothing would be compared with it."""
+    write_lines(folder / "a.jsonl", ["text"])
+    (tmp_path / name).write_text('{"prompt": "a question"}')
+    with pytest.raises(UserError, match=f"decontaminate: .*{name} line 1: no text in field 'text'.*text_key = 'text'"):
+        prepare(tmp_path, decontaminate=(str(tmp_path / name),))
+
+
 def test_held_out_text_is_not_rearranged(folder, tmp_path):
     texts = [f"x = {i}\nprint(x)\n" * 5 for i in range(80)]
     write_lines(folder / "a.jsonl", texts)

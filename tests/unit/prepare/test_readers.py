@@ -1,21 +1,30 @@
 """Readers: every format gives the same documents for any cuts into parts, and damage is reported with its place."""
 
+import base64
+import bz2
 import gzip
 import importlib.util
+import io
 import json
+import lzma
+import os
 import random
+import re
+import tarfile
+import zipfile
 
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.prepare import input_files, readers
+from glm46.config.text_recipe import TextRecipe
+from glm46.prepare import input_files, json_rows, readers
 from glm46.prepare.input_files import find_files
 from glm46.prepare.readers import parts_of, read_part
 from glm46.prepare.rows import BadDocument, Document, Fields
 
 TEXTS = ["one\nline", "größe 中", "  x  ", "a" * 5_000, *(f"text {i} " * (i % 40 + 1) for i in range(300))]
 
-needs_zstd = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
+needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
 needs_parquet = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
 
 
@@ -38,9 +47,9 @@ def texts_of(documents):
 
 
 def write_zstd(file, data):
-    import pyarrow
+    import zstandard
 
-    file.write_bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+    file.write_bytes(zstandard.compress(data))
 
 
 def write_parquet(file, texts):
@@ -137,12 +146,198 @@ def test_rows_in_a_json_file_are_documents(tmp_path, form, name, mark):
     assert texts_of(read([tmp_path / name])) == TEXTS
 
 
-@pytest.mark.parametrize(
-    "content", ['{"name": "x",\n "text": "y"}', "[1, 2]", '[{"body": "x"}]', '{"body": "x"}\n', "{"]
-)
-def test_other_json_files_are_texts(tmp_path, content):
-    (tmp_path / "x.json").write_text(content)
-    assert texts_of(read([tmp_path / "x.json"])) == [content]
+LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.json.gz", "x.json.bz2", "x.json.xz"])
+@pytest.mark.parametrize("content, texts, bad", [
+    (LONG, ["behind 3 MB"], 0),
+    (LONG + '\n{"text": "b"}\n', ["behind 3 MB", "b"], 0),
+    (f"[{LONG}, {LONG}]", ["behind 3 MB"] * 2, 0),
+    (f'\ufeff \n [\n{{"text": "a"}},{LONG}]\n', ["a", "behind 3 MB"], 0),
+    ('{"name": "x",\n "text": "y"}', ["y"], 0),
+    ('{\n"text": "a"\n}\n{\n"text": "b"\n}', ["a", "b"], 0),
+    ('[{"text": "a"}]\n[{"text": "b"}, {"text": "c"}]', ["a", "b", "c"], 0),
+    ('[{"body": "x"}, {"text": "late"}, 3]', ["late"], 2),
+    ('{"body": "x"}\n{"text": "late"}\n', ["late"], 1),
+    ('{"text": "cut\n{"text": "late"}\n', ["late"], 1),
+    ('{"scripts": {"a": 1}}', [], 1),
+    ("[1, 2]", [], 1),
+    ("{", [], 1),
+    ("[]", [], 0),
+])  # fmt: skip
+def test_json_is_rows_whatever_its_ending_and_its_first_row(tmp_path, name, content, texts, bad):
+    """A row without the text is counted, as in a file of lines; nothing is ever one text of raw JSON."""
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get((tmp_path / name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content.encode()))
+    documents = read([tmp_path / name])
+    assert texts_of(documents) == texts
+    assert len(documents) - len(texts) == bad
+
+
+@pytest.mark.parametrize("key", ["data", "rows", 'a "b'])
+def test_rows_under_a_key_of_an_object_are_refused_with_a_command_that_unpacks_them(tmp_path, key):
+    rows = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "x.json").write_text(json.dumps({"version": "1", key: rows}, indent=1))
+    with pytest.raises(UserError, match="one object without 'text', with 2 rows under .*jq -c ") as caught:
+        read([tmp_path / "x.json"])
+    path = re.search(r"jq -c '\.\[(.*)\]\[\]'", str(caught.value))[1]
+    assert json.loads(path) == key
+
+
+def test_json_that_is_to_be_learned_as_json_is_text(tmp_path):
+    """verify = "json" says so; rows with the text are rows all the same."""
+    (tmp_path / "a.json").write_text('{"name": "x"}')
+    (tmp_path / "b.json").write_text('[{"text": "{}"}]')
+    fields = Fields("text", json_is_text=True)
+    parts = parts_of(find_files([str(tmp_path)], "input"), fields)
+    assert texts_of(document for part in parts for document in read_part(part, fields)) == ['{"name": "x"}', "{}"]
+    assert Fields.of(TextRecipe(input=("x",), output="y", verify="json")) == fields
+
+
+def test_a_file_of_rows_needs_the_memory_of_a_row(tmp_path, monkeypatch):
+    """No text of more than two reads is held at once; a file that is no JSON stops at the longest row."""
+    monkeypatch.setattr(json_rows, "_READ_CHARACTERS", 1000)
+    monkeypatch.setattr(json_rows, "MAX_ROW_CHARACTERS", 5000)
+    held = []
+    decode = json_rows._decode
+    monkeypatch.setattr(json_rows, "_decode", lambda text, at: held.append(len(text)) or decode(text, at))
+    row = {"text": "t" * 300}
+    (tmp_path / "x.json").write_text(json.dumps([row] * 1000))
+    assert texts_of(read([tmp_path / "x.json"])) == [row["text"]] * 1000
+    assert max(held) <= 2000
+    (tmp_path / "x.json").write_text('[{"text": "' + "t" * 100_000)
+    with pytest.raises(UserError, match="damaged JSON behind row 0 .no row within 5,000 characters"):
+        read([tmp_path / "x.json"])
+    assert max(held) <= 20_000
+
+
+@pytest.mark.parametrize("name", ["part-00000", "x.txt", "x.jsonl.1", "x.txt.gz"])
+@pytest.mark.parametrize("content", ['{"text": "a"}\n{"text": "b"}\n', '[{"text": "a"}]', '\ufeff{\n"text": "a"}'])
+def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content):
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(
+        UserError, match=f"{name}: holds rows of JSON with 'text', not a text; give it the ending .json"
+    ):
+        read([tmp_path / name])
+
+
+def test_texts_that_begin_as_json_does_stay_texts(tmp_path):
+    for number, content in enumerate(['{ "a": 1 }', "[1] Knuth", "{% extends %}", '{"text": 3}', "[[link]]"]):
+        (tmp_path / f"{number}.txt").write_text(content)
+    assert len(texts_of(read([tmp_path]))) == 5
+
+
+def packed(kind):
+    """Bytes of a format, as its own library writes them."""
+    stream = io.BytesIO()
+    if kind == "tar":
+        with tarfile.open(fileobj=stream, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo("a.txt"))
+    elif kind == "zip":
+        with zipfile.ZipFile(stream, "w") as archive:
+            archive.writestr("a.txt", "a")
+    elif kind == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"text": ["a"]}), stream)
+    elif kind == "lfs":
+        stream.write(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    return {
+        "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress,
+        "tar.gz": lambda _: gzip.compress(packed("tar")),
+        "utf-16": lambda _: '{"text": "a"}\n'.encode("utf-16"),
+    }.get(kind, bytes)(stream.getvalue())  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind, message", [
+    ("x.jsonl", "parquet", r"holds Parquet, not JSON; give it the ending \.parquet"),
+    ("x.txt", "parquet", r"holds Parquet, not text; give it the ending \.parquet"),
+    ("x.json", "gzip", r"holds gzip, not JSON; give it the ending \.gz"),
+    ("x", "gzip", r"holds gzip, not text; give it the ending \.gz"),
+    ("x.txt", "bzip2", r"holds bzip2, not text; give it the ending \.bz2"),
+    ("x.txt", "xz", r"holds xz, not text; give it the ending \.xz"),
+    ("x.parquet", "gzip", "holds gzip, not Parquet"),
+    ("x.parquet", "lfs", r"a pointer of Git LFS, not Parquet; fetch the file \(git lfs pull\)"),
+    ("x.parquet.gz", "gzip", "Parquet is compressed inside; unpack"),
+    ("x.txt", "lfs", "a pointer of Git LFS, not text"),
+    ("x.tar", "tar", r"holds a tar archive, not text; unpack it \(tar -xf '.*x.tar' -C FOLDER\)"),
+    ("x.tar.gz", "tar.gz", r"holds a tar archive inside gzip, not text; unpack it \(tar -xf "),
+    ("x.tgz", "tar.gz", "holds gzip, not text"),
+    ("x.jsonl.gz", "tar.gz", "holds a tar archive inside gzip, not JSON; unpack it"),
+    ("x.zip", "zip", r"holds a zip archive, not text; unpack it \(unzip "),
+    ("x.jsonl.gz", "zip", "begins as a zip archive, not as gzip"),
+    ("x.jsonl.bz2", "gzip", "begins as gzip, not as bzip2"),
+    ("x.jsonl", "utf-16", "holds UTF-16, not JSON"),
+])  # fmt: skip
+def test_a_file_that_is_not_what_its_ending_says_is_named(tmp_path, name, kind, message):
+    (tmp_path / name).write_bytes(packed(kind))
+    with pytest.raises(UserError, match=message):
+        read([tmp_path / name])
+
+
+@pytest.mark.parametrize("content, reason", [
+    ("größe".encode("utf-16"), "not UTF-8 but UTF-16"), ("text".encode("utf-16-le"), "not text but binary, or UTF-16"),
+    (b"%PDF-1.7\n\xe2\xe3", "not UTF-8 but PDF"), (b"\x7fELF\0\0", "not text but binary, or UTF-16"),
+    ("größe".encode("latin-1"), "not UTF-8"),
+])  # fmt: skip
+def test_a_text_in_another_encoding_is_counted_as_what_it_is(tmp_path, content, reason):
+    (tmp_path / "x.txt").write_bytes(content)
+    assert [d.args[0] for d in read([tmp_path / "x.txt"])] == [reason]
+
+
+@needs_zstd
+def test_windows_above_128_mib_are_read(tmp_path):
+    """As `zstd --long=31` writes them, with which large dumps are published."""
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    data = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "x.jsonl.zst").write_bytes(data.compress(lines(TEXTS)) + data.flush())
+    assert zstandard.get_frame_parameters((tmp_path / "x.jsonl.zst").read_bytes()).window_size == 2**31
+    assert texts_of(read([tmp_path / "x.jsonl.zst"])) == TEXTS
+
+
+def test_whole_archives_with_foreign_bytes_behind_them_are_not_called_damaged(tmp_path):
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS)) + b"rubbish")
+    with pytest.raises(UserError, match="whole, with bytes behind its end that are not gzip; .*gzip -dc"):
+        read([tmp_path / "x.jsonl.gz"])
+
+
+@needs_parquet
+def test_parquet_that_this_reader_lacks_is_not_called_damaged(tmp_path):
+    import pyarrow
+    import pyarrow.parquet.encryption as encryption
+
+    class Keys(encryption.KmsClient):
+        def __init__(self, connection):
+            encryption.KmsClient.__init__(self)
+
+        def wrap_key(self, key, name):
+            return base64.b64encode(key)
+
+    table, file = pyarrow.table({"text": TEXTS}), tmp_path / "x.parquet"
+    for plaintext_footer, message in (
+        (True, "encrypted Parquet .*write it without"),
+        (False, "holds encrypted Parquet"),
+    ):
+        properties = encryption.CryptoFactory(Keys).file_encryption_properties(
+            encryption.KmsConnectionConfig(),
+            encryption.EncryptionConfiguration("key", column_keys={"k": ["text"]}, plaintext_footer=plaintext_footer),
+        )
+        with pyarrow.parquet.ParquetWriter(file, table.schema, encryption_properties=properties) as writer:
+            writer.write_table(table)
+        with pytest.raises(UserError, match=message):
+            read([file])
+
+
+@pytest.mark.parametrize("error, message", [
+    (OSError("While LZO compression is supported by Parquet, it is currently not supported by this"), "does not read"),
+    (NotImplementedError("Support for codec 'brotli' not built"), "does not read .*; write it anew"),
+    (OSError("Invalid BYTE_ARRAY value"), "damaged Parquet file"),
+])  # fmt: skip
+def test_an_error_of_pyarrow_is_told_by_its_words(error, message):
+    assert re.search(message, readers._parquet_fault(error))
 
 
 def test_rows_of_an_array_that_cannot_be_used_are_named(tmp_path):
@@ -176,15 +371,17 @@ def test_text_files_that_are_no_text_are_named(tmp_path):
     assert documents[2].text == "marked"
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.gz", pytest.param("x.jsonl.zst", marks=needs_zstd)])
-@pytest.mark.parametrize("damage", ["cut", "flip", "other"])
+@pytest.mark.parametrize(
+    "name", ["x.jsonl.gz", "x.txt.gz", pytest.param("x.jsonl.zst", marks=needs_zstd), "x.jsonl.bz2", "x.jsonl.xz"]
+)
+@pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
 def test_a_damaged_archive_stops_with_its_name(tmp_path, name, damage):
     file, rng = tmp_path / name, random.Random(0)
     data = lines([rng.randbytes(400).hex() for _ in range(300)])
-    if name.endswith(".gz"):
-        file.write_bytes(gzip.compress(data))
-    else:
+    if name.endswith(".zst"):
         write_zstd(file, data)
+    else:
+        file.write_bytes({".gz": gzip, ".bz2": bz2, ".xz": lzma}[file.suffix].compress(data))
     if name.endswith(".zst"):
         # Frames one after another, as parallel compressors write them, are one text.
         file.write_bytes(file.read_bytes() * 2)
@@ -196,7 +393,7 @@ def test_a_damaged_archive_stops_with_its_name(tmp_path, name, damage):
         # Any middle byte: gzip keeps a checksum of the text, zstd fails on an impossible sequence.
         whole[len(whole) // 2 : len(whole) // 2 + 64] = bytes(64)
     else:
-        whole = b"plain text"
+        whole = b"plain text" if damage == "other" else b""
     file.write_bytes(whole)
     with pytest.raises(UserError, match=f"{name}: damaged archive"):
         read([file])
@@ -220,6 +417,36 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(b"")
     monkeypatch.setattr(input_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs pyarrow; pip install 'glm46\[data\]'"):
+        find_files([str(tmp_path)], "input")
+
+
+@pytest.mark.parametrize("form", ["folder", "folder/**", "folder/*", "lin*"])
+def test_folders_and_globs_have_the_same_reach(tmp_path, form):
+    """Links to folders and files are followed, loops end, and hidden names are skipped."""
+    for name in ("folder/a.txt", "elsewhere/b.txt", "elsewhere/deep/C.TXT", "elsewhere/.hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "folder")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    found = [file.name for file in find_files([str(tmp_path / form)], "input")]
+    assert sorted(found) == ["C.TXT", "a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("form", ["folder", "folder/*", "folder/gone.txt"])
+def test_a_link_to_nothing_is_an_error(tmp_path, form):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    (tmp_path / "folder" / "gone.txt").symlink_to(tmp_path / "away")
+    with pytest.raises(UserError, match="input: .*gone.txt: a link to nothing"):
+        find_files([str(tmp_path / form)], "input")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match="closed: cannot be read"):
         find_files([str(tmp_path)], "input")
 
 

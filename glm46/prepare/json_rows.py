@@ -1,0 +1,85 @@
+"""Rows of JSON in a stream: arrays of rows, rows one after the other, or both; one row in memory at a time."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+_READ_CHARACTERS = 1 << 20
+MAX_ROW_CHARACTERS = 1 << 26
+"""Longest row of an array or over several lines, which bounds the memory for a file that is not JSON."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decode = json.JSONDecoder().raw_decode
+
+
+class JsonText:
+    """The values of a stream of UTF-8, read when they are asked for.
+
+    Other bytes become halves of surrogate pairs, so that only the text with them is lost.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        self._text, self._at, self._start = "", 0, 0
+
+    def peek(self) -> str:
+        """The next character that is no white space; empty at the end."""
+        while True:
+            self._at = _SPACE.match(self._text, self._at).end()
+            if self._at < len(self._text) or not self._fill():
+                return self._text[self._at : self._at + 1]
+
+    def take(self, character: str) -> bool:
+        """Whether this is the next character; it is read then."""
+        is_next = self.peek() == character
+        self._at += is_next
+        return is_next
+
+    def value(self) -> Any:
+        """The next value.
+
+        Raises:
+            ValueError: there is none, it is malformed, or it is longer than `MAX_ROW_CHARACTERS`.
+        """
+        self.peek()
+        while True:
+            try:
+                value, end = _decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if len(self._text) - self._at > MAX_ROW_CHARACTERS:
+                    raise ValueError(f"no row within {MAX_ROW_CHARACTERS:,} characters") from error
+                if not self._fill():
+                    raise ValueError(getattr(error, "msg", "nested too deeply")) from error
+                continue
+            # A number may go on behind what was read.
+            if end < len(self._text) or not self._fill():
+                self._start, self._at = self._at, end
+                return value
+
+    def ended_on_its_line(self) -> bool:
+        """Whether the last value has no line end inside."""
+        return self._text.find("\n", self._start, self._at) < 0
+
+    def rows(self) -> Iterator[Any]:
+        """All values; those of arrays instead of the arrays.
+
+        Raises:
+            ValueError: the rest is not JSON.
+        """
+        while self.peek():
+            if not self.take("["):
+                yield self.value()
+                continue
+            while not self.take("]"):
+                yield self.value()
+                if not self.take(",") and self.peek() != "]":
+                    raise ValueError("neither , nor ] behind a row")
+
+    def _fill(self) -> bool:
+        """Read as much as is left to read again, so that a long row is decoded few times; whether there was more."""
+        more = self._stream.read(max(_READ_CHARACTERS, len(self._text) - self._at))
+        if more:
+            self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
