@@ -152,7 +152,7 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
     else:
         path = config.checkpoint.initial_load_path
         lines.append(f"start        from {path or 'initial weights'}")
-        if path is not None:
+        if path is not None and (meta is not None or config.checkpoint.initial_load_in_hf):
             before = stored_shape(Path(path)) if meta is None else shape_of_meta(meta)
             lines += _position_changes(before, plan.stage_after(0).shape)
         patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
